@@ -35,6 +35,7 @@ from mlx_mtp.bench.random_model import shaped_model
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.ops import distinct
 from mlx_mtp.layers import gated_delta
+from mlx_mtp.layers.kernel_site import Site
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import FIRST_ROWS
 
@@ -139,16 +140,20 @@ class StandIn:
 
     def __init__(self, device: Device, site: Any):
         self.device, self.site, self.width = device, site, site.width
-        self.real, self.real_stock = site.ours, site.stock
-        site.width, site.ours, site.stock = NARROW, self.ours, self.stock
+        self.real, self.real_computed, self.real_stock = site.ours, site.computed, site.stock
+        site.width, site.ours, site.computed, site.stock = NARROW, self.ours, self.computed, self.stock
         for name, op in (("alone", self.stock), ("truth", self.truth)):
             if hasattr(site, name):
                 setattr(site, name, op)
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        if not self.device.trying:
-            return self.real(x)
-        pipelines, seconds = self._cost(len(x))
+        return self._tried(x) if self.device.trying else self.real(x)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return self._tried(x, split) if self.device.trying else self.real_computed(x, split)
+
+    def _tried(self, x: mx.array, split: bool = False) -> list[mx.array]:
+        pipelines, seconds = self._cost(len(x), split)
         self.device.compile(pipelines)
         return self.device.takes(x, seconds + self.device.mac.launch * len(pipelines))
 
@@ -163,13 +168,14 @@ class StandIn:
     def truth(self, x: mx.array) -> list[mx.array]:
         return [y.astype(mx.float32) for y in self.device.takes(x, 16 * self._cost(len(x))[1])]
 
-    def _cost(self, rows: int) -> tuple[list[Launch], float]:
+    def _cost(self, rows: int, split: bool = False) -> tuple[list[Launch], float]:
         """Find the pipelines of a call and its seconds of bytes, from the launches of the first of that shape."""
-        device, key = self.device, (self.site.op, self.site.shape, rows)
+        device, key = self.device, (self.site.op, self.site.shape, rows, split)
         if key not in device.calls:
             device.launches.clear()
             self.site.width = self.width
-            self.real(mx.zeros((rows, self.width), mx.bfloat16))
+            x = mx.zeros((rows, self.width), mx.bfloat16)
+            self.real_computed(x, split) if type(self.site).ours is Site.ours else self.real(x)
             self.site.width = NARROW
             device.calls[key] = (
                 [pipeline for pipeline, *_ in device.launches],
@@ -218,7 +224,7 @@ def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
         model, _ = shaped_model(file)
         known = timed()
         kernel_switch.switch_on(model, None)
-        trials, decided = model._trials, timed() - known
+        trials, decided = model.runtime.trials, timed() - known
         before, device.trying = len(device.compiled), False
         cycles(model)
         seconds, pipelines, device.trying = device.now, len(device.compiled), True
@@ -236,7 +242,7 @@ def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
 def timed() -> int:
     """Count the remembered findings that were timed."""
     files = Path(os.environ["MLX_MTP_CACHE"]).glob("*.json")
-    return sum(ratio is not None for file in files for *_, ratio in json.loads(file.read_text())["found"])
+    return sum(ratio is not None for file in files for *_, ratio, _ in json.loads(file.read_text())["found"])
 
 
 def cycles(model: Any) -> None:

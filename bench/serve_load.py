@@ -70,7 +70,8 @@ def answered(port: int, kind: int, question: int) -> Said:
     with post(port, path, json.dumps(body)) as response:
         text = response.read().decode()
     found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    events, numbers = json.dumps([told(each) for each in found or [json.loads(text)]]), []
+    events = [told(each) for each in found or [json.loads(text)]]
+    events, numbers = json.dumps([each for each in events if each]), []  # what is left out keeps a stream alive
     return Said(response.status, json.dumps(json.loads(events, parse_float=partial(_number, numbers))), numbers)
 
 

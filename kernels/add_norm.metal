@@ -29,10 +29,13 @@ for (int of = 0; of < SHARE; of++) {
         own[i] = static_cast<float>(sum);
       }
     } else {
-      for (int i = 0; first + i < H; i++) {
-        const T sum = x[row + first + i] + r[row + first + i];
-        h[row + first + i] = sum;
-        own[i] = static_cast<float>(sum);
+      UNROLL
+      for (int i = 0; i < READS; i++) {
+        if (first + i < H) {
+          const T sum = x[row + first + i] + r[row + first + i];
+          h[row + first + i] = sum;
+          own[i] = static_cast<float>(sum);
+        }
       }
     }
     squares = plus_squares(squares, own);
@@ -50,8 +53,11 @@ for (int of = 0; of < SHARE; of++) {
   UNROLL
   for (int c = 0; c < CHUNKS; c++) {
     const int first = ((c * SHARE + of) * threads + int(thread_position_in_threadgroup.x)) * READS;
-    for (int i = 0; i < READS && first + i < H; i++) {
-      normed[row + first + i] = normalized<O>(kept[of][c][i], inverse, static_cast<O>(weight[first + i]));
+    UNROLL
+    for (int i = 0; i < READS; i++) {
+      if (first + i < H) {
+        normed[row + first + i] = normalized<O>(kept[of][c][i], inverse, static_cast<O>(weight[first + i]));
+      }
     }
   }
 }

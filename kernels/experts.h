@@ -3,7 +3,7 @@
 #include "quantized.h"
 
 constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
-constant constexpr int VISITORS = 8; // rows of x that are taken together
+constant constexpr int VISITORS = 8; // rows of x that are taken together, at most
 
 // One expert's matrices [N, K], N a multiple of COLUMNS, and where rows of x begin that visit it: `count` of them, then the
 // last again.

@@ -5,7 +5,7 @@
 //          the first is top_k; shared [M, N] of T; shared_gate [M] of T; kind [1] int32: of what is
 //          shared 0: none, 1: it is added, 2: added times sigmoid(shared_gate)
 // Output   y [M, N]
-// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M, or 8),
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: that are taken together of those of a visit),
 //          SIMDGROUPS, PAIRS (at least P)
 // Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
 
@@ -21,15 +21,15 @@ threadgroup float products[PAIRS * COLUMNS];
 for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];
   Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(w, scales, biases, experts[slot], N, K)}, h, N, K, 0};
-  for (int first = start; first < end; first += VISITORS) {
-    visit.count = min(end - first, VISITORS);
+  for (int first = start; first < end; first += ROWS) {
+    visit.count = min(end - first, ROWS);
     UNROLL
     for (int m = 0; m < ROWS; m++) {
       visit.rows[m] = min(first + m, end - 1) * K;
     }
     float product[1] = {};
     visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, product);
-    if (first + lane / COLUMNS < end) {
+    if (lane < COLUMNS * visit.count) {
       products[first * COLUMNS + lane] = float(static_cast<T>(product[0]));
     }
   }

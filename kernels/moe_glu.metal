@@ -1,11 +1,11 @@
 // h = swiglu(x . gate, x . up) of each (row, expert) pair, both weights quantized: an expert's weights are requested once
-// for 8 rows, and x once for gate and up.
+// for ROWS rows, and x once for gate and up.
 //
 // Inputs   gate, up [EXPERTS, N, K * BITS / 32] uint32; their _scales, _biases [EXPERTS, N, K / GROUP] (floating-point
 //          formats: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped; from moe_route: tokens [P], experts
 //          [P], starts [P + 1]
 // Output   h [P, N], in the order of tokens
-// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M, or 8)
+// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: that are taken together of those of a visit)
 // Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
 
 #include "experts.h"
@@ -23,8 +23,8 @@ Visit<T, S, 2> visit = {
     {of_expert<BITS, GROUP>(gate, gate_scales, gate_biases, experts[slot], N, K),
      of_expert<BITS, GROUP>(up, up_scales, up_biases, experts[slot], N, K)},
     x, N, K, 0};
-for (int first = start; first < end; first += VISITORS) {
-  visit.count = min(end - first, VISITORS);
+for (int first = start; first < end; first += ROWS) {
+  visit.count = min(end - first, ROWS);
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     visit.rows[m] = tokens[min(first + m, end - 1)] * K;
@@ -32,7 +32,7 @@ for (int first = start; first < end; first += VISITORS) {
   float products[2] = {};
   visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, products);
   const int own = first + lane / COLUMNS, column = begin + lane % COLUMNS;
-  if (own < end) {
+  if (lane < COLUMNS * visit.count) {
     h[size_t(own) * N + column] = swiglu<T>(static_cast<T>(products[0]), static_cast<T>(products[1]), limit[0]);
   }
 }

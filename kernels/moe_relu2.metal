@@ -3,7 +3,7 @@
 // Inputs   up [EXPERTS, N, K * BITS / 32] uint32; its _scales, _biases [EXPERTS, N, K / GROUP] (floating-point formats:
 //          scales twice); x [M, K]; from moe_route: tokens [P], experts [P], starts [P + 1]
 // Output   h [P, N], in the order of tokens
-// Template T (x, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 4 or 8: at least M, or 8)
+// Template T (x, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: that are taken together of those of a visit)
 // Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
 
 #include "experts.h"
@@ -18,8 +18,8 @@ if (start == end) {
 }
 
 Visit<T, S, 1> visit = {{of_expert<BITS, GROUP>(up, up_scales, up_biases, experts[slot], N, K)}, x, N, K, 0};
-for (int first = start; first < end; first += VISITORS) {
-  visit.count = min(end - first, VISITORS);
+for (int first = start; first < end; first += ROWS) {
+  visit.count = min(end - first, ROWS);
   UNROLL
   for (int m = 0; m < ROWS; m++) {
     visit.rows[m] = tokens[min(first + m, end - 1)] * K;
@@ -27,7 +27,7 @@ for (int first = start; first < end; first += VISITORS) {
   float product[1] = {};
   visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, product);
   const int own = first + lane / COLUMNS, column = begin + lane % COLUMNS;
-  if (own < end) {
+  if (lane < COLUMNS * visit.count) {
     const T open = at_least(static_cast<T>(product[0]), T(0));
     h[size_t(own) * N + column] = open * open;
   }

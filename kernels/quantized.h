@@ -181,7 +181,6 @@ METAL_FUNC void gathered_products(
     group_offset[r] = (outputs[r] - first) * row_groups;
   }
   for (int begin = lane * VALUES; begin < K; begin += STRIDE) {
-    UNROLL
     for (int k = begin; k < begin + VALUES; k += STEP) {
       float scale[RESULTS], bias[RESULTS];
       uint words[RESULTS][(BYTES + 3) / 4];

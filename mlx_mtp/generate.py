@@ -20,14 +20,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch.generator import BatchGenerator
 from .batch.sequence import Response
-from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
 from .decoding.drafters import drafters_of
 from .decoding.loop import Yielded, decode
-from .decoding.memory_needs import RESERVED_TOKENS, check_prompt, within
+from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
@@ -88,35 +87,45 @@ def generate_step(
 
     Raises ValueError (at the call) for an option out of range.
     """
-    checked.check_model(model)
-    step = checked.default_step(model) if prefill_step_size is None else prefill_step_size
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
-    sampling.validate(model.vocab_size)
-    checked.check_sampling(sampling, sampler, draft_sampling)
+    step = checked.check_step(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, step, seed, draft_p_min)
-    tokens, given = checked.token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
-    k = checked.draft_count(num_draft_tokens, model, given)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    cache = checked.cache_for(model, given, k, kv_group_size, quantized_kv_start, layout)
-    max_tokens = within(max_context, cache.offset, len(tokens), max_tokens)
-    check_prompt(model, cache, len(tokens), max_tokens, step, ignore=not check_memory)
-    new = RESERVED_TOKENS if max_tokens == -1 else min(max_tokens, RESERVED_TOKENS)
-    cache.reserve(cache.offset + len(tokens) + new)
+    given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, *given)
+    max_tokens = make_room(model, cache, len(tokens), max_tokens, step, max_context, check=check_memory)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    key, ranks = random_key(seed), getattr(model, "ranks", None)
-    if ranks:
-        same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
-        tokens, key = agreed(ranks, tokens, key, same)
+    same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
+    tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
-    compiled = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    agreement = Agreement(ranks, control, drafters_of(model, lookup)) if ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, step, k, lookup, draft_p_min, compiled)
+    settings = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
+    decoder, keep = _decoder(model, cache, picker, stats, step, k, lookup, **settings)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_closed_by(steps, partial(remember, model, control, compiled)))
+    return in_turns(_closed_by(steps, keep))
+
+
+def _decoder(
+    model: Target,
+    cache: PromptCache,
+    picker: Picker,
+    stats: Stats,
+    chunk: int,
+    k: int,
+    lookup: int,
+    *,
+    adaptive: bool,
+    p_min: float,
+    compile_cycles: bool | None,
+) -> tuple[Decoder, Callable[[], None]]:
+    """Make a generation's decoder, and the function that keeps its costs for the next generation."""
+    compiled = compiled_for(model, cache, picker, compile_cycles)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=p_min > 0, compiled=compiled)
+    agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
+    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, p_min, compiled)
+    return decoder, partial(remember, model, control, compiled)
 
 
 def _closed_by(

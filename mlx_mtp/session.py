@@ -75,7 +75,7 @@ class ChatSession:
         Raises ValueError for an option out of range.
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
-        self.ranks = getattr(model, "ranks", None)
+        self.ranks = model.ranks
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k

@@ -66,12 +66,12 @@ def test_few_threads_keep_records(tiny_models, monkeypatch):
     monkeypatch.setattr(replay, "OFTEN", 1)
     monkeypatch.setattr(replay, "THREADS", 1)
     model, _ = tiny_models(0)
-    model._recorder = replay.Recorder()
+    model.runtime.recorder = replay.Recorder()
     for _ in range(3):
         thread = threading.Thread(target=tokens, args=(model,), kwargs={"compile_cycles": True, "adaptive": False})
         thread.start()
         thread.join(60)
-    assert 0 < len(model._recorder.cycles) <= replay.KEPT
+    assert 0 < len(model.runtime.recorder.cycles) <= replay.KEPT
 
 
 def test_loaded_and_closed_elsewhere(tmp_path):

@@ -53,7 +53,7 @@ class BatchGenerator:
         **options: Any,
     ):
         checked.check_model(model)
-        if ranks := getattr(model, "ranks", None):
+        if ranks := model.ranks:
             raise ValueError(f"model: split over {ranks.size} ranks; texts at once are for one, here call generate")
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])

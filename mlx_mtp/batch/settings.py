@@ -96,7 +96,7 @@ class Settings:
         options = sampler if isinstance(sampler, Sampling) else self.sampling
         options.validate(self.model.vocab_size)
         call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
-        key, ranks = random_key(seed), getattr(self.model, "ranks", None)
+        key, ranks = random_key(seed), self.model.ranks
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (most, k, own.offset, options, self.draft_sampling))
         how = call, tuple(processors or ()), logprobs, key, self.draft_sampling

@@ -6,6 +6,7 @@ elsewhere clang's front end checks it (`emulator/front_end.py`), which is not Ap
 """
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -33,8 +34,9 @@ Found = dict[str, Any]
 
 
 def _not_reached(job: Job) -> Found:
-    arguments = dict(job["call"]["template"])
-    return {"kernel": job["name"], "arguments": arguments, "types": types_of(job), "status": NOT_REACHED}
+    arguments, group = dict(job["call"]["template"]), math.prod(job["call"]["threadgroup"])
+    line = {"kernel": job["name"], "arguments": arguments, "types": types_of(job), "threads": group}
+    return {**line, "status": NOT_REACHED}
 
 
 class CompileCheck:
@@ -49,12 +51,7 @@ class CompileCheck:
         self.command = [*command] or [sys.executable, "-m", "mlx_mtp.bench.compile_child", way]
         self.child: Child | None = None
         self.written = 0.0
-        self.texts: list[Found] = [
-            {"kernel": job["name"], "arguments": dict(job["call"]["template"]), "types": types_of(job)}
-            for job in jobs
-        ]
-        for text in self.texts:
-            text |= {"status": NOT_REACHED}
+        self.texts: list[Found] = [_not_reached(job) for job in jobs]
         self.lacking: Found = {}
         self.found: Found = {
             **{"doctor": FORMAT, "compile_only": True, "environment": result.environment(), "metal": self.metal},
@@ -104,7 +101,8 @@ class CompileCheck:
             return {**answer, "seconds": seconds}
         if refused := answer["refused"]:
             return {"status": REFUSED, "seconds": seconds, "message": refused[:MESSAGE]}
-        return {"status": COMPILED, "seconds": seconds}
+        most = answer.get("most_threads")
+        return {"status": COMPILED, "seconds": seconds} | ({"most_threads": most} if most else {})
 
     def _start(self) -> Child:
         self.child = Child(self.command)
@@ -140,7 +138,9 @@ def lines(found: Found) -> Iterator[str]:
     for name, own in names.items():
         counts = Counter(text["status"] for text in own)
         seconds = sum(text.get("seconds", 0.0) for text in own)
-        yield f"{name:22} {', '.join(f'{n} {status}' for status, n in counts.items())}; {seconds:.1f} s"
+        most = min((text["most_threads"] for text in own if "most_threads" in text), default=None)
+        line = f"{name:22} {', '.join(f'{n} {status}' for status, n in counts.items())}; {seconds:.1f} s"
+        yield line + (f"; groups of up to {most} threads" if most else "")
     for text in texts:
         if text["status"] in FAILED:
             arguments = ", ".join(f"{key}={value}" for key, value in text["arguments"].items())

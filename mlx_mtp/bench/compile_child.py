@@ -1,20 +1,24 @@
 """Compile texts of kernels, one after the other, for a parent that may kill this process: `python -m`, then a way.
 
-A line of stdin is a job in JSON (`compile_check.job_of`), a line of stdout its answer: {"refused": message or null}.
-The first answer, {"ready": true}, comes before any job.
+A line of stdin is a job in JSON (`compile_jobs.job_of`), a line of stdout its answer: {"refused": message or null},
+and from MLX on a GPU "most_threads", see `most_threads`. The first answer, {"ready": true}, comes before any job.
 """
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Job = Mapping[str, Any]
+Answer = dict[str, Any]
+TOO_MANY = 2048  # threads of a group: twice what any Apple GPU grants
+MOST = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 
 
-def by_mlx(job: Job) -> str | None:
-    """Compile and run a job on the GPU, on zeros where it has no values; return the message if it is refused."""
+def by_mlx(job: Job) -> Answer:
+    """Compile and run a job on the GPU, on zeros where it has no values; "refused": the message of MLX, or None."""
     import mlx.core as mx
 
     def value(given: Any) -> Any:
@@ -31,18 +35,35 @@ def by_mlx(job: Job) -> str | None:
         launch: Any = mx.fast.metal_kernel(**job["kernel"])
         mx.eval(launch(**call))
     except Exception as e:
-        return f"{type(e).__name__}: {e}"
+        return {"refused": f"{type(e).__name__}: {e}"}
+    return {"refused": None, "most_threads": most_threads(launch, call)}
+
+
+def most_threads(launch: Callable[..., Any], call: Mapping[str, Any]) -> int | None:
+    """Return a compiled kernel's maxTotalThreadsPerThreadgroup, which is smaller the more registers a thread has.
+
+    MLX names it in the error for a larger group, which it raises before anything runs; None without a GPU.
+    """
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return None
+    try:
+        mx.eval(launch(**{**call, "grid": (TOO_MANY, 1, 1), "threadgroup": (TOO_MANY, 1, 1)}))
+    except (RuntimeError, ValueError) as e:
+        named = MOST.search(str(e))
+        return int(named[1]) if named else None
     return None
 
 
-def by_front_end(job: Job) -> str | None:
-    """Check a job's text with clang's front end; return the findings if it is refused."""
+def by_front_end(job: Job) -> Answer:
+    """Check a job's text with clang's front end; "refused": the findings, or None."""
     from ..emulator.front_end import check
 
-    return "\n".join(map(str, check(job["text"], job["name"]))) or None
+    return {"refused": "\n".join(map(str, check(job["text"], job["name"]))) or None}
 
 
-WAYS: dict[str, Callable[[Job], str | None]] = {"metal": by_mlx, "front end": by_front_end}
+WAYS: dict[str, Callable[[Job], Answer]] = {"metal": by_mlx, "front end": by_front_end}
 
 
 def main(way: str) -> None:
@@ -56,7 +77,7 @@ def main(way: str) -> None:
 
     answer({"ready": True})
     for line in sys.stdin:
-        answer({"refused": WAYS[way](json.loads(line))})
+        answer(WAYS[way](json.loads(line)))
 
 
 if __name__ == "__main__":

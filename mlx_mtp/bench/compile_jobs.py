@@ -26,7 +26,7 @@ TYPES = tuple(type_name(dtype) for dtype in DTYPES)
 
 
 def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: bool = False) -> list[RecordedLaunch]:
-    """List a launch of each different text, kernel by kernel.
+    """List a launch of each different text, kernel by kernel: the one whose groups have the most threads.
 
     ops: only these kernels. sample: so many of each, from the first to the last in even steps. every_format: in all
     formats that the kernels support, not only in those of RELEASED.
@@ -37,8 +37,8 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
                 launch()
     different: dict[LaunchText, RecordedLaunch] = {}
     for each in found:
-        if each.text.kernel in (ops or OPS):
-            different.setdefault(each.text, each)
+        if each.text.kernel in (ops or OPS) and each.threads >= different.get(each.text, each).threads:
+            different[each.text] = each
     by_kernel = sorted(different.values(), key=lambda each: each.text.kernel)
     parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]
     return [each for part in parts for each in _in_steps(part, sample or len(part))]
@@ -82,7 +82,7 @@ def probe(dtype: str) -> Job:
 
 def lacking() -> dict[str, str]:
     """Find the types that the GPU, if there is one, does not support, and why; every Metal GPU has float32."""
-    found = {dtype: by_mlx(probe(dtype)) for dtype in (TYPES[1:] if on_metal() else ())}
+    found = {dtype: by_mlx(probe(dtype))["refused"] for dtype in (TYPES[1:] if on_metal() else ())}
     return {dtype: reason(message) for dtype, message in found.items() if message}
 
 

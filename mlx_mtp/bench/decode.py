@@ -103,7 +103,7 @@ def twin(model: Any) -> Any:
 
     Raises ValueError where mlx-lm's class has other parameters, or cannot run it.
     """
-    if getattr(model, "ranks", None):
+    if model.ranks:
         raise ValueError("mlx-lm's loop does not run on this model, which is split over ranks")
     base: Any = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("mlx_lm.models."))
     theirs = base(model.args)

@@ -18,10 +18,11 @@ from ..emulator.compile import find_clang
 from ..kernels import on_metal
 from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
-from ..tuning.ab_test import KernelTrial, compile_kernel, time_pair
+from ..tuning.ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
 from ..tuning.kernel_fallback import failed_kernels
 from ..tuning.kernel_switch import trials
-from ..tuning.kernel_trials import check_spellings
+from ..tuning.kernel_trials import check_split, faster
+from ..tuning.kernel_verdict import SPLIT, TOGETHER
 from . import decode, emulated_check, profile, result, verify
 from .compile_jobs import lacking, type_name
 from .decode_tables import rows as decode_rows
@@ -134,18 +135,33 @@ def on_gpu(
     for trial in made:
         line = {"of": name, "op": trial.op, "shape": trial.shape, "rows": trial.rows}
         line = _or_why(line, partial(tried, trial, timed))
-        yield _or_why(line, lambda trial=trial: {"kernels": launched(trial)})
+        yield _or_why(line, partial(launched, trial))
     mx.clear_cache()
 
 
 def tried(trial: KernelTrial, timed: bool = True) -> Found:
-    """Compile, check and, if it is right and to be timed, time one kernel; ratio: stock MLX's time over its own."""
+    """Compile, check and, if it is right and to be timed, time one kernel; ratio: stock MLX's time over its own.
+
+    split: whether its rows are split, where a trial chooses that; refused: by alternative, why it does not run.
+    """
     tic = time.perf_counter()
-    compile_kernel(trial)
+    for each in (trial, trial.of_split())[: 2 if trial.split else 1]:
+        compile_kernel(each)
     compiled = time.perf_counter() - tic
-    wrong = check_spellings(trial)
-    found = {"wrong": wrong, "spelling": spelling(trial.op), "compile_seconds": compiled}
-    return found | {"ratio": time_pair(trial) if timed and not wrong else None}
+    wrong, only_split = check_split(trial)
+    found: Found = {"spelling": spelling(trial.op), "compile_seconds": compiled, "ratio": None}
+    if trial.split:
+        reasons = {
+            TOGETHER: check(trial.chosen(False)) if only_split else wrong,
+            SPLIT: wrong if only_split else check(trial.of_split()),
+        }
+        failed = {name: why for name, why in reasons.items() if why and why.startswith(FAILS)}
+        other = next((f"{name}: {why}" for name, why in reasons.items() if why and name not in failed), None)
+        wrong, found["refused"] = wrong or other, failed if len(failed) == 1 else {}
+    if timed and not wrong:
+        found["ratio"], split = faster(trial, only_split, time_pair)
+        found |= {"split": split} if trial.split else {}
+    return found | {"wrong": wrong}
 
 
 class Patient:

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..decoding.summary import percentages
-from ..tuning.kernel_verdict import contractions_in_words
+from ..tuning.kernel_verdict import SPLIT, TOGETHER, contractions_in_words
 from .doctor_summary import by_kernel
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
 BAR = 8  # characters of a cost of one plain step
 STATES = {"compiled": "no", "right": "WRONG"}  # and how a kernel that is not is shown
+ALTERNATIVES = {"rows_split": SPLIT, "rows_together": TOGETHER}
 NOT_SAID = "not known: the system does not say"
 
 
@@ -125,6 +126,9 @@ def kernels(found: Found) -> Iterator[str]:
         yield from table(headers, map(_counted, listed), "<<<<>")
     yield from (f"\nWRONG: {k['op']} {k['shape']}, M={k['rows']}: {k['wrong']}" for k in listed if k.get("wrong"))
     yield from (f"\nFAILED: {k['op']}: {k['failed']}" for k in listed if "failed" in k)
+    for k in listed:
+        for name, why in k.get("refused", {}).items():
+            yield f"\nREFUSED: {k['op']} {k['shape']}, M={k['rows']}, {name} (the other alternative runs): {why}"
     for kernel, rows, reason in found.get("refused", ()):
         yield f"\nOFF: {kernel}, M={', '.join(map(str, rows))}: {reason}"
 
@@ -132,7 +136,7 @@ def kernels(found: Found) -> Iterator[str]:
 def summary(found: Found) -> Iterator[str]:
     """Show a line for each kernel, and below them what was not checked, and of which kernels."""
     listed = by_kernel(found)
-    headers = ("kernel", "checked as", "compiled", "right", "ratio", "contraction", "registers")
+    headers = ("kernel", "checked as", "compiled", "right", "ratio", "alternative", "registers")
     yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells: see what was left out, below.\n"
     yield from table(headers, map(_summed, listed), "<<<<<<<")
     yield "\nNot checked:\n"
@@ -145,8 +149,13 @@ def summary(found: Found) -> Iterator[str]:
 def _summed(k: Found) -> tuple[str, ...]:
     states = ({True: "yes", False: f"**{no}**", None: ""}[k[what]] for what, no in STATES.items())
     ratio = "-".join(dict.fromkeys(f"{r:.2f}" for r in k["ratio"] or ()))
-    alternative = (k["alternative"] or {}).get("multiply_adds", "")
-    return f"`{k['kernel']}`", ", ".join(k["checked_as"]), *states, ratio, alternative, k["registers"] or ""
+    found = k["alternative"] or {}
+    rows = [f"{words}: M={', '.join(map(str, found[name]))}" for name, words in ALTERNATIVES.items() if name in found]
+    alternative = "; ".join(filter(None, [found.get("multiply_adds"), *rows]))
+    registers = k["registers"]
+    if isinstance(registers, dict):
+        registers = f"for {'-'.join(map(str, dict.fromkeys(registers['most_threads_per_group'])))} threads"
+    return f"`{k['kernel']}`", ", ".join(k["checked_as"]), *states, ratio, alternative, registers
 
 
 def _counted(k: Found) -> tuple[Any, ...]:

@@ -3,25 +3,49 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..emulator.texts import recorded
+import mlx.core as mx
+
+from ..emulator.texts import RecordedLaunch, recorded
+from ..kernels import on_metal
 from ..tuning.ab_test import FAILS, KernelTrial
 from ..tuning.kernel_verdict import WORDS
+from .compile_child import most_threads
 from .compile_jobs import OPS as KERNELS
 
 Found = dict[str, Any]
 NOT_TOLD = "not told by MLX"
-REGISTERS = "registers (maxTotalThreadsPerThreadgroup): MLX does not expose a pipeline's"
+REGISTERS = "registers: MLX does not name the pipeline's maxTotalThreadsPerThreadgroup"
 NO_CASE = "compiled, right, ratio: no case launches it; `mlx-mtp doctor --compile-only` compiles it"
 NOT_ASKED = "compiled, right, ratio: no op of --op launches it"
-NO_GPU = "Apple's compiler, ratio: there is no Metal GPU, kernels are emulated"
-BITS_ONLY, WRONG, FAILED = "ratio: --bits-only measures no times", "ratio: it is wrong", "ratio: it failed"
+NO_GPU = "Apple's compiler, ratio, choice of an alternative: there is no Metal GPU, kernels are emulated"
+BITS_ONLY = "ratio, choice of an alternative: --bits-only measures no times"
+WRONG, FAILED = "ratio: it is wrong", "ratio: it failed"
 
 
-def launched(trial: KernelTrial) -> list[str]:
-    """List the kernels that a trial's op launches; call it last, as it leaves zeros in what the trial made."""
+def launched(trial: KernelTrial) -> Found:
+    """Describe the launches of a trial's op; call it last, as it leaves zeros in what the trial made.
+
+    kernels: those launched. splits: those of them with an alternative that splits the rows. most_threads: of a group
+    by kernel, as far as MLX names them.
+    """
+    whole, of_split = (_launches(each) for each in (trial, trial.of_split()))
+    splits = {a.text.kernel for a, b in zip(whole, of_split, strict=True) if a.text != b.text}
+    most = {each.text.kernel: _most_threads(each) for each in whole}
+    told = {kernel: threads for kernel, threads in most.items() if threads}
+    return {"kernels": sorted(most), "splits": sorted(splits), "most_threads": told}
+
+
+def _launches(trial: KernelTrial) -> list[RecordedLaunch]:
     with recorded() as found:
         trial.pairs[0][0](trial.x(0))
-    return sorted({each.text.kernel for each in found} & {*KERNELS})
+    return [each for each in found if each.text.kernel in KERNELS]
+
+
+def _most_threads(launch: RecordedLaunch) -> int | None:
+    if not on_metal():
+        return None
+    kernel: Any = mx.fast.metal_kernel(**launch.kernel)
+    return most_threads(kernel, launch.call)
 
 
 def by_kernel(found: Found) -> list[Found]:
@@ -36,19 +60,30 @@ def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
     failed = [k for k in lines if "failed" in k or (k["wrong"] or "").startswith(FAILS)]
     wrong = [k for k in lines if k.get("wrong") and k not in failed]
     ratios = [k["ratio"] for k in lines if k.get("ratio") is not None]
-    spellings = {k["spelling"] for k in lines if "spelling" in k}
     why = BITS_ONLY if found.get("bits_only") else FAILED if failed else WRONG
     not_timed = [why] if found["metal"] and lines and not ratios else []
+    threads = sorted({k["most_threads"][name] for k in lines if name in k.get("most_threads", ())})
     return {
         "kernel": name,
         "checked_as": sorted({k["op"] for k in lines}),
         "compiled": not failed if found["metal"] and lines else None,
         "right": not (failed or wrong) if lines else None,
         "ratio": [min(ratios), max(ratios)] if ratios else None,
-        "alternative": {"multiply_adds": ", ".join(_words(spellings))} if spellings else None,
-        "registers": NOT_TOLD,
-        "not_checked": [REGISTERS, *_not_checked(found, bool(lines)), *not_timed],
+        "alternative": _alternative([k for k in lines if name in k.get("splits", ())], lines),
+        "registers": {"most_threads_per_group": [threads[0], threads[-1]]} if threads else NOT_TOLD,
+        "not_checked": [*([] if threads else [REGISTERS]), *_not_checked(found, bool(lines)), *not_timed],
     }
+
+
+def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
+    """State how multiply-adds are spelled, and at which numbers of rows M those are split, and at which not."""
+    found = {}
+    if spellings := {k["spelling"] for k in lines if "spelling" in k}:
+        found["multiply_adds"] = ", ".join(_words(spellings))
+    for name, split in (("rows_split", True), ("rows_together", False)):
+        if rows := sorted({k["rows"] for k in of_split if k.get("split") is split}):
+            found[name] = rows
+    return found or None
 
 
 def _words(spellings: Iterable[str]) -> list[str]:

@@ -39,13 +39,13 @@ def of_op(op: str) -> dict[str, Any]:
     with emulated_mlx():
         wrong = erring(trial) if op in CHAINED else check(trial)
         counts = asked(site, trial.x(0))
-    kernels = launched(trial)
+    launches = launched(trial)
     against = ERROR if op in CHAINED or not trial.bits else OWN_BITS if trial.truth else BITS
     return {
         "op": op,
         "shape": site.shape,
         "rows": rows,
-        "kernels": kernels,
+        **launches,
         "against": against,
         "wrong": wrong,
         **counts,

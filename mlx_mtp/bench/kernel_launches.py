@@ -4,11 +4,12 @@ A group is a function that lists launches. What of a released model's shape is p
 sizes, experts per token, inner widths) is as released; all other sizes are small, so that a launch is cheap to run.
 """
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from ..kernels._quantized import BITS, GROUP_SIZES, lanes
 from ..kernels._source import COMPILED_ROWS, DTYPES
 from ..kernels.contraction import EXPLICIT, KERNELS, spelled
 
-Launch = Callable[[], object]
+Launch = partial[object]
 Format = tuple[str, int, int]
 FORMATS: list[Format] = [(mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]]
 RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # what released models are converted to by default
@@ -39,10 +40,22 @@ HEADS = ((4, 128, 128), (8, 128, 128), (12, 128, 128), (16, 128, 128), (16, 192,
 F32 = mx.float32
 
 
-def spread(launches: Iterator[Launch], count: int) -> list[Launch]:
+def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
     """Return `count` launches from the first to the last in even steps."""
     every = list(launches)
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
+
+
+@cache
+def can_split(op: Callable[..., object]) -> bool:
+    """Return whether an op's kernel has an alternative whose threads have fewer rows."""
+    return "split" in inspect.signature(op).parameters
+
+
+def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
+    """Yield launches, and then those with `split=True`."""
+    yield from launches()
+    yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
@@ -178,7 +191,7 @@ def latent() -> Iterator[Launch]:
 def norms() -> Iterator[Launch]:
     """add_norm, gated_norm and norm_rope."""
     for dtype, of_weight in itertools.product(DTYPES, DTYPES):
-        for width in (512, 4100, 12288):
+        for width in (512, 4100, 12288, 16384):
             x = rows(2, width, dtype)
             yield partial(kernels.add_norm, x, x, mx.zeros((width,), of_weight), 1e-6)
         for d, strided in itertools.product((128, 256), (False, True)):
@@ -230,8 +243,9 @@ def launched(launch: Launch, spelling: str) -> None:
 def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
     """Name the groups of launches, those of quantized weights once in each of these formats."""
     quantized = itertools.product((products, matrices, experts, heads), formats)
-    return {
+    found: dict[str, Callable[[], Iterator[Launch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},
         **{make.__name__: make for make in (dense, dense_heads, routers, latent, norms, recurrences, spellings)},
     }
+    return {name: partial(alternatives, make) for name, make in found.items()}

@@ -34,7 +34,7 @@ def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
     model, config = shaped_model(file, **shape)
     draw_weights(model, seed)
     model.eval()
-    model.report = make_report(model, config, source="random weights", norms="ones", ignored=())
+    model.runtime.report = make_report(model, config, source="random weights", norms="ones", ignored=())
     return model
 
 

@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..checkpoint.files import resolve
 from ..checkpoint.load import load
 from ..decoding import step as one_step
 from ..decoding.members import Members
-from ..decoding.policy import Learned
+from ..decoding.policy import Learned, kernels_of
 from ..decoding.prefill_chunk import prefill_chunk
 from ..demo import demo_path
 from ..layers.target import Target
@@ -46,9 +46,9 @@ class NothingRemembered:
 
 def forget(model: Any) -> None:
     """Let a model know nothing of what its cycles cost, and keep what it learns to itself."""
-    model._learned = Learned(NothingRemembered(), NothingRemembered())  # type: ignore[arg-type] - as far as it is asked
-    if hasattr(model, "_recorder"):
-        del model._recorder
+    nothing: Any = NothingRemembered()
+    model.runtime.learned = Learned(kernels_of(model), nothing, nothing)
+    model.runtime.recorder = None
 
 
 @dataclass
@@ -107,7 +107,7 @@ def open_subject(
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)
         tokenizer, name = None, config.resolve().parent.name if config.name == "config.json" else config.stem
         on, not_exact = switch_on(found, requested(kernels))
-        found.report = replace(found.report, kernels=on, not_exact=not_exact, prefill_chunk=prefill_chunk(found, {}))
+        found.runtime.note(kernels=on, not_exact=not_exact, prefill_chunk=prefill_chunk(found, {}))
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
         if layers is not None:

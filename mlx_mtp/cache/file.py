@@ -138,13 +138,13 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 
 def _own_file(file: str | Path, model: Any) -> Path:
     """Name the file of this rank, where the model is split over ranks."""
-    ranks = getattr(model, "ranks", None)
+    ranks = model.ranks
     return ranks.file(file) if ranks else Path(file)
 
 
 def _part(model: Any) -> list[int]:
     """Say which rank of how many the model is a part of."""
-    ranks = getattr(model, "ranks", None)
+    ranks = model.ranks
     return [ranks.rank, ranks.size] if ranks else WHOLE
 
 
@@ -271,7 +271,7 @@ def fingerprint(model: Any, *, heads: bool) -> str:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     if own:
         digest.update(np.array(mx.concatenate([_sample(array) for _, array in own])).tobytes())
-    ranks = getattr(model, "ranks", None)
+    ranks = model.ranks
     return ranks.combined(digest.hexdigest()) if ranks else digest.hexdigest()
 
 

@@ -60,12 +60,12 @@ def load_port(
     """Build a port's model with the heads or the drafter that are asked for, and its report; ValueError if damaged.
 
     lazy: weights stay on disk; their names, shapes and the norms are checked. Else those of heads wait in
-    `model.untested` to be read, and what is expanded is so when it is used.
+    `model.runtime.untested` to be read, and what is expanded is so when it is used.
     """
     model, contents, raw = read_port(port, path, config, drafting)
     if ranks:
         split(model, ranks.group, config["model_type"])
-        model.ranks = ranks
+        model.runtime.ranks = ranks
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     if not lazy:
@@ -75,7 +75,7 @@ def load_port(
         if ranks:
             read_parts(model, contents, ranks, stored)
         check_numbers(stored, partial(origin, model, contents))
-        model.untested = partial(_read_heads, model, contents, heads)
+        model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
     if drafting.draft_model is not None:
@@ -85,7 +85,7 @@ def load_port(
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts: dict[str, Any] = {"source": source, "norms": norms, "ignored": ignored, "expanded": expanded}
-    model.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
+    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
@@ -217,7 +217,7 @@ def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     """Read the heads' weights, as stored, and check them; drop what repeats the target's. ValueError if damaged."""
     check_numbers(stored, partial(origin, model, contents))
     _tie(model)
-    model.report = with_heads(model.report, model)
+    model.runtime.report = with_heads(model.report, model)
 
 
 def check_vectors(model: Any, contents: Contents) -> None:

@@ -226,30 +226,39 @@ def convert(
         raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
     atomic.check_new(new)
     source = open_source(path)
-    if not source.contents.trunk:  # a drafter, which is a head
+    if is_head := not source.contents.trunk:  # a drafter
         form = heads[0] if heads[1] or q_bits is None else target
         precision = Precision(heads=form, heads_named=form is not None, dequantize=dequantize, dtype=dtype)
     source.prepare(precision)
     place = SIDECAR if mtp_layout == "sidecar" else "in the model's shards"
-    facts = source.facts(place if source.contents.trunk else "a drafter")
-    files = _files(source, mtp_layout, shard_bytes)
-    places = sorted((name, file) for file, tensors in files.items() for name in tensors)
-    metadata = {"total_size": _size(files), "total_parameters": get_total_parameters(source.model)}
-    index = json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
-    config = source.new_config()
-    others = {file for pattern in COPIED for file in path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
+    facts = source.facts("a drafter" if is_head else place)
+    total = _write_directory(source, new, _files(source, mtp_layout, shard_bytes), progress)
+    return Converted(new, total, facts)
+
+
+def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
+    """Write a checkpoint's new directory: files of tensors, their index, config.json, and copies of what else is
+    beside its source's; return the bytes of tensors. Raises ValueError before that where the disk has no room."""
+    index, config = _index(source, files), source.new_config()
+    others = {file for pattern in COPIED for file in source.path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
     copied = [file for file in others if file.is_file()]
     size = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
     size += sum(writer.file_size(tensors, CONVERTED) for tensors in files.values())
-    source.model = None  # so that its tensors can be let go of one by one
+    source.model = None  # so that each tensor can be freed when it is written
     atomic.check_free(new, size)
     with atomic.directory(new) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         save_config(config, folder / "config.json")
         (folder / INDEX).write_text(index)
-        total = _write(source, {folder / name: tensors for name, tensors in files.items()}, progress)
-    return Converted(new, total, facts)
+        return _write(source, {folder / name: tensors for name, tensors in files.items()}, progress)
+
+
+def _index(source: Source, files: dict[str, Tensors]) -> str:
+    """Return the text of the index of files of tensors."""
+    places = sorted((name, file) for file, tensors in files.items() for name in tensors)
+    metadata = {"total_size": _size(files), "total_parameters": get_total_parameters(source.model)}
+    return json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
 
 
 def extract_heads(

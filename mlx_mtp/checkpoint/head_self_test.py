@@ -6,7 +6,6 @@ before anyone times it.
 
 import warnings
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     with blaming_config(path):
         told = {kind: tokens for kind, tokens in texts.items() if len(tokens) > 2}
         shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in told.items()}
-    model.report = replace(model.report, agreement=tuple(shares.items()))
+    model.runtime.note(agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
     if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())

@@ -73,7 +73,7 @@ def verify_lossless(**flags: Any) -> None:
         click.echo(json.dumps(as_dict(model, verdict, answered)))
     else:
         show(model, tokenizer, verdict, answered)
-        if ranks := getattr(model, "ranks", None):
+        if ranks := model.ranks:
             click.echo(f"on {ranks.size} ranks; on another number of them near-ties may be decided otherwise")
     sys.exit(1 if verdict.broken else 0)
 

@@ -68,8 +68,10 @@ class Agreement:
             self.control.observe(cycle)
 
 
-def agreed(ranks: Ranks, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
+def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
     """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, differ."""
+    if not ranks:
+        return tokens, key
     ranks.check_alike("an option of a generation", options)
     tokens, words = ranks.told([tokens, key.tolist()])
     return tokens, mx.array(words, mx.uint32)

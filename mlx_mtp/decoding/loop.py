@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection, Generator
 import mlx.core as mx
 
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, submit
+from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, submit
 from .prefill import test_heads
 from .recovery import resume, settle
-from .run import Run
 
 Yielded = tuple[int, mx.array | None, bool]
 
@@ -41,26 +40,12 @@ def decode(
     d.stats.start()
     first = read_prompt(d, prompt, progress)
     try:
-        yield from _cycles(d, first, max_tokens, stop_tokens)
+        yield from cycles(d, first, max_tokens, stop_tokens)
     finally:
         settle(d)
 
 
-def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
-    """Yield as `decode` does what follows a token that has been shown, and that `run`, of one row, has chosen.
-
-    The cache holds all tokens before it, now and when this ends.
-    """
-    first = follow(d, lambda: run)
-    try:
-        d.text.extend(run.read()[0][0])
-        d.clock.restart()
-        yield from _cycles(d, _next(d, first, None), max_tokens, ())
-    finally:
-        settle(d)
-
-
-def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
+def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
     """Yield the tokens of a cycle that is under way and of those after it; left < 0 means no limit."""
     while left != 0:
         try:
@@ -78,7 +63,7 @@ def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) 
             d.clock.resume()
         if over:
             return
-        cycle, left = _next(d, cycle, ahead), left - len(tokens)
+        cycle, left = following(d, cycle, ahead), left - len(tokens)
 
 
 def _advance(
@@ -104,7 +89,7 @@ def _advance(
     return ahead, (tokens, over)
 
 
-def _next(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
+def following(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
     """Return the cycle after this one, whose tokens are out: what was built ahead, or a new one."""
     if isinstance(ahead, TROUBLE):
         return _resumed(d, ahead)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
 from .prefill_chunk import CHUNKS, ON_CPU
@@ -102,7 +103,7 @@ def default_step(model: Any) -> int:
     """Return the tokens per prefill chunk that the load chose (`prefill_chunk`); without that the smallest."""
     if mx.default_device() == mx.cpu:
         return ON_CPU
-    return getattr(getattr(model, "report", None), "prefill_chunk", None) or CHUNKS[-1]
+    return (model.report and model.report.prefill_chunk) or CHUNKS[-1]
 
 
 def largest_step() -> int:
@@ -166,3 +167,23 @@ def cache_for(
     if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
     return given
+
+
+def check_step(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, step: int | None) -> int:
+    """Return the tokens per prefill chunk; ValueError for a model of mlx_lm's, or sampling that is not possible."""
+    check_model(model)
+    sampling.validate(model.vocab_size)
+    check_sampling(sampling, sampler, mode)
+    return default_step(model) if step is None else step
+
+
+def opened(
+    model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
+) -> tuple[list[int], int, PromptCache]:
+    """Return the prompt's token ids, the most drafts per cycle, and the cache, a new one where none is given.
+
+    layout: of a new cache, as `cache_for` takes it.
+    """
+    tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
+    k = draft_count(num_draft_tokens, model, given)
+    return tokens, k, cache_for(model, given, k, *layout)

@@ -34,7 +34,8 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 class Learned:
     """The costs known of a model's cycles on this machine, of built and of replayed ones."""
 
-    def __init__(self, built: RememberedCosts, replayed: RememberedCosts):
+    def __init__(self, kernels: tuple[str, ...], built: RememberedCosts, replayed: RememberedCosts):
+        self.kernels = kernels  # the report's lines; others have other costs
         self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
         self.together: dict[int, Costs] = {}  # of cycles of so many texts
@@ -53,14 +54,19 @@ def shapes_of(model: Target) -> str:
     return digest(f"{name} {array.shape}" for name, array in arrays)
 
 
+def kernels_of(model: Target) -> tuple[str, ...]:
+    """Return the report's lines of the kernels that are on; () without a report."""
+    return model.runtime.report.kernels if model.runtime.report else ()
+
+
 def learned(model: Target) -> Learned:
-    """Find what is known of a model's costs, once: to name its parameters takes as long as some cycles."""
-    if not hasattr(model, "_learned"):
-        report, shapes = getattr(model, "report", None), shapes_of(model)
-        kernels = "; ".join(report.kernels if report else ())
+    """Return the costs known of a model with its kernels, found once: a fingerprint takes as long as some cycles."""
+    runtime, lines = model.runtime, kernels_of(model)
+    if runtime.learned is None or runtime.learned.kernels != lines:
+        shapes, kernels = shapes_of(model), "; ".join(lines)
         built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
-        model._learned = Learned(built, replayed)
-    return model._learned
+        runtime.learned = Learned(lines, built, replayed)
+    return runtime.learned
 
 
 def control_for(
@@ -92,12 +98,12 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
         return None
-    ranks = getattr(model, "ranks", None)
+    ranks, runtime = model.ranks, model.runtime
     asked = asked or (True if ranks else None)  # ranks replay alike, without a trial
-    if not hasattr(model, "_recorder"):
-        model._recorder = Recorder()
-        model._recorder.verdict = learned(model).remembered[False].recall_compiled()
-    recorder = model._recorder
+    if runtime.recorder is None:
+        runtime.recorder = Recorder()
+        runtime.recorder.verdict = learned(model).remembered[False].recall_compiled()
+    recorder = runtime.recorder
     if asked is None and recorder.verdict is False:
         return None
     recorder.fit(model)
@@ -106,7 +112,7 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
 
 def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
     """Keep what a generation measured for the next ones."""
-    if (ranks := getattr(model, "ranks", None)) and ranks.rank:
+    if model.ranks and model.ranks.rank:
         return  # rank 0 has decided, and keeps what it measured
     known, kept = learned(model), set()
     if isinstance(control, Controller) and control.costs.pace is not None:
@@ -114,7 +120,7 @@ def remember(model: Target, control: Controller | Fixed, compiled: Compiled | No
         known.costs[replayed] = control.costs
     if compiled is not None and compiled.found():
         kept.add(False)  # it is the file of built cycles that says whether replaying is faster
-    recorder = getattr(model, "_recorder", None)
+    recorder = model.runtime.recorder
     faster = recorder.verdict if recorder else known.remembered[False].recall_compiled()
     for replayed in kept:
         known.remembered[replayed].keep(known.recall(replayed=replayed), faster)

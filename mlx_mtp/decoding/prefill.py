@@ -125,9 +125,9 @@ def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picke
 
 def test_heads(model: Target) -> None:
     """Do what a load put off until the heads are needed; it warns of heads that look wrong."""
-    if model.untested is not None:
-        model.untested()
-        model.untested = None
+    if model.runtime.untested is not None:
+        model.runtime.untested()
+        model.runtime.untested = None
 
 
 def _read_whole(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:

@@ -44,7 +44,7 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
     """
     if mx.default_device() == mx.cpu:
         return None
-    facts, ranks = _facts(model, layout), getattr(model, "ranks", None)
+    facts, ranks = _facts(model, layout), model.ranks
     key, file = json.dumps(facts, sort_keys=True), RememberedFile("chunks", facts, LOST)
     found = _agreed(ranks, _chosen.get(key) or _recalled(file))
     if found is None and lazy:
@@ -75,7 +75,7 @@ def sample_seconds(model: Target, blank: PromptCache) -> float:
         cache, tic = blank.like_new(), time.perf_counter()
         while cache.offset < SAMPLE:
             rest = tokens[cache.offset :]
-            read_chunk(model, cache, rest, heads=bool(cache.heads) and model.untested is None, step=SAMPLE)
+            read_chunk(model, cache, rest, heads=bool(cache.heads) and model.runtime.untested is None, step=SAMPLE)
         spent.append(time.perf_counter() - tic)
     return min(spent[1:])
 
@@ -127,7 +127,7 @@ def longest_context(model: Target, blank: PromptCache) -> int:
 
 def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
     """Collect what a choice depends on."""
-    ranks, kept = getattr(model, "ranks", None), {name: value for name, value in layout.items() if value is not None}
+    ranks, kept = model.ranks, {name: value for name, value in layout.items() if value is not None}
     if "kv_bits" not in kept:
         kept.pop("quantized_kv_start", None)
     if not {"kv_bits", "mtp_kv_bits"} & kept.keys():

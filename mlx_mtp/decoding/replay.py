@@ -142,6 +142,10 @@ class Recorder:
     def __reduce__(self):
         return Recorder, ()  # a copy of the model records its own
 
+    def drop(self) -> None:
+        """Drop what was recorded, which holds the launches of a graph that failed."""
+        self.cycles.clear()
+
     def fit(self, model: Target) -> None:
         """Forget what was recorded of another state of the model, or for another device."""
         state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]

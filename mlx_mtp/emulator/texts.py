@@ -1,5 +1,6 @@
 """Collect the text that MLX would compile for each launch, without running any."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,6 +24,11 @@ class RecordedLaunch(NamedTuple):
     text: LaunchText
     kernel: dict[str, Any]
     call: dict[str, Any]
+
+    @property
+    def threads(self) -> int:
+        """The threads of a group."""
+        return math.prod(self.call["threadgroup"])
 
 
 _recordings: list[list[RecordedLaunch]] = []  # of `recorded`, the innermost last

@@ -5,7 +5,7 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 # ruff: noqa: F401 what is imported here is what callers import from here
 
 from ._first_launch import KernelRefused, Refusal, forget_new, launched, out_of_memory, ran, run_again, run_new
-from ._quantized import Quantized, served
+from ._quantized import Quantized, served, splits
 from ._routing import Routing, route_ref
 from ._source import on_metal, padded, source_held
 from .add_norm import add_norm, add_norm_ref
@@ -15,11 +15,11 @@ from .gated_delta_verify import gated_delta_verify, gated_delta_verify_ref
 from .gated_norm import gated_norm, gated_norm_ref
 from .mamba2_verify import mamba2_verify, mamba2_verify_ref
 from .norm_rope import Rope, norm_rope, norm_rope_ref
-from .verify_attention import attention_served, verify_attention, verify_attention_ref
+from .verify_attention import attention_served, attention_splits, verify_attention, verify_attention_ref
 from .verify_gemv import verify_gemv, verify_gemv_ref
 from .verify_head import draw_ref, top_ref, verify_head, verify_head_draw, verify_head_ref, verify_head_top
 from .verify_latent_attention import verify_latent_attention, verify_latent_attention_ref
-from .verify_moe import Experts, verify_moe, verify_moe_ref
+from .verify_moe import Experts, moe_splits, verify_moe, verify_moe_ref
 from .verify_qmm import verify_glu, verify_glu_ref, verify_qmm, verify_qmm_heads, verify_qmm_heads_ref, verify_qmm_ref
 from .verify_qmm_mma import verify_qmm_mma, verify_qmm_mma_ref
 

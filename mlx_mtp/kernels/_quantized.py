@@ -14,6 +14,7 @@ GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8":
 SIMDGROUPS = 2  # in a group of threads
 WEIGHTS_ONCE = 12  # rows of x for which the weights are requested once
 MOST_SUMS = 24  # that a lane keeps in registers
+SPLIT_ROWS = 4  # of x in a group where rows are split: their kernel is compiled in any case
 DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
 
 
@@ -147,14 +148,20 @@ def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
     return [y + b for y, b in zip(products, mx.split(weights.bias, list(weights.ends[:-1])), strict=True)]
 
 
-def tiles(m: int) -> tuple[int, int, int]:
+def splits(m: int) -> bool:
+    """Tell whether m rows can be split: those of which a lane keeps more sums than its registers may hold."""
+    return m > SPLIT_ROWS
+
+
+def tiles(m: int, split: bool = False) -> tuple[int, int, int]:
     """Count (groups of m rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
 
     Seven to twelve rows are still one group, with half the rows of weights: x is then requested twice as often, but
     it is small and cached, the weights are neither. Of more a lane would hold 32 sums, or one row of weights at a
-    time, for which all of x is converted again: sixteen rows are two groups of eight.
+    time, for which all of x is converted again: sixteen rows are two groups of eight. With `split` groups have four
+    rows, each of which requests the weights, for GPUs whose registers are too few for the sums of more.
     """
-    groups, rows = row_groups(m, WEIGHTS_ONCE)
+    groups, rows = row_groups(m, SPLIT_ROWS if split else WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
 
 
@@ -167,15 +174,16 @@ def multiply(
     more: Mapping[str, mx.array] | None = None,
     template: Mapping[str, object] | None = None,
     shape: tuple[int, ...] | None = None,
+    split: bool = False,
 ) -> mx.array:
     """Launch `op` over the rows of x [..., K]: y, flat [M * columns]; or of x [1, M, heads, D]: y of `shape`.
 
     `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column
-    is made of the same number of weight rows.
+    is made of the same number of weight rows. `split`: as `tiles` has it.
     """
     x = (x if shape else x.reshape(-1, weights.k)).astype(weights.dtype(x))
     m, heads = x.shape[-3 if shape else 0], x.shape[2] if shape else 1
-    groups, rows, results = tiles(m)
+    groups, rows, results = tiles(m, split)
     values, lanes_per_row = lanes(weights)
     columns_per_group = SIMDGROUPS * (32 // lanes_per_row) * results * columns // weights.ends[-1]
     lane = {"VALUES": values, "LANES": lanes_per_row, "ROWS": rows, "RESULTS": results}

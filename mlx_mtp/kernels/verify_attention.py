@@ -14,6 +14,7 @@ NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_bi
 FIRST_CHUNKS = 1024  # positions that have the smallest chunks
 LEAST_CHUNK, MOST_LEAST, MOST_CHUNK = 32, 256, 512  # positions of one
 GROUPS = 64  # of threads, at least, where there are FIRST_CHUNKS positions: for GPUs of many cores
+SPLIT_BLOCKS = 4  # of 8 rows in a group of threads where rows are split
 MEMORY = 32768  # bytes that a group of threads may share
 
 
@@ -104,14 +105,24 @@ def verify_attention_ref(
     return y.reshape(N, L, Hq * Dv)
 
 
-def geometry(rows: int, Dv: int) -> tuple[int, dict[str, int]]:
-    """Choose (groups that share out R rows, template) by registers and shared memory. No bits depend on it."""
-    parts = 4 if Dv > 192 else 2
-    blocks, most = -(-rows // 8), 16 if Dv <= 192 else 8 if Dv <= 256 else 4
+def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, int]]:
+    """Choose (groups that share out R rows, template) by registers and shared memory. No bits depend on it.
+
+    With `split` a group has at most SPLIT_BLOCKS blocks of 8 rows, and each group asks for keys and values.
+    """
+    wide = Dv > 256  # whose columns are dealt to fewer threads: a GPU may refuse a group of 512
+    parts = 8 if wide and Dv % 64 == 0 else 4 if Dv > 192 else 2
+    blocks, most = -(-rows // 8), 16 if Dv <= 192 else 2 if wide else 8
+    most = min(most, SPLIT_BLOCKS) if split else most
     groups = -(-blocks // most)
     blocks = -(-blocks // groups)
     roomy = Dv // (8 * parts) > 4 and 8 * blocks * (64 + 4 + 2) * 4 <= MEMORY
     return groups, {"TILE": 64 if roomy else 32, "BLOCKS": blocks, "PARTS": parts}
+
+
+def attention_splits(rows: int, Dv: int) -> bool:
+    """Tell whether R rows of a KV head can be split: a thread may not have registers for them together."""
+    return geometry(rows, Dv)[1]["BLOCKS"] > SPLIT_BLOCKS
 
 
 def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
@@ -207,6 +218,7 @@ def verify_attention(
     gate: mx.array | None = None,
     group_size: int = 64,
     bits: int | None = None,
+    split: bool = False,
 ) -> mx.array:
     """Attend from L neighbouring queries of each of N texts to KV buffers that have their own rows: [N, L, Hq * Dv].
 
@@ -220,7 +232,8 @@ def verify_attention(
     gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
     On Metal a row's bits are those of its query alone, whatever the other texts are and hold, and keys and values are
-    asked for once for all queries and heads of a KV head (of up to 128 rows; Dv = 256: 64); elsewhere the reference.
+    asked for once for all queries and heads of a KV head (of up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split`
+    at most 32); elsewhere the reference.
     Raises ValueError where heads, widths, gate, parts, or numbers of texts do not fit.
     """
     k, v = _parts(keys), _parts(values)
@@ -234,7 +247,7 @@ def verify_attention(
     chunks = cut.up_to(limit)
     if window is not None:
         chunks = min(chunks, (window + L - 3) // cut.least + 2)  # that window + L - 1 neighbours are in, at most
-    _, chosen = geometry(Hq // Hkv * padded(L), Dv)
+    _, chosen = geometry(Hq // Hkv * padded(L), Dv, split)
     groups = -(-R // (8 * chosen["BLOCKS"]))
     threads = 32 * Dv // (8 * chosen["PARTS"])
     stored = dict(zip(NAMES, k + v if bits else k * 3 + v * 3, strict=True))

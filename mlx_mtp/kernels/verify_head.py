@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._quantized import WEIGHTS_ONCE, Quantized, arrays, check_columns, format_template, lanes, small
+from ._quantized import SPLIT_ROWS, WEIGHTS_ONCE, Quantized, arrays, check_columns, format_template, lanes, small
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
 from .verify_gemv import supported as supported_product
@@ -72,12 +72,18 @@ def _product(x: mx.array, weights: Weights) -> tuple[str, dict, dict]:
 
 
 def _verify_head_metal(
-    x: mx.array, weights: Weights, bias: Maybe, n: int = 1, noise: Noise | None = None, with_sum: bool = False
+    x: mx.array,
+    weights: Weights,
+    bias: Maybe,
+    n: int = 1,
+    noise: Noise | None = None,
+    with_sum: bool = False,
+    split: bool = False,
 ) -> list[mx.array]:
     """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
-    registers = DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
+    registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
     groups, rows = row_groups(m, min(registers, LOGITS // tile(n)))
     op, inputs, template = _product(x, weights)
     key, position, inverse = noise or [constants(*unread) for unread in UNREAD]
@@ -128,26 +134,33 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
         raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), a value per token")
 
 
-def verify_head(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
+def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:
     """Choose the greatest logit's token [M] int32 for each row x [M, K]; of equal ones the lowest.
 
-    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. Where `supported` says no, and without
-    Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
+    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]; split: as in `verify_qmm`. Where `supported`
+    says no, and without Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
     """
     _check(x, weights, bias)
     if not (on_metal() and supported(x, weights, bias)):
         return verify_head_ref(x, weights, bias)
-    return _verify_head_metal(x, weights, bias)[1][:, 0]
+    return _verify_head_metal(x, weights, bias, split=split)[1][:, 0]
 
 
 def verify_head_draw(
-    x: mx.array, weights: Weights, key: mx.array, position: Any, temp: float, bias: Maybe = None
+    x: mx.array,
+    weights: Weights,
+    key: mx.array,
+    position: Any,
+    temp: float,
+    bias: Maybe = None,
+    *,
+    split: bool = False,
 ) -> mx.array:
     """Draw a token [M] int32 from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
 
     key: uint32 [2]; a row is drawn with the second half of the split of key + [0, position + i], from whose bits the
         noise of each token is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias: as in `verify_head`. Raises ValueError for shapes that do not fit and for temp <= 0.
+    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not fit and for temp <= 0.
     """
     _check(x, weights, bias)
     if temp <= 0:
@@ -155,16 +168,16 @@ def verify_head_draw(
     if not (on_metal() and supported(x, weights, bias)):
         return draw_ref(logits_ref(x, weights, bias), key, position, temp)
     noise = (key, mx.array(position).reshape(1).astype(mx.uint32), constants(mx.float32, 1.0 / temp))
-    return _verify_head_metal(x, weights, bias, noise=noise)[1][:, 0]
+    return _verify_head_metal(x, weights, bias, noise=noise, split=split)[1][:, 0]
 
 
-def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -> Top:
+def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
     """Find the n greatest logits of each row x [M, K], and the logsumexp of all of them.
 
     Returns values [M, n] float32, sorted, tokens [M, n] int32, of equal values the lower token first, and the
     logsumexp [M] float32.
 
-    weights, bias: as in `verify_head`. Raises ValueError for shapes that do not fit and for an n that is not
+    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not fit and for an n that is not
     between 1 and 64 or exceeds N.
     """
     _check(x, weights, bias)
@@ -172,5 +185,5 @@ def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None) -
         raise ValueError(f"n={n}: allowed is 1 to {min(MOST_TOP, _columns(weights))}")
     if not (on_metal() and supported(x, weights, bias)):
         return top_ref(logits_ref(x, weights, bias), n)
-    values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True)
+    values, tokens = _verify_head_metal(x, weights, bias, n, with_sum=True, split=split)
     return values[:, :n], tokens, values[:, n]

@@ -104,7 +104,7 @@ def _values_metal(
 def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, chosen: Maybe) -> bool:
     """Whether the kernels take these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
     dv, dr = q.shape[-1], q_pe.shape[-1]
-    fits = (dv + dr) * _keys(q.dtype) * q.dtype.size <= MEMORY
+    fits = (dv + dr) * _keys(q.dtype) * q.dtype.size < MEMORY
     same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe)) and (chosen is None or chosen.size >= DEVICE)
     return same and floats(q) and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
 
@@ -143,7 +143,7 @@ def verify_latent_attention(
         without; None: all. With every slot that it sees first in its list a row has the bits of None.
 
     Values that are not finite count as 0; the weights of rows that see them are not finite.
-    On Metal, where all are of one type, Dv is a multiple of 32, Dr of 8, and their sum at most 1024, a row has the
+    On Metal, where all are of one type, Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the
     bits that it has alone; else the reference runs. Raises ValueError where the shapes or limit do not fit.
     """
     _check_shapes(q, q_pe, latent, k_pe, limit, chosen)

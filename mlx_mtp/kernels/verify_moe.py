@@ -13,6 +13,7 @@ from .verify_qmm import activated
 
 COLUMNS = 4  # weight rows of a simdgroup
 VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
+SPLIT_INNER, SPLIT_DOWN = 2, 4  # of them where rows are split
 INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
 
 
@@ -90,7 +91,17 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
-def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
+def visitors(m: int, most: int = VISITS[-1]) -> int:
+    """Choose how many of m rows are taken together of those that visit an expert: at most `most`."""
+    return min(next((rows for rows in VISITS if rows >= m), most), most)
+
+
+def moe_splits(m: int) -> bool:
+    """Tell whether the rows that visit an expert can be split: a lane may not have registers for the sums of more."""
+    return visitors(m) > SPLIT_INNER
+
+
+def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
     """What both products are compiled for; ROWS of those that visit an expert are taken together.
 
     A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
@@ -98,11 +109,10 @@ def _template(weights: Quantized, dtype: mx.Dtype, m: int) -> dict[str, object]:
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
-    rows = next((rows for rows in VISITS if rows >= m), VISITS[-1])
     return {**format_template(weights, dtype), "VALUES": values, "ROWS": rows}
 
 
-def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None) -> mx.array:
+def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None, split: bool) -> mx.array:
     """Compute what `down` reads: gate, up and their activation of each pair."""
     n, count, op = experts.up.w.shape[1], pairs.tokens.size, "moe_relu2"
     inputs = {**arrays(experts.up, x.dtype, "up"), "x": x}
@@ -110,13 +120,19 @@ def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | Non
         op, inputs = "moe_glu", {**arrays(experts.gate, x.dtype, "gate"), **inputs}
         inputs["limit"] = constants(x.dtype, math.inf if limit is None else limit)
     inputs |= {"tokens": pairs.tokens, "experts": pairs.experts, "starts": pairs.starts}
-    template = _template(experts.up, x.dtype, x.shape[0])
+    rows = visitors(x.shape[0], SPLIT_INNER if split else VISITS[-1])
+    template = _template(experts.up, x.dtype, rows)
     grid, group = (32, n // COLUMNS, count), (32, INNER_SIMDGROUPS, 1)
     return launch(op, inputs, {"h": ((count, n), x.dtype)}, template=template, grid=grid, group=group)[0]
 
 
 def _down_metal(
-    h: mx.array, down: Quantized, pairs: Pairs, routing: Routing, shared: tuple[mx.array | None, mx.array | None]
+    h: mx.array,
+    down: Quantized,
+    pairs: Pairs,
+    routing: Routing,
+    shared: tuple[mx.array | None, mx.array | None],
+    split: bool,
 ) -> mx.array:
     m, n, kind = h.shape[0] // routing.top_k, down.w.shape[1], sum(a is not None for a in shared)
     of_shared = h if shared[0] is None else shared[0].astype(h.dtype)
@@ -124,7 +140,11 @@ def _down_metal(
     inputs = {**arrays(down, h.dtype), "h": h, "weights": pairs.weights, "experts": pairs.experts}
     inputs |= {"starts": pairs.starts, "places": pairs.places}
     inputs |= {"sizes": routing.sizes, "shared": of_shared, "shared_gate": of_gate, "kind": constants(mx.int32, kind)}
-    template = {**_template(down, h.dtype, m), "SIMDGROUPS": DOWN_SIMDGROUPS, "PAIRS": room(m, routing.top_k)}
+    template = {
+        **_template(down, h.dtype, visitors(m, SPLIT_DOWN if split else VISITS[-1])),
+        "SIMDGROUPS": DOWN_SIMDGROUPS,
+        "PAIRS": room(m, routing.top_k),
+    }
     grid, group = (32, DOWN_SIMDGROUPS * n // COLUMNS, 1), (32, DOWN_SIMDGROUPS, 1)
     return launch("moe_down", inputs, {"y": ((m, n), h.dtype)}, template=template, grid=grid, group=group)[0]
 
@@ -139,6 +159,7 @@ def verify_moe(
     limit: float | None = None,
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
+    split: bool = False,
 ) -> mx.array:
     """Sum what the experts that x [M, H] visits by its logits [M, E] make of it, weighted: [M, H] in x's dtype.
 
@@ -147,8 +168,9 @@ def verify_moe(
     is given.
 
     On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
-    are requested once for every 8 rows that visit it; a product has the bits of MLX's gather_qmv, and a row those
-    that it has alone. Else it is the reference. Raises ValueError where shapes do not fit.
+    are requested once for every 8 rows that visit it, with `split` for every 2, of `down` 4; a product has the
+    bits of MLX's gather_qmv, and a row those that it has alone. Else it is the reference. Raises ValueError where
+    shapes do not fit.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]
@@ -167,5 +189,5 @@ def verify_moe(
         more = {"bias": bias, "limit": limit, "shared": shared, "shared_gate": shared_gate}
         return verify_moe_ref(x, logits, experts, routing, **more)
     pairs = route_metal(logits, routing, bias)
-    h = _inner_metal(x.astype(dtype), experts, pairs, limit)
-    return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate)).astype(x.dtype)
+    h = _inner_metal(x.astype(dtype), experts, pairs, limit, split)
+    return _down_metal(h, experts.down, pairs, routing, (shared, shared_gate), split).astype(x.dtype)

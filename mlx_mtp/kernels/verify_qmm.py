@@ -24,12 +24,12 @@ def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
     return biased(list(mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1)), weights)
 
 
-def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
+def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[mx.array]:
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
     On Metal each row's bits are those of MLX's kernel for one row, and of its addition, and up to 12 rows share one
-    request of the weights. Elsewhere, or for a format that `supported` denies: dequantized and multiplied in float32.
-    Raises ValueError where x has another number of columns.
+    request of the weights, with `split` up to 4. Elsewhere, or for a format that `supported` denies: dequantized and
+    multiplied in float32. Raises ValueError where x has another number of columns.
     """
     check_columns(x, weights)
     if not (on_metal() and supported(x, weights)):
@@ -37,7 +37,7 @@ def verify_qmm(x: mx.array, weights: Quantized) -> list[mx.array]:
     x, bias = x.astype(weights.dtype(x)), weights.bias
     added = bias is not None and bias.dtype == x.dtype
     more = {"ends": weights.ends_array, "bias": bias if added else x}
-    y = multiply("verify_qmm", x, weights, columns=weights.ends[-1], more=more, template={"BIAS": added})
+    y = multiply("verify_qmm", x, weights, columns=weights.ends[-1], more=more, template={"BIAS": added}, split=split)
     products = parts(y, x, weights)
     return products if added else biased(products, weights)
 
@@ -49,13 +49,14 @@ def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) 
     return y if heads_first else y.swapaxes(1, 2)
 
 
-def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
+def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, split: bool = False) -> mx.array:
     """Multiply of each head of x [1, M, H, D >= K] the first K values with its matrix: [1, H, M, N], or without
     `heads_first` [1, M, H, N].
 
     weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
-    bits of MLX's kernel for one row, and up to 12 rows share one request of the weights. Elsewhere, or for a format
-    that the kernels do not know: dequantized and multiplied in float32. Raises ValueError where shapes do not fit.
+    bits of MLX's kernel for one row, and up to 12 rows share one request of the weights, with `split` up to 4.
+    Elsewhere, or for a format that the kernels do not know: dequantized and multiplied in float32. Raises ValueError
+    where shapes do not fit.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
@@ -66,7 +67,8 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool) -> m
         return verify_qmm_heads_ref(x, weights, heads_first=heads_first)
     m, (n,) = x.shape[1], weights.ends
     shape = (1, heads, m, n) if heads_first else (1, m, heads, n)
-    return multiply("verify_qmm_heads", x, weights, columns=n, template={"HEADS_FIRST": heads_first}, shape=shape)
+    how = {"template": {"HEADS_FIRST": heads_first}, "shape": shape, "split": split}
+    return multiply("verify_qmm_heads", x, weights, columns=n, **how)
 
 
 def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
@@ -83,20 +85,20 @@ def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) 
     return activated(gate, up, limit)
 
 
-def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
+def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, split: bool = False) -> mx.array:
     """Compute swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
     With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
     bits of MLX's one-row kernels followed by its activation, in one launch unless there is a `weights.bias`;
-    elsewhere the reference. Raises ValueError where x has another number of columns, or `weights` is not two of one
-    height.
+    elsewhere the reference. split: as in `verify_qmm`. Raises ValueError where x has another number of columns, or
+    `weights` is not two of one height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
         raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
     if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
-        gate, up = verify_qmm(x, weights)
+        gate, up = verify_qmm(x, weights, split=split)
         return activated(gate, up, limit)
     more = {"limit": constants(weights.dtype(x), math.inf if limit is None else limit)}
-    y = multiply("verify_glu", x, weights, columns=weights.ends[0], more=more)
+    y = multiply("verify_glu", x, weights, columns=weights.ends[0], more=more, split=split)
     return y.reshape(*x.shape[:-1], weights.ends[0])

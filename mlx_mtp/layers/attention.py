@@ -5,14 +5,14 @@ The kernel reads the cache's whole buffers. Its rows have bits of their own, so 
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ..cache.layer_cache import CONTEXTS
-from ..kernels import attention_served, verify_attention, verify_attention_ref
+from ..kernels import attention_served, attention_splits, padded, verify_attention, verify_attention_ref
 from .kernel_site import VERIFY_ROWS, Site
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
 
@@ -60,7 +60,7 @@ class CachedAttention(Site):
         shorter.tried = longer.tried = None
         return {CONTEXTS[0]: shorter, CONTEXTS[-1]: longer}
 
-    def ours(self, x: mx.array) -> list[mx.array]:
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [self._read(x, self.OFFSET)]
 
     def alone(self, x: mx.array) -> list[mx.array]:
@@ -113,13 +113,14 @@ class Attention(CachedAttention):
         return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
 
     def fused(
-        self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable = verify_attention
+        self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable | None = None
     ) -> mx.array:
         """Attend queries [N, Hq, L, D] at positions from `offset` on to all that `cache` holds: [N, L, Hq * Dv].
 
         Of N texts offset is int32 [N], and the cache has a slot for each.
-        gate: logits [N, L, Hq] or [N, L, Hq, Dv] of factors of the values, None for none.
+        gate: logits [N, L, Hq] or [N, L, Hq, Dv] of factors of the values, None for none. op: in the kernel's place.
         """
+        op = partial(verify_attention, split=q.shape[2] in self.split) if op is None else op
         more: dict[str, Any] = {"limit": cache.limit, "window": cache.window, "start": cache.start}
         if hasattr(cache, "span"):
             more["cache_rows"] = cache.span.slots_array
@@ -136,7 +137,14 @@ class Attention(CachedAttention):
         how = {"cache": self.make_cache(), "scale": self.module.scale, "mask": mask, "sinks": self.sinks}
         return [scaled_dot_product_attention(q, *stored, **how).swapaxes(1, 2).reshape(len(x), -1)]
 
-    def _read(self, x: mx.array, offset: int, op: Callable = verify_attention) -> mx.array:
+    def splits(self, rows: int) -> bool:
+        form = self.form
+        return attention_splits(form.heads // form.kv_heads * padded(rows), form.value_dim)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [self._read(x, self.OFFSET, partial(verify_attention, split=split))]
+
+    def _read(self, x: mx.array, offset: int, op: Callable | None = None) -> mx.array:
         parts = self._before(x.dtype)[0]
         cache = self._filled(parts if self.format else [part.astype(x.dtype) for part in parts])
         return self.fused(self._queries(x), cache, offset, None, op)[0]

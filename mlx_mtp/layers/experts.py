@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
 
-from ..kernels import Experts, Routing, route_ref, verify_moe, verify_moe_ref
+from ..kernels import Experts, Routing, moe_splits, route_ref, verify_moe, verify_moe_ref
 from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -102,10 +102,18 @@ class Mixture(Site):
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
         """Sum the experts that logits [M, E] choose for x [M, H], and a `shared` one's output if given: [M, H]."""
-        return verify_moe(x, logits, self.experts, self.routing, bias=self.bias, limit=self.limit, **shared)
+        return self._summed(x, logits, rows_of(x) in self.split, **shared)
 
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return [self.fused(*mx.split(x, self.ends, axis=-1))]
+    def _summed(self, x: mx.array, logits: mx.array, split: bool, **shared: Any) -> mx.array:
+        own: dict[str, Any] = {"bias": self.bias, "limit": self.limit, "split": split}
+        return verify_moe(x, logits, self.experts, self.routing, **own, **shared)
+
+    def splits(self, rows: int) -> bool:
+        return moe_splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        x, logits = mx.split(x, self.ends, axis=-1)
+        return [self._summed(x, logits, split)]
 
     def truth(self, x: mx.array) -> list[mx.array]:
         x, logits = mx.split(x, self.ends, axis=-1)

@@ -48,6 +48,7 @@ class Site:
     rows_of_context: the same for texts of a length, of an attention where the length makes a difference.
     kind: in words, what of the shape the compiled kernel depends on, "" for all of it: of an op's sites of one kind
         those with the most weights are timed for all. weights_read: by a call, about.
+    split: those of `rows` that the kernel splits: fewer to a thread, with the same bits.
     asked: False where nothing that a user does has asked for it yet, so that it is not tried.
 
     A site may also have, as an attribute or a method:
@@ -68,6 +69,7 @@ class Site:
     weights_read: int = 1
     asked: bool = True
     on: frozenset[int] = frozenset()
+    split: frozenset[int] = frozenset()
     rows_of_context: Mapping[int, frozenset[int]] = MappingProxyType({})
     tried: Any = None  # what a trial has made for its rows to read
 
@@ -81,7 +83,15 @@ class Site:
 
     def ours(self, x: mx.array) -> list[mx.array]:
         """Compute the kernel's outputs [M, N_i] for x [M, K]."""
+        return self.computed(x, rows_of(x) in self.split)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        """Compute what `ours` does with the rows split or not, where `splits` says that they can be."""
         raise NotImplementedError
+
+    def splits(self, rows: int) -> bool:
+        """Tell whether a thread may have too few registers for so many rows, and they can be split."""
+        return False
 
     def stock(self, x: mx.array) -> list[mx.array]:
         """Compute the same by MLX's operations."""

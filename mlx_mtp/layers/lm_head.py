@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, draw_ref, draw_top, top_ref, verify_head, verify_head_draw, verify_head_top
+from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
 from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
@@ -43,8 +43,11 @@ class LMHeadSite(Site):
     def bias(self) -> mx.array | None:
         return self.module.get("bias")
 
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return [verify_head(x, self.weights, self.bias)]
+    def splits(self, rows: int) -> bool:
+        return isinstance(self.weights, Quantized) and splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [verify_head(x, self.weights, self.bias, split=split)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
@@ -71,6 +74,11 @@ class Rows:
         """Whether the kernel chooses, without logits."""
         return rows_of(self.x) in self.head.rows
 
+    @property
+    def split(self) -> bool:
+        """Whether the kernel splits the rows."""
+        return rows_of(self.x) in self.head.split
+
     def greedy(self) -> mx.array:
         """Choose the greatest logit's token of each row, int32 [M]."""
         return (self.head.ours(self.x) if self.fused else self.head.stock(self.x))[0]
@@ -78,13 +86,13 @@ class Rows:
     def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
         """Draw a token of each row at a temperature, int32 [M]; row i's is the draw of position + i under `key`."""
         if self.fused:
-            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias)
+            return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias, split=self.split)
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
         """Find each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
         if self.fused:
-            return verify_head_top(self.x, self.head.weights, n, self.head.bias)
+            return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)
 
     def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from ..kernels import Quantized, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
+from ..kernels import Quantized, splits, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
 from .attention import CachedAttention
 from .kernel_site import Site, format_of, quantized, side_by_side
 from .norm_rope import NormRope, Offset, on_device
@@ -47,16 +47,23 @@ class PerHead(Site):
 
         The rows of n texts share a launch, in which each has the bits that it has alone.
         """
+        return self._product(x, x.shape[1] in self.split)
+
+    def _product(self, x: mx.array, split: bool) -> mx.array:
         n, rows, heads, _ = x.shape
-        y = verify_qmm_heads(x.reshape(1, n * rows, heads, -1), self.weights, heads_first=self.heads_first)
+        how = {"heads_first": self.heads_first, "split": split}
+        y = verify_qmm_heads(x.reshape(1, n * rows, heads, -1), self.weights, **how)
         return (
             y.reshape(heads, n, rows, -1).swapaxes(0, 1)
             if self.heads_first
             else y.reshape(n, rows, heads, -1).swapaxes(1, 2)
         )
 
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return [side_by_side(self.product(x.reshape(1, len(x), self.heads, -1)))]
+    def splits(self, rows: int) -> bool:
+        return splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [side_by_side(self._product(x.reshape(1, len(x), self.heads, -1), split))]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)

@@ -1,7 +1,7 @@
 """Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec
+from .runtime import HasRuntime, Runtime
 
 Tensors = dict[str, mx.array]  # by the names of a checkpoint, or the paths of parameters
 
@@ -43,7 +44,7 @@ MLA_KV_B = Renaming(r"\.kv_b_proj\.", (".embed_q.", ".unembed_out."), ".kv_b_pro
 SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
-class Port(nn.Module):
+class Port(HasRuntime, nn.Module):
     """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`,
     where the methods that the decode loop calls are documented.
 
@@ -71,12 +72,7 @@ class Port(nn.Module):
     model: Any
     layers: Any
     mtp: Sequence[Any]
-    untested: Callable[[], None] | None = None
     drafter: Any = None  # what drafts in place of the heads
-    ranks: Any = None  # those that the layers are split over
-    report: Any
-    _learned: Any
-    _recorder: Any
 
     def __init_subclass__(cls) -> None:
         if not issubclass(behind := cls.__bases__[-1], Port):
@@ -85,6 +81,7 @@ class Port(nn.Module):
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""
         super().__init__(args)  # type: ignore[call-arg]
+        self.runtime = Runtime()
         if self.ATTENTION and not getattr(args, "head_dim", None):
             args.head_dim = args.hidden_size // args.num_attention_heads
         self.spec, sizes = spec or self.SPEC, (self.model.norm, self.args.vocab_size)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
+from ..kernels import Quantized, splits, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
 from .kernel_site import TOGETHER_ROWS, VERIFY_ROWS, Site, format_of, rows_of
 
 
@@ -67,12 +67,15 @@ class Stack(Site):
         """Row counts to try: several linears are one launch for a single row, too."""
         return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
-    def ours(self, x: mx.array) -> list[mx.array]:
+    def splits(self, rows: int) -> bool:
+        return splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         w = self.weights
         if rows_of(x) in self.matrix_rows:
             return self.biased(verify_qmm_mma(x, w))
         if rows_of(x) > 1:
-            return self.biased(verify_qmm(x, w))
+            return self.biased(verify_qmm(x, w, split=split))
         y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
         y = y if w.bias is None else y + w.bias
         return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)))
@@ -128,7 +131,7 @@ class Matrices(Site):
 
     def stock(self, x: mx.array) -> list[mx.array]:
         """Run what it has to be faster than, and half as accurate as: the Stack's kernel, whose bits are MLX's."""
-        return self.stack.biased(verify_qmm(x, self.stack.weights))
+        return self.stack.biased(verify_qmm(x, self.stack.weights, split=rows_of(x) in self.stack.split))
 
     def truth(self, x: mx.array) -> list[mx.array]:
         return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights))
@@ -153,8 +156,11 @@ class GLU(Site):
         same = all(map(operator.is_, (self.mlp.gate_proj, self.mlp.up_proj), self.stack.modules))
         return same and rows_of(x) in self.rows - self.stack.matrix_rows
 
-    def ours(self, x: mx.array) -> list[mx.array]:
-        return [verify_glu(x, self.stack.weights, self.limit)]
+    def splits(self, rows: int) -> bool:
+        return splits(rows)
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [verify_glu(x, self.stack.weights, self.limit, split=split)]
 
     def stock(self, x: mx.array) -> list[mx.array]:
         gate, up = self.stack.stock(x)

@@ -1,29 +1,33 @@
 """State what the decode loop asks of a model, whichever port or mlx-lm model it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..cache.layer_cache import CachedModel, LayerCache
+from ..ranks.group import Ranks
 from .lm_head import Rows
+from .runtime import Runtime
 
 
 class Target(CachedModel, Protocol):
     """The model that verifies, with the MTP heads in `mtp` that draft for it; `layers.port.Port` is the usual one.
 
     Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
-    max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
+    max_draft_tokens: most drafts of its heads in a cycle. runtime: its state beside the weights.
     taps: numbers of layers whose residual stream hidden rows have, too. drafter: drafts in place of heads.
-    untested: what of the load is put off until the heads first draft; it may warn, or raise ValueError.
     """
 
     layers: Sequence[Any]
-    untested: Callable[[], None] | None
+    runtime: Runtime
     drafter: Any
-    report: Any
-    _learned: Any  # what its cycles cost here
-    _recorder: Any  # its recorded cycles
+
+    @property
+    def report(self) -> Any: ...
+
+    @property
+    def ranks(self) -> Ranks | None: ...
 
     @property
     def max_draft_tokens(self) -> int: ...

@@ -30,7 +30,7 @@ def watched_from_outside(begun: Watch | None) -> Iterator[None]:
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in ended_by}
     with begun.turn:
         sockets = {rank: peer.socket.fileno() for rank, peer in begun.peers.items()}
-        argv = [sys.executable, "-m", __name__, json.dumps([os.getpid(), begun.rank, begun.silence, sockets])]
+        argv = [sys.executable, "-m", __name__, json.dumps([os.getpid(), begun.rank, begun.limit, sockets])]
         options = {"pass_fds": sockets.values(), "stdin": subprocess.DEVNULL, "start_new_session": True}
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(argv, stdout=2, stderr=2, env=path, **options) as guard:
@@ -45,9 +45,9 @@ def watched_from_outside(begun: Watch | None) -> Iterator[None]:
 class Guard(Watch):
     """The watch of another process, which it kills where that one would have ended."""
 
-    def __init__(self, process: int, rank: int, silence: float, sockets: dict[str, int]):
-        super().__init__(rank, len(sockets) + 1, ("", 0), silence)
-        self.process, self.end = process, time.monotonic() + STARTS * silence
+    def __init__(self, process: int, rank: int, limit: float, sockets: dict[str, int]):
+        super().__init__(rank, len(sockets) + 1, ("", 0), limit)
+        self.process, self.end = process, time.monotonic() + STARTS * limit
         for other, number in sockets.items():
             self._add(int(other), socket.socket(fileno=number))
 
@@ -55,7 +55,7 @@ class Guard(Watch):
         if os.getppid() != self.process:
             os._exit(0)
         if time.monotonic() > self.end:
-            self._end(f"MLX has not connected the ranks within {STARTS * self.silence:g} s")
+            self._end(f"MLX has not connected the ranks within {STARTS * self.limit:g} s")
         super()._listen()
 
     def _say_alive(self) -> None:

@@ -1,8 +1,8 @@
 """End this process, with a line that names it, when another rank has died, hangs or never came.
 
 A collective that waits for such a rank does not return, and Python's signal handlers wait with it. So a thread of
-each rank keeps a connection to rank 0's, over which both say every second that they are alive; rank 0 tells the
-others what it has found out.
+each rank keeps a connection to rank 0's, over which both report several times a second that they are alive; rank 0
+sends the others the reason for which it ends.
 """
 
 import atexit
@@ -15,10 +15,13 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-SECONDS = "MLX_MTP_RANK_SECONDS"  # of silence until a rank is given up, STARTS times as many until it has to be there
-SILENCE, STARTS = 20.0, 3
+SECONDS = "MLX_MTP_RANK_SECONDS"  # from the last sign of a rank to the end of all others
+LIMIT = 20.0  # its default
+STARTS = 3  # times as many seconds until a rank has to be there
 BEAT = 1.0  # seconds
+POLL = BEAT / 4  # seconds between two rounds of reporting and reading
 UNWINDING = 2.0  # seconds that the main thread gets to leave nothing half-written behind
+RESERVE = 8  # polls that the limit has left: up to three until all have noticed, the rest for a busy machine
 
 _watch: "Watch | None" = None
 
@@ -46,7 +49,7 @@ def wait_for_reason(error: BaseException) -> None:
     end = time.monotonic() + BEAT + 3 * UNWINDING
     while _watch is not None and time.monotonic() < end:
         with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(BEAT / 4)
+            time.sleep(POLL)
 
 
 @dataclass
@@ -62,21 +65,37 @@ class Peer:
 class Watch:
     """The connections of this rank: rank 0's to all others, any other's to rank 0.
 
-    code: with which it is ended. met: set once all watch each other. turn: who holds it listens.
+    limit: seconds from the last sign of a rank until all others have ended. code: with which this one is ended.
+    met: set once all watch each other. turn: who holds it listens.
     """
 
     rank: int
     size: int
     meeting: tuple[str, int]
-    silence: float = field(default_factory=lambda: float(os.environ.get(SECONDS) or SILENCE))
+    limit: float = field(default_factory=lambda: float(os.environ.get(SECONDS) or LIMIT))
     peers: dict[int, Peer] = field(default_factory=dict)
     code: int | None = None
     met: threading.Event = field(default_factory=threading.Event)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def poll(self) -> float:
+        """Seconds between two rounds of reporting and reading."""
+        return min(POLL, self.limit / 80)
+
+    @property
+    def unwinding(self) -> float:
+        """Seconds that the main thread gets before the process ends."""
+        return min(UNWINDING, self.limit / 5)
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign after which a rank is given up, so that all have ended within the limit."""
+        return self.limit - self.unwinding - RESERVE * self.poll
+
     def run(self) -> None:
         """Meet the others, then listen to them until the process ends."""
-        end = time.monotonic() + STARTS * self.silence
+        end = time.monotonic() + STARTS * self.limit
         try:
             if self.rank == 0:
                 self._welcome(end)
@@ -90,7 +109,7 @@ class Watch:
     def _keep_listening(self) -> None:
         last = time.monotonic()
         while self.peers:
-            time.sleep(BEAT / 4)
+            time.sleep(self.poll)
             with self.turn:
                 if time.monotonic() - last > self.silence / 2:  # it was this thread that did not run
                     for peer in self.peers.values():
@@ -108,10 +127,10 @@ class Watch:
     def _welcome(self, end: float) -> None:
         """Wait until all others have said which they are."""
         with socket.create_server(self.meeting, backlog=self.size) as server:
-            server.settimeout(BEAT / 4)
+            server.settimeout(POLL)
             while missing := [str(rank) for rank in range(1, self.size) if rank not in self.peers]:
                 if time.monotonic() > end:
-                    self._end(f"rank {', '.join(missing)} has not started within {STARTS * self.silence:g} s")
+                    self._end(f"rank {', '.join(missing)} has not started within {STARTS * self.limit:g} s")
                 with contextlib.suppress(TimeoutError, ValueError):
                     connection, _ = server.accept()
                     connection.settimeout(BEAT)
@@ -129,7 +148,7 @@ class Watch:
                 self._add(0, connection)
                 return
             if time.monotonic() > end:
-                self._end(f"rank 0 at {self.meeting[0]} has not started within {STARTS * self.silence:g} s")
+                self._end(f"rank 0 at {self.meeting[0]} has not started within {STARTS * self.limit:g} s")
             time.sleep(BEAT / 10)
 
     def _add(self, rank: int, connection: socket.socket) -> None:
@@ -163,7 +182,7 @@ class Watch:
         if word == "left":
             del self.peers[rank]
             if rest != "0":  # it has said why, or is rank 0 whose user has gone
-                time.sleep(UNWINDING)  # for what this process is about to say of the same
+                time.sleep(BEAT)  # in which this process may print its own line of the same fault
                 self._end(
                     f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1
                 )
@@ -188,5 +207,5 @@ class Watch:
     def _stop(self, code: int) -> NoReturn:
         main = ctypes.c_ulong(threading.main_thread().ident or 0)  # whatever it does at a signal
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
-        time.sleep(UNWINDING)
+        time.sleep(self.unwinding)
         os._exit(code)

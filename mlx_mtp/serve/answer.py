@@ -49,6 +49,7 @@ class Splitter:
 
     thinking: reasoning is separated; begun: the prompt ends within it. tools: those offered, in OpenAI's form.
     one_call: only the first call counts. stopped: the stop string that ended the answer. called: there was a call.
+    opening: the pattern of a call's beginning, None where no call is looked for.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Splitter:
         self._think_start, self._think_end = (tokenizer.think_start, tokenizer.think_end) if thinking else ("", "")
         self._stops, self._tools, self._one_call = stops, Tools(tools), one_call
         self._format = tool_format if self._tools.names else None
-        self._opening = self._format.opening(self._tools) if self._format else None
+        self.opening = self._format.opening(self._tools) if self._format else None
         self._step = self._in_reasoning if begun else self._at_beginning
         self._text = ""  # arrived, and in no part yet
         self._trims = begun  # line breaks behind a mark of reasoning belong to no part
@@ -83,6 +84,11 @@ class Splitter:
     def reasoning(self) -> bool:
         """Whether the answer is within its reasoning."""
         return self._step == self._in_reasoning
+
+    @property
+    def holding(self) -> bool:
+        """Whether the text that is held back begins a call."""
+        return self._holds
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
         """Add the next piece of the answer; return the parts that are certain now."""
@@ -235,11 +241,11 @@ class Splitter:
         """Count characters that were read; look for no further call where they are too many."""
         self._read += read
         if self._read > MOST_READ:
-            self._format = self._opening = None
+            self._format = self.opening = None
 
     def _begins_call(self, text: str, at: int) -> bool | None:
         """Whether a call begins at `at`; None where that is not certain yet."""
-        match = self._opening.match(text, at, partial=True) if self._opening else None
+        match = self.opening.match(text, at, partial=True) if self.opening else None
         if match is None or (match.partial and len(text) - at > MOST_UNCERTAIN):
             return False
         return None if match.partial else True

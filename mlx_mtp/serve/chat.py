@@ -5,7 +5,7 @@ from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
 from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
-from .fields import MOST_TOP, Door, Refused, boolean, integer, items, plain_text, stops, text, tool_text
+from .fields import MOST_TOP, Door, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .job import Begun, End
 from .sampling_fields import most_tokens
@@ -25,7 +25,7 @@ class ChatExchange(Completion):
             raise Refused("modalities: allowed is text", param="modalities")
         tools, one_call = chosen_tools(body, items(body, "tools"), self.warnings)
         top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
-        if top is not None and not wanted:
+        if top and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
         self.asks = asks_of(
             door,
@@ -147,13 +147,18 @@ def _message(message: dict[str, Any], warnings: list[str]) -> Message:
             found[name] = value
     if role == "assistant" and (reasoning := text(message, "reasoning")):
         found.setdefault("reasoning_content", reasoning)
-    if calls := [_call(call) for call in items(message, "tool_calls")]:
+    given = items(message, "tool_calls")
+    if role == "assistant" and not given and (legacy := fields_of(message, "function_call")):
+        given = [{"function": legacy}]
+    if calls := [_call(call) for call in given]:
         found["tool_calls"] = calls
     return found
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
+    function, custom = call.get("function"), call.get("custom")
+    if call.get("type") == "custom" and isinstance(custom, dict):  # from a session with another server
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     if not isinstance(function, dict) or not text(function, "name"):
         raise Refused("tool_calls: a call needs a function with a name", param="messages")
     given = function.get("arguments") or {}

@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 from ..cache.prompt_prefix import render
+from .template_traits import REASONING_FIELDS
 
 Message = dict[str, Any]
 MARK = f"\ufdd6{secrets.token_hex(8)}\ufdd6"  # between noncharacters, and no client can write it
@@ -42,7 +43,7 @@ def with_mark(message: Message) -> Message:
 def is_marked(messages: list[Message]) -> bool:
     """Whether the end of the last message is marked."""
     last = messages[-1] if messages else {}
-    return any((last.get(name) or "").endswith(MARK) for name in ("content", "reasoning_content"))
+    return any((last.get(name) or "").endswith(MARK) for name in ("content", *REASONING_FIELDS))
 
 
 def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
@@ -53,9 +54,9 @@ def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any
     text = render(tokenizer, messages, options)
     if not is_marked(messages):
         return text
-    reasoning = (messages[-1].get("reasoning_content") or "").removesuffix(MARK).strip()
+    reasoning = [(messages[-1].get(name) or "").removesuffix(MARK).strip() for name in REASONING_FIELDS]
     text, mark, _ = text.rpartition(MARK)
-    if not mark or reasoning not in text:
+    if not mark or not all(each in text for each in reasoning):
         raise ValueError("the chat template leaves out a part of the answer that is to be continued")
     return text
 

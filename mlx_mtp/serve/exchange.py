@@ -181,6 +181,8 @@ def asks_of(
     prompt = prompt_of(door, messages, tools, template, turns=door.turns, **how)
     if tools and not renders_tools(door.tokenizer, template):
         warnings.append("tools are not in the prompt: the chat template has no place for them")
+    elif tools and door.unread_calls:
+        warnings.append(f"tool calls may come back as text: {door.unread_calls}")
     known, tokens = door.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)

@@ -139,7 +139,7 @@ FIELDS: dict[str, Field] = {
     **_alike("iiii", "user service_tier store safety_identifier priority request_id cache_salt cache_control"),
     **_alike("iiii", "prompt_cache_key prompt_cache_options prompt_cache_retention moderation speed inference_geo"),
     **_alike("ii--", "prediction verbosity"),
-    **_alike("--i-", "truncation background_options access_programs image"),
+    **_alike("--i-", "truncation background_options access_programs image client_metadata"),
     **_alike("--ii", "context_management"),
     **_alike("---i", "betas billing_policy diagnostics fallback_credit_token fallbacks user_profile_id workspace_id"),
     **_alike("iiii", "provider models route transforms usage keep_alive num_ctx"),

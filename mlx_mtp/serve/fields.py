@@ -26,6 +26,7 @@ class Door:
     positions: most tokens of a prompt and its answer. max_tokens: of an answer where a request says nothing.
     turns:    where turns begin has to be known, as caches hold states.
     encode:   text to ids. template: variables of the chat template.
+    unread_calls: why tool calls in answers may come back as text.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class Door:
     template: dict[str, Any]
     turns: bool
     created: int
+    unread_calls: str | None = None
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property

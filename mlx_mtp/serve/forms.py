@@ -1,6 +1,6 @@
 """List the forms of a conversation that mean the same, for templates that refuse it as it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .tool_calls.schema import dumps, types_of
@@ -15,17 +15,24 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
 
 
-def forms(conversation: Conversation) -> Iterator[Conversation]:
+Change = Callable[[Conversation], Conversation]
+
+
+def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conversation]]:
     """The conversation itself, then with one change each, then with more and more of the changes together."""
-    yield conversation
-    changed = [form for change in CHANGES if (form := change(conversation)) != conversation]
-    yield from changed
-    form = conversation
-    for change in CHANGES:
-        if (further := change(form)) != form:
-            form = further
-            if form not in changed:
-                yield form
+    found: list[Conversation] = []
+    sets = [(), *((change,) for change in CHANGES), *(CHANGES[:n] for n in range(2, len(CHANGES) + 1))]
+    for changes in sets:
+        if (form := changed(conversation, changes)) not in found:
+            found.append(form)
+            yield changes, form
+
+
+def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversation:
+    """The conversation with these changes, one after another."""
+    for change in changes:
+        conversation = change(conversation)
+    return conversation
 
 
 def joined(messages: list[Message], role: str, join: Callable[[Message, Message], Message]) -> list[Message]:
@@ -126,6 +133,17 @@ def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=found)
 
 
+def with_calls_behind_content(conversation: Conversation) -> Conversation:
+    """Split an answer of content and calls into two turns; reasoning stays with the calls."""
+    found: list[Message] = []
+    for message in conversation.messages:
+        if message.get("tool_calls") and message.get("content"):
+            found.append({"role": "assistant", "content": message["content"]})
+            message = {**message, "content": ""}
+        found.append(message)
+    return conversation._replace(messages=found)
+
+
 def _with_a_question(conversation: Conversation) -> Conversation:
     """Begin with a question, an empty one where an answer, a result or nothing follows the system prompt."""
     messages = conversation.messages
@@ -172,11 +190,12 @@ def _call_as_text(call: dict[str, Any]) -> str:
 
 
 # From those that change a prompt least.
-CHANGES = (
+CHANGES: tuple[Change, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,
     _with_one_system_turn,
     _with_one_call_a_turn,
+    with_calls_behind_content,
     _with_a_question,
     _with_the_system_prompt_in_the_question,
     _with_neighbours_joined,

@@ -7,23 +7,23 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
-from ..generate import GenerationResponse, generate_step, stream_generate
+from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Said, Splitter, TokenLogprob
+from .answer import Part, Said, Splitter
 from .continued import Continuation
 from .failures import dropped
+from .frames import REASONING, FramedSplitter, Frames, begun_in
+from .logprobs import token_logprob
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .together import Responses, Together
-from .token_rules import BYTE, BYTES, NO_RULES, TokenRules
+from .token_rules import NO_RULES, TokenRules
 from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -144,7 +144,7 @@ class Served(NamedTuple):
     """A loaded model, and what all its answers share.
 
     options: defaults of `stream_generate`'s keyword arguments. together: decodes all answers; without it, as on
-    several ranks, each takes cycles of its own.
+    several ranks, each takes cycles of its own. frames: of the parts of an answer.
     """
 
     model: Any
@@ -154,11 +154,12 @@ class Served(NamedTuple):
     tool_format: CallFormat | None
     files: PrefixFiles | None = None
     together: Together | None = None
+    frames: Frames | None = None
 
     @property
     def ranks(self) -> Any:
         """What splits the model over several machines; None where nothing does."""
-        return getattr(self.model, "ranks", None)
+        return self.model.ranks
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
@@ -302,10 +303,7 @@ def _decode(
 ) -> Generator[None, None, None]:
     """Decode the answer, and tell its parts as they are known. held: the cache, as `Together.decode` takes it."""
     ask, stats = job.ask, Stats()
-    splitter = Splitter(
-        served.tokenizer, ask.stops, thinking=ask.chat and served.tokenizer.has_thinking, begun=ask.thinking,
-        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
-    )  # fmt: skip
+    splitter = _splitter(served, ask)
     begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
     options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = ask.logprobs is not None
@@ -325,7 +323,7 @@ def _decode(
             text = begun.text_of(response) if begun else response.text
             if begun and ask.thinking and (breaks := begun.line_breaks(text)):
                 _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
-            found = splitter.feed(text, _logprob(served.tokenizer, response, ask.logprobs))
+            found = splitter.feed(text, token_logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)
             if splitter.stopped is not None or (ask.one_call and splitter.called):
@@ -335,6 +333,20 @@ def _decode(
     reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
     job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
+
+
+def _splitter(served: Served, ask: Ask) -> Splitter | FramedSplitter:
+    """A splitter for the answer, which knows the frame within which the prompt ends."""
+    framed = ask.chat and served.frames is not None
+    thinking = ask.chat and served.tokenizer.has_thinking and not framed
+    splitter = Splitter(
+        served.tokenizer, ask.stops, thinking=thinking, begun=ask.thinking and not framed,
+        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
+    )  # fmt: skip
+    if not (framed and served.frames):
+        return splitter
+    begun = begun_in(served.frames, served.tokenizer.decode(ask.prompt)) if ask.continues else None
+    return FramedSplitter(served.frames, splitter, REASONING if ask.thinking else begun)
 
 
 def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
@@ -362,29 +374,3 @@ def _tell(job: Job, parts: list[Part]) -> None:
     for part in parts:
         job.parts.append(part)
         job.tell(part)
-
-
-def _logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:
-    """Look up the log probabilities of a token and of the `count` likeliest ones."""
-    if count is None or response.logprobs is None:
-        return None
-    logprobs = np.array(response.logprobs.astype(mx.float32))
-    top = np.argsort(-logprobs, kind="stable")[:count].tolist()
-    own, *others = (_token(tokenizer, token, float(logprobs[token])) for token in (response.token, *top))
-    return TokenLogprob(own, tuple(others))
-
-
-def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, float]:
-    """Write a token as text, and as the bytes that it stands for."""
-    text = tokenizer.decode([token])
-    return text, _bytes(tokenizer, token, text), max(logprob, -9999.0)
-
-
-def _bytes(tokenizer: Any, token: int, text: str) -> bytes:
-    """Look up the bytes of a token that is a part of a character, whose text says nothing; else take the text's."""
-    piece = tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else ""
-    if BYTE.fullmatch(piece):
-        return bytes([int(piece[3:5], 16)])
-    if piece and BYTES.keys() >= set(piece):
-        return bytes(BYTES[letter] for letter in piece)
-    return text.encode("utf-8", "replace")

@@ -199,6 +199,8 @@ def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
             thoughts.append(text(block, "thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
             continue
+        elif role == "assistant" and (kind == "server_tool_use" or str(kind).endswith("_tool_result")):
+            warnings.append(f"messages: a block of type {str(kind)[:80]!r} was left out; the server has no such tool")
         elif kind == "tool_use" and role == "assistant":
             calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import render, shared
 from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
-from .forms import Conversation, Message, forms, with_calls_as_text
+from .forms import Change, Conversation, Message, changed, forms, with_calls_as_text, with_calls_behind_content
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
-from .template_traits import Traits, traits_of
+from .template_traits import REASONING_FIELDS, Traits, traits_of
 
 # Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode,
 # which some templates print as escape sequences.
@@ -89,7 +89,8 @@ def _encode_chat(
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
     error, found, conversation = None, None, Conversation(linked(messages, chat.traits), tools)
     unprinted = {"calls": not chat.traits.calls, "results": not chat.traits.results}
-    for form in forms(with_calls_as_text(conversation, **unprinted)):
+    conversation = with_calls_as_text(conversation, **unprinted)
+    for changes, form in forms(conversation):
         if is_marked(messages) and not is_marked(form.messages):
             continue
         try:
@@ -98,11 +99,43 @@ def _encode_chat(
             error = e
             continue
         if rendered.whole:
-            return _prompt(chat, rendered, turns=turns)
+            form, rendered = _with_fewest_changes(chat, conversation, changes, (form, rendered), given)
+            return _prompt(chat, _with_contents(chat, form, rendered, given), turns=turns)
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
     return _prompt(chat, found, turns=turns)
+
+
+def _with_fewest_changes(
+    chat: "Chat",
+    conversation: Conversation,
+    changes: tuple[Change, ...],
+    found: tuple[Conversation, "Rendered"],
+    options: dict[str, Any],
+) -> tuple[Conversation, "Rendered"]:
+    """A form without the changes that are not needed, so that a longer conversation may begin alike."""
+    for change in changes if len(changes) > 1 else ():
+        fewer = tuple(each for each in changes if each is not change)
+        form = changed(conversation, fewer)
+        if is_marked(conversation.messages) and not is_marked(form.messages):
+            continue
+        with contextlib.suppress(ValueError):
+            rendered = chat.rendered(form, options)
+            if rendered.whole:
+                changes, found = fewer, (form, rendered)
+    return found
+
+
+def _with_contents(chat: "Chat", form: Conversation, rendered: "Rendered", options: dict[str, Any]) -> "Rendered":
+    """The conversation with contents in front of calls, where the template prints these but none beside calls."""
+    contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
+    if not all(content in rendered.text for content in contents):
+        with contextlib.suppress(ValueError):
+            split = chat.rendered(with_calls_behind_content(form), options)
+            if split.whole and all(content in split.text for content in contents):
+                return split
+    return rendered
 
 
 class Rendered(NamedTuple):
@@ -128,9 +161,9 @@ class Chat(NamedTuple):
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
         """Render a form of a conversation, with arguments as the client wrote them wherever that is possible."""
         options = {**options, **({} if form.tools is None else {"tools": _held(form.tools, self.marks.every)})}
-        messages = [_held_in(message, self.marks) for message in form.messages]
+        messages = [_held_in(message, self.marks, self.traits) for message in form.messages]
         hold = partial(_held, pattern=self.marks.special)
-        systems = [each["content"].strip() for each in messages if each["role"] == "system"]
+        systems = [_content(each) for each in messages if each["role"] == "system"]
         with contextlib.suppress(ValueError):
             exact, texts = with_arguments(messages, self.traits, hold, exact=True)
             printed = render_begun(self.tokenizer, exact, options) if texts else ""
@@ -154,14 +187,19 @@ def encode_text(tokenizer: Any, text: str) -> Prompt:
     return Prompt(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
 
 
-def _held_in(message: Message, marks: Marks) -> Message:
+def _held_in(message: Message, marks: Marks, traits: Traits) -> Message:
     """Hold back marks; a model's own words may have those that are not special, such as of its reasoning.
 
-    Calls are left to `with_arguments`.
+    Calls are left to `with_arguments`. Reasoning is in the field that the template reads.
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
-    kept = ("role", "tool_calls")
-    return {key: value if key in kept else _held(value, pattern) for key, value in message.items()}
+    kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
+    return {renamed.get(key, key): value if key in kept else _held(value, pattern) for key, value in message.items()}
+
+
+def _content(message: Message) -> str:
+    """The content of a message without white space at its ends, which templates may drop."""
+    return (message.get("content") or "").strip()
 
 
 def _held(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -1,7 +1,7 @@
 """Speak OpenAI's responses, text and tools, without state: `POST /v1/responses`."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
@@ -150,6 +150,16 @@ class ResponseExchange(Exchange):
         }
 
 
+# Items that are calls: the function's name, None where the item has it, and the key of what the call gives.
+CALLS = {
+    "function_call": (None, "arguments"),
+    "custom_tool_call": (None, "input"),
+    "local_shell_call": ("local_shell", "action"),
+}
+OUTPUTS = tuple(f"{kind}_output" for kind in CALLS)
+LEFT_OUT = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "ghost_snapshot")
+
+
 def _content(said: str) -> dict[str, Any]:
     return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
 
@@ -180,23 +190,35 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
     if isinstance(given, str):
         found.append({"role": "user", "content": given})
     else:
-        found += [_message(item, warnings) for item in items(body, "input")]
+        found += [message for item in items(body, "input") for message in _message(item, warnings)]
     return joined(messages_of(found, warnings), "assistant", one_turn)
 
 
-def _message(item: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """Write an item as a message; what an assistant thought, said and called are three."""
-    kind = item.get("type", "message")
+def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
+    """Write an item as a message; what an assistant thought, said and called are three.
+
+    Calls of tools of other types, from a session with another server, are written as calls of functions.
+    """
+    kind = str(item.get("type", "message"))
     if kind == "message":
-        return {"role": item.get("role"), "content": item.get("content")}
-    if kind == "function_call":
-        call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        return {"role": "assistant", "tool_calls": [call]}
-    if kind == "function_call_output":
+        yield {"role": item.get("role"), "content": item.get("content")}
+    elif kind in CALLS:
+        name, key = CALLS[kind]
+        given = item.get(key) if kind == "function_call" else {key: item.get(key)}
+        yield {
+            "role": "assistant",
+            "tool_calls": [function_call(item.get("call_id"), name or item.get("name"), given)],
+        }
+    elif kind in OUTPUTS:
         output = tool_text(item.get("output"), "output", warnings)
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-    if kind == "reasoning":
-        thought = "".join(text(part, "text") for part in items(item, "content"))
-        return {"role": "assistant", "reasoning_content": thought}
-    allowed = "messages, function calls and outputs"
-    raise Refused(f"input: an item of type {kind!r}; allowed are {allowed}", param="input")
+        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    elif kind == "reasoning":
+        yield {
+            "role": "assistant",
+            "reasoning_content": "".join(text(part, "text") for part in items(item, "content")),
+        }
+    elif kind in LEFT_OUT:
+        warnings.append(f"input: an item of type {kind!r} was left out; the server has no such tool")
+    else:
+        allowed = "messages, function calls and outputs"
+        raise Refused(f"input: an item of type {kind[:80]!r}; allowed are {allowed}", param="input")

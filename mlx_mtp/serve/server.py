@@ -20,6 +20,7 @@ from ..decoding.options import default_draft_tokens, default_step
 from .app import Site, application
 from .engine import Engine, Limits
 from .fields import Door
+from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
 from .job import Served
 from .metrics import Metrics
@@ -27,7 +28,7 @@ from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
 from .together import Together
-from .tool_calls.table import format_of
+from .tool_calls.table import format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # seconds at the end in which what is remembered is written to files
@@ -141,13 +142,15 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
-    step, ranks = settings.step or min(most, default_step(model)), getattr(model, "ranks", None)
+    step, ranks = settings.step or min(most, default_step(model)), model.ranks
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
     if tree.limit and not ranks and not blank.is_mlx_lm:
         tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
     together = None if ranks else Together(model, tokenizer, options, step)
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), settings.cache_files, together)
+    add_reasoning_marks(tokenizer)
+    files, frames = settings.cache_files, frames_of(tokenizer)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, together, frames)
 
 
 def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
@@ -166,6 +169,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
         template=settings.template,
         turns=not served.tree.every_moment,
         created=int(time.time()),
+        unread_calls=unread_calls(tokenizer, served.tool_format),
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

@@ -64,8 +64,7 @@ def _switches(tokenizer: Any, options: dict[str, Any], switch: Switch) -> bool:
 def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
     """Whether the tools of a request are in the prompt."""
     for messages in ((QUESTION,), (SYSTEM, QUESTION)):
-        with_tools = rendered(tokenizer, {**options, "tools": [TOOL]}, *messages)
-        if with_tools is None or with_tools != rendered(tokenizer, options, *messages):
+        if rendered(tokenizer, {**options, "tools": [TOOL]}, *messages) != rendered(tokenizer, options, *messages):
             return True
     return False
 

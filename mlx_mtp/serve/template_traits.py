@@ -1,5 +1,6 @@
 """Detect what a chat template takes of tool calls: the form of their ids and of their arguments."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ from ..cache.prompt_prefix import render
 NAME, CONTENT, RESULT = "probedname", "probedcontent", "probedresult"
 ARGUMENTS = {"probedkey": "probedvalue"}
 LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "call00000"
+REASONING, REASONING_FIELDS = "probedreasoning", ("reasoning_content", "thinking", "reasoning", "thought")
 AS_JSON = re.compile(r'\{\s*"probedkey"\s*:\s*"probedvalue"\s*\}')
 OTHER_TOOL = {"name": "other", "description": ".", "parameters": {"type": "object", "properties": {}, "required": []}}
 OPTIONS = {"add_generation_prompt": False, "tools": [{"type": "function", "function": OTHER_TOOL}]}
@@ -25,6 +27,7 @@ class Traits(NamedTuple):
     ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, since ids stand for names.
     content: beside calls; any text, where it is printed, else the empty one with which calls are printed.
     calls, results: calls, and messages of the role `tool`, are printed.
+    reasoning: the field of a message that has its reasoning.
     """
 
     arguments: str = "members"
@@ -32,6 +35,7 @@ class Traits(NamedTuple):
     content: str | None = CONTENT
     calls: bool = True
     results: bool = True
+    reasoning: str = REASONING_FIELDS[0]
 
 
 class Probe(NamedTuple):
@@ -50,6 +54,22 @@ def traits_of(tokenizer: Any) -> Traits:
 
 @functools.lru_cache(maxsize=8)
 def _traits(tokenizer: Any, template: str) -> Traits:
+    return _call_traits(tokenizer)._replace(reasoning=_reasoning_field(tokenizer))
+
+
+def _reasoning_field(tokenizer: Any) -> str:
+    """The first field whose text the template prints, in an answer or beside a call, else the usual one."""
+    call, result = _conversation(SHORT_ID, ARGUMENTS, "")[1:]
+    for field in REASONING_FIELDS:
+        for message, *behind in (({"role": "assistant", "content": CONTENT},), (call, result)):
+            messages = [{"role": "user", "content": "."}, {**message, field: REASONING}, *behind]
+            with contextlib.suppress(ValueError):
+                if REASONING in render(tokenizer, messages, OPTIONS):
+                    return field
+    return REASONING_FIELDS[0]
+
+
+def _call_traits(tokenizer: Any) -> Traits:
     found = Traits()
     for id, arguments, content, text in probes(tokenizer, ARGUMENTS):
         found = Traits(calls=NAME in text or text.count(id) > 1, results=RESULT in text)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -45,6 +45,7 @@ class KernelTrial:
     draws: of x that a check makes, 0: DRAWS, or more for more than eight rows.
     base: the key of the trial of another context that says whether the kernel is right; this one says whether it is
         faster in its own.
+    split: the kernel of each layer with the rows split, where that is to be tried, too; its bits are the same.
     """
 
     op: str
@@ -60,6 +61,7 @@ class KernelTrial:
     weights: int = 0
     draws: int = 0
     base: tuple[str, str, int] | None = None
+    split: Sequence[Op] = ()
 
     def __post_init__(self) -> None:
         assert self.pairs, f"{self.op} {self.shape}: a trial without layers"
@@ -68,6 +70,15 @@ class KernelTrial:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.op, self.shape, self.rows
+
+    def of_split(self) -> "KernelTrial":
+        """Return the trial of the kernel with the rows split; this one where nothing is to be split."""
+        pairs = [(ours, stock) for ours, (_, stock) in zip(self.split, self.pairs, strict=True)] if self.split else []
+        return replace(self, pairs=pairs, split=()) if pairs else self
+
+    def chosen(self, split: bool) -> "KernelTrial":
+        """Return the trial of one alternative only: with the rows split, or not."""
+        return self.of_split() if split else replace(self, split=())
 
     def x(self, seed: int) -> mx.array:
         """Draw normal x [M, K], the same for the same seed."""

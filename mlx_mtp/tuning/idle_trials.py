@@ -21,7 +21,7 @@ class IdleTrials(AbstractContextManager):
     def __init__(self, model: Any):
         self.model = model
         # Ranks have the same kernels, which none of them changes alone.
-        self.trials: Any = None if getattr(model, "ranks", None) else getattr(model, "_trials", None)
+        self.trials: Any = None if model.ranks else model.runtime.trials
         self.wanted = threading.Event()  # somebody waits
         self.thread: threading.Thread | None = None
         self.trouble: Exception | None = None
@@ -48,6 +48,6 @@ class IdleTrials(AbstractContextManager):
             with suppress(KeyboardInterrupt):  # what it is to stop has not begun
                 self.thread.join()
         if self.trouble:
-            self.model._trials = None
+            self.model.runtime.trials = None
             warnings.warn(f"no more kernels are tried: {with_type(self.trouble)}", stacklevel=2)
         put_on(self.model, self.trials)

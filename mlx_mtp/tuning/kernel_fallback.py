@@ -43,7 +43,7 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
     the model is split over several.
     """
     refused = refused or newly_refused()
-    if ranks := getattr(model, "ranks", None):
+    if ranks := model.ranks:
         if any(number for (number,) in ranks.gather([refused is not None])):
             raise KernelRefused(refused.refusals if refused else [], voted=True)
     elif refused:
@@ -52,7 +52,7 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
 
 def vote(model: Any, error: Trouble) -> None:
     """Tell the other ranks, which are in `run_first`, of an error that they do not have."""
-    if getattr(model, "ranks", None) and isinstance(error, KernelRefused) and not error.voted:
+    if model.ranks and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             run_first(model, error)
 
@@ -80,7 +80,7 @@ class Fallback:
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)
-        waited_for = getattr(self.model, "ranks", None)  # by others, within the graph
+        waited_for = self.model.ranks  # by others, within the graph
         if waited_for or not any_on(self.model) or out_of_memory(str(error.error)):
             raise error.error
         if refusals := run_again():
@@ -99,14 +99,14 @@ def any_on(model: Any) -> bool:
 
 def trials_of(model: Any) -> ModelTrials:
     """Return the trials of a model's load, or what stands for them where sites were switched on without any."""
-    found = getattr(model, "_trials", None)
+    found = model.runtime.trials
     return found or ModelTrials.of_sites(model, placed(model))
 
 
 def fall_back(model: Any, error: KernelRefused) -> None:
     """Switch off what launches the refused kernels, on every rank if there are several; raise where nothing does."""
     blamed = blame(trials_of(model), error.refusals)
-    if ranks := getattr(model, "ranks", None):
+    if ranks := model.ranks:
         told = ranks.all_told([[*key, reason] for key, reason in blamed.items()])
         blamed = {(op, shape, rows): reason for found in told for op, shape, rows, reason in found}
     if blamed:
@@ -123,7 +123,7 @@ def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[Key, str]:
     A launch that no trial makes is blamed on all of its op, and an unknown one on all kernels.
     """
     live = [trial for trial in found.all_trials if found.all_verdicts[trial.key].on]
-    launches = {trial.key: launches_of(trial) for trial in live}
+    launches = {trial.key: launches_of(trial.chosen(found.all_verdicts[trial.key].split)) for trial in live}
     blamed: dict[Key, str] = {}
     for refused in refusals:
         op = BESIDE.get(refused.key[0], refused.key[0])
@@ -153,7 +153,7 @@ def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) 
     found = trials_of(model)
     for key, reason in reasons.items():
         found.reject(key, reason, remembered=remembered)
-    vars(model)["_failed"] = {**vars(model).get("_failed", {}), **reasons}
+    model.runtime.failed |= reasons
     put_on(model, found)
     drop_recordings(model)
     warn_of_wrong(reasons)
@@ -169,10 +169,10 @@ def switch_all_off(model: Any, reason: str) -> None:
 
 def failed_kernels(model: Any) -> list[Failed]:
     """List the kernels of a model that do not compile or run, as its trials or a graph have found."""
-    found = getattr(model, "_trials", None)
+    found = model.runtime.trials
     verdicts = {} if found is None else found.all_verdicts
     reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}
-    reasons |= getattr(model, "_failed", {})
+    reasons |= model.runtime.failed
     lines: dict[tuple[str, str], list[int]] = {}
     for (op, shape, rows), reason in sorted(reasons.items()):
         lines.setdefault((f"{op} {shape}", reason), []).append(rows)
@@ -181,5 +181,5 @@ def failed_kernels(model: Any) -> list[Failed]:
 
 def drop_recordings(model: Any) -> None:
     """Drop recorded cycles, which hold the launches of a graph that failed."""
-    if recorder := getattr(model, "_recorder", None):
-        recorder.cycles.clear()
+    if recorder := model.runtime.recorder:
+        recorder.drop()

@@ -58,13 +58,13 @@ def place(model: Port) -> list[Site]:
         *_sums(model),
         *place_heads(model),
     ]
-    vars(model)["_sites"] = [*placed(model), *sites]  # past nn.Module, which would look for arrays in it
+    model.runtime.sites += sites
     return sites
 
 
 def placed(model: Any) -> list[Site]:
     """List the sites that `place` has put on a model."""
-    return list(vars(model).get("_sites", ()))
+    return list(model.runtime.sites)
 
 
 def _format(linear: Any) -> tuple:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
-from .ab_test import LAYERS, compile_kernel
+from .ab_test import LAYERS, Op, compile_kernel
 from .kernel_sites import place, tied
 from .kernel_trials import (
     ASKED,
@@ -53,8 +54,8 @@ def switch_on(
     lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
     is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
-    By trial, what the first cycles use is decided here; the rest waits in the model's `_trials`, and in any lane the
-    rows of several texts (`switch_on_for_texts`).
+    By trial, what the first cycles use is decided here; the rest waits in the model's `runtime.trials`, and in any
+    lane the rows of several texts (`switch_on_for_texts`).
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -69,7 +70,7 @@ def switch_on(
     found = ModelTrials(model, place(model), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
-    model._trials = found
+    model.runtime.trials = found
     if lane is not None:
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
@@ -86,7 +87,7 @@ def switch_on(
 
 def switch_on_for_texts(model: Any) -> None:
     """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
-    found = getattr(model, "_trials", None)
+    found = model.runtime.trials
     if found and not model.ranks and found.go_together():
         put_on(model, found)
 
@@ -94,9 +95,8 @@ def switch_on_for_texts(model: Any) -> None:
 def put_on(model: Any, found: "ModelTrials") -> None:
     """Let the sites of a model serve what its trials have found since, and its report say so."""
     kernels, not_exact = found.switched()
-    if getattr(model, "report", None) and kernels != model.report.kernels:
-        model.report = replace(model.report, kernels=kernels, not_exact=not_exact)
-        vars(model).pop("_learned", None)  # what cycles cost with the kernels of before
+    if model.report and kernels != model.report.kernels:
+        model.runtime.note(kernels=kernels, not_exact=not_exact)
 
 
 class ModelTrials:
@@ -121,13 +121,15 @@ class ModelTrials:
         """Make the trials of sites that were switched on without any, as those that found it right."""
         found = cls(model, sites)
         found.trials += trials(sites, found.dtype, "together")
-        rows: dict[tuple[str, str], frozenset[int]] = {}
+        none: frozenset[int] = frozenset()
+        rows: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = {}
         for site in sites:
-            shape = _typed(site.shape, found.dtype)
-            rows[site.op, shape] = rows.get((site.op, shape), frozenset()) | site.rows
+            key = site.op, _typed(site.shape, found.dtype)
+            on, split = rows.get(key, (none, none))
+            rows[key] = on | site.rows, split | site.split
         for trial in found.trials:
-            on = trial.rows in rows[(trial.base or trial.key)[:2]]
-            found.verdicts[trial.key] = KernelVerdict(on, on, reason=ASKED)
+            on, split = (trial.rows in of for of in rows[(trial.base or trial.key)[:2]])
+            found.verdicts[trial.key] = KernelVerdict(on, on, reason=ASKED, split=split)
         return found
 
     @property
@@ -144,10 +146,10 @@ class ModelTrials:
         """Note, for later loads too if asked for, that a kernel failed; it is off from the next `switched` on."""
         if self.matrices and key in self.matrices.verdicts:
             return self.matrices.reject(key, reason, remembered=remembered)
-        contexts = [trial.key for trial in self.trials if trial.base == key]
+        contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
         self.verdicts |= dict.fromkeys([key, *contexts], off(reason))
         if remembered:
-            self.remembered.add({key: Found(reason, None)})
+            self.remembered.add({key: Found(reason, None, split=split)})
 
     def begin(self) -> None:
         """Decide on what the first cycles use; where all of that is remembered, let it be compiled, and go on."""
@@ -158,8 +160,8 @@ class ModelTrials:
             self.go_on(lambda: time.monotonic() > end)
         for trial in self.asked():
             timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
-            if timed and self.verdicts[trial.key].on:
-                compile_kernel(trial)
+            if timed and (verdict := self.verdicts[trial.key]).on:
+                compile_kernel(trial.chosen(verdict.split))
 
     def go_on(self, stop: Callable[[], bool]) -> None:
         """Try what is left, until `stop` says that somebody waits."""
@@ -247,12 +249,25 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> 
 
 
 def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows: str) -> list[KernelTrial]:
-    first, pairs = sites[0], [(site.ours, site.stock) for site in sites]
+    first = sites[0]
     own: dict[str, Any] = {
         name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
     }
     own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
-    return [KernelTrial(op, shape, n, pairs, first.width, dtype, **own) for n in getattr(first, rows)]
+    return [
+        KernelTrial(op, shape, n, _pairs(sites, n), first.width, dtype, split=_split(sites, n), **own)
+        for n in getattr(first, rows)
+    ]
+
+
+def _pairs(sites: Sequence[Site], rows: int) -> list[tuple[Op, Op]]:
+    """List (ours, stock) of sites, whose rows are not split."""
+    return [(partial(s.computed, split=False) if s.splits(rows) else s.ours, s.stock) for s in sites]
+
+
+def _split(sites: Sequence[Site], rows: int) -> list[Op]:
+    """List the kernels that split their rows, where they can."""
+    return [partial(site.computed, split=True) for site in sites if site.splits(rows)]
 
 
 def in_context(shape: str, context: int) -> str:
@@ -269,6 +284,8 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)
+        tried = (*site.candidates, *site.together)
+        site.split = frozenset(m for m in tried if (v := verdicts.get((site.op, shape, m))) and v.split)
         contexts = getattr(site, "at_contexts", {})
         site.rows_of_context = {c: _on(site, in_context(shape, c), verdicts) for c in contexts}
         for tried in contexts.values():

@@ -11,7 +11,7 @@ from ..kernels import out_of_memory, padded
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
 from ..machine.progress import tell
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
-from .kernel_verdict import AS_ROWS, KernelVerdict, judged, off
+from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
@@ -64,14 +64,17 @@ def decide(
         for done, trial in enumerate(left):
             tell(TRYING, done, len(left))
             last = found.get(trial.base) if trial.base else known.get(trial.key)
-            wrong = last.wrong if last else check_spellings(trial)
-            found[trial.key] = Found(wrong or "", None, spelling(trial.op))
+            wrong, split = (last.wrong, last.split) if last else check_split(trial)
+            found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
     new = {key: finding for key, finding in found.items() if key not in known}
     if remembered:
         remembered.add({key: finding for key, finding in new.items() if refused(finding)})
     warn_of_wrong({key: finding.wrong for key, finding in new.items()})
     asked = KernelVerdict(True, True, reason=ASKED)
-    return {key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling) for key, f in found.items()}
+    return {
+        key: replace(off(f.wrong) if f.wrong else asked, spelling=f.spelling, split=f.split)
+        for key, f in found.items()
+    }
 
 
 def check_spellings(trial: KernelTrial) -> str | None:
@@ -86,6 +89,28 @@ def check_spellings(trial: KernelTrial) -> str | None:
             take(trial.op, other)
             return None
     return wrong
+
+
+def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
+    """Say why the kernel is wrong, or None, and whether that is of split rows: where it cannot run without."""
+    wrong = check_spellings(trial)
+    if wrong and wrong.startswith(FAILS) and trial.split:
+        return check_spellings(trial.of_split()), True
+    return wrong, False
+
+
+def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float]) -> tuple[float, bool]:
+    """Time a kernel; return stock MLX's time over its own, and whether its rows are split.
+
+    split: only the kernel that splits them runs. Else both are timed where both are right, and it has to be the
+    faster one by MARGIN.
+    """
+    other = trial.of_split()
+    ratio = float(timer(other if split else trial))
+    if trial.split and not split and check(replace(other, draws=DRAWS_OF_FOLLOWING)) is None:
+        of_split = float(timer(other))
+        return (of_split, True) if of_split > ratio * MARGIN else (ratio, False)
+    return ratio, split
 
 
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
@@ -130,24 +155,29 @@ class Decisions:
             timed = trial if timed is None and verdict.ratio is not None else timed
 
     def _timed(self, trial: KernelTrial) -> KernelVerdict:
-        if trial.base and not (verdict := self.verdicts[trial.base]).right:
-            return off(verdict.reason)
-        known = self._known(trial)
+        base = self.verdicts[trial.base] if trial.base else None
+        if base and not base.right:
+            return off(base.reason)
+        trial = trial.chosen(base.split) if base else trial
+        known = self._known(trial, base)
         if known and known.wrong != RIGHT.wrong:
             return judged(known)
         if why := self._no_time(trial):
             return off(why)
-        wrong = check_spellings(trial)
+        wrong, split = check_split(trial)
+        ratio = None
         try:
-            ratio = None if wrong else float(self.timer(trial))
-            self.found[trial.key] = Found(wrong, ratio, spelling(trial.op))
+            if not wrong:
+                ratio, split = faster(trial, split, self.timer)
         except Exception as e:
             return KernelVerdict(False, True, reason=f"timing it {failing(e)}")
+        self.found[trial.key] = Found(wrong, ratio, spelling(trial.op), base.split if base else split)
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
         """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
-        verdict, known = self.verdicts[timed.key], self._known(trial)
+        verdict = self.verdicts[timed.key]
+        trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
         if not verdict.on or (trial.rows < timed.rows and not below.on):
             return off((verdict if not verdict.on else below).reason)
@@ -155,14 +185,16 @@ class Decisions:
             if why := self._no_time(trial):
                 return off(why)
             wrong = check_spellings(replace(trial, draws=DRAWS_OF_FOLLOWING)) or ""
-            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op))
+            known = self.found[trial.key] = Found(wrong, None, spelling(trial.op), verdict.split)
+        if known.wrong != RIGHT.wrong:
+            return judged(known)
         as_timed = f"{AS_ROWS}{timed.rows}" if trial.shape == timed.shape else f"as {timed.shape.split()[0]}"
-        return KernelVerdict(True, True, reason=as_timed) if known.wrong == RIGHT.wrong else judged(known)
+        return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
-    def _known(self, trial: KernelTrial) -> Found | None:
-        """Recall what holds for the spelling that the op has by now."""
+    def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
+        """Return what is remembered, unless it is of another spelling than the op's, or alternative than `like`'s."""
         known = self.known.get(trial.key)
-        return None if is_stale(trial.key, known) else known
+        return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
         """Compile the kernel and say "", or why it cannot be tried now."""
@@ -170,6 +202,8 @@ class Decisions:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were over"
         if not self.stop():
             compile_kernel(trial)
+            if trial.split:
+                compile_kernel(trial.of_split())
             self.end += time.perf_counter() - tic
         return f"{NOT_TRIED} yet" if self.stop() else ""
 

@@ -10,6 +10,7 @@ from .verdict_file import Found, Key
 
 MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
 AS_ROWS = "as M="  # begins why a kernel is on that was not timed, but another number of rows of its shape
+SPLIT, TOGETHER = "rows split", "rows together"
 WORDS = {"SEPARATE": "separate", "FUSED": "fused", "FUSED_ACROSS": "fused across statements"}
 SPELLED_OUT = "multiply-adds spelled out, as the compiler's differ from those of MLX's library"
 MLX_IS = {"slower": "faster", "no faster": "as fast"}  # than a kernel that is right, and off
@@ -20,7 +21,7 @@ class KernelVerdict:
     """Whether a kernel is on.
 
     right: seen to be. ratio: stock MLX's time over the kernel's, None if not timed. reason: why it is as it is.
-    spelling: of multiply-adds, when it was tried.
+    spelling: of multiply-adds, when it was tried. split: whether it is to split the rows.
     """
 
     on: bool
@@ -28,9 +29,10 @@ class KernelVerdict:
     ratio: float | None = None
     reason: str = ""
     spelling: str = AS_COMPILED
+    split: bool = False
 
     def __str__(self) -> str:
-        timed = "" if self.ratio is None else f", {self.ratio:.2f}x"
+        timed = ("" if self.ratio is None else f", {self.ratio:.2f}x") + (f", {SPLIT}" if self.split else "")
         if self.on:
             return f"on{timed or f' ({self.reason})'}"
         return f"off: {self.reason}{timed}"
@@ -41,7 +43,9 @@ def judged(found: Found) -> KernelVerdict:
     if found.ratio is None:
         return off(found.wrong or "")
     on = found.ratio > MARGIN
-    return KernelVerdict(on, True, found.ratio, "" if on else "slower" if found.ratio < 1 else "no faster")
+    return KernelVerdict(
+        on, True, found.ratio, "" if on else "slower" if found.ratio < 1 else "no faster", split=found.split
+    )
 
 
 def off(reason: str) -> KernelVerdict:
@@ -74,13 +78,14 @@ def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
         why = verdicts[0].reason
         if ratios:
             why = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))) + "x"
+        why += f", {SPLIT}" if verdicts[0].on and verdicts[0].split else ""
         own = MLX_IS.get(why)
         texts.append(f"{span} MLX's own ({own})" if own else f"{span} {'on' if verdicts[0].on else 'off'} ({why})")
     return ", ".join(texts)
 
 
-def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, str, int]:
+def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, bool, str, int]:
     """Give what neighbours have in common; the last number is that of a run of row counts without a gap."""
     place, (rows, verdict) = item
     reason = "" if verdict.reason.startswith(AS_ROWS) else verdict.reason  # it has the ratio of those beside it
-    return verdict.on, re.sub(r"\d+", "#", reason), rows - place
+    return verdict.on, verdict.on and verdict.split, re.sub(r"\d+", "#", reason), rows - place

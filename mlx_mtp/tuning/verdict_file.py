@@ -21,11 +21,13 @@ class Found(NamedTuple):
     """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
 
     Where it is right and was not timed, `wrong` is "". spelling: of its multiply-adds, see `kernels/contraction.h`.
+    split: whether this is of the kernel with the rows split, because it is faster or the other one fails.
     """
 
     wrong: str | None
     ratio: float | None
     spelling: str = AS_COMPILED
+    split: bool = False
 
 
 class RememberedVerdicts:
@@ -58,7 +60,9 @@ class RememberedVerdicts:
         """
         self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
         spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
-        self._file.keep(found=[[*key, f.wrong, f.ratio] for key, f in self._found.items()], spellings=spellings)
+        self._file.keep(
+            found=[[*key, f.wrong, f.ratio, f.split] for key, f in self._found.items()], spellings=spellings
+        )
 
     def add(self, found: Mapping[Key, Found]) -> None:
         """Keep more findings, if there are any, beside those that are kept."""
@@ -68,12 +72,12 @@ class RememberedVerdicts:
 
 def _parsed(entry: list) -> tuple[Key, Found]:
     """Read one line of the file; ValueError where this module cannot have written it."""
-    op, shape, rows, wrong, ratio = entry
+    op, shape, rows, wrong, ratio, split = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
     found = timed or (isinstance(wrong, str) and ratio is None)
-    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and found):
+    if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and type(split) is bool and found):
         raise ValueError(entry)
-    return (op, shape, rows), Found(wrong, ratio)
+    return (op, shape, rows), Found(wrong, ratio, split=split)
 
 
 def _spelling(spellings: dict[str, str], op: str) -> str:

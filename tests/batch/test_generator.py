@@ -180,7 +180,7 @@ def test_a_text_without_a_limit_goes_on_to_its_stop(pair):
 
 def test_ranks_are_refused(pair, monkeypatch):
     """They would have to agree on what a clock decides, and on who is there."""
-    monkeypatch.setattr(pair[0], "ranks", types.SimpleNamespace(size=2), raising=False)
+    monkeypatch.setattr(pair[0].runtime, "ranks", types.SimpleNamespace(size=2))
     with pytest.raises(ValueError, match=r"^model: split over 2 ranks; texts at once are for one"):
         mlx_mtp.BatchGenerator(pair[0])
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ def subject(tiny_models, tmp_path_factory):
 def fresh(model):
     """The model with nothing recorded."""
     twin = copy.copy(model)
-    twin._recorder = Recorder()
+    twin.runtime = replace(twin.runtime, recorder=Recorder())
     return twin
 
 
@@ -62,7 +63,7 @@ def test_replayed_as_built(subject, monkeypatch, name, k, temp):
     assert replayed == built
     assert stats.cycles == none.cycles
     assert 0.8 * stats.cycles < stats.compiled_cycles <= stats.cycles
-    assert none.compiled_cycles == 0 < stats.compiled_shapes == len(model._recorder.cycles)
+    assert none.compiled_cycles == 0 < stats.compiled_shapes == len(model.runtime.recorder.cycles)
     for uid, cache in caches.items():
         for a, b in zip(cache.arrays, ours[uid].arrays, strict=True):
             assert mx.array_equal(a, b)
@@ -101,12 +102,12 @@ def test_a_trial_finds_out_whether_replays_are_quicker(subject, monkeypatch):
         monkeypatch.setattr(
             CompileChoice, "observe", lambda c, like, on, s, t=times: observe(c, like, on, s and t[on])
         )
-        model._recorder = Recorder()
+        model.runtime.recorder = Recorder()
         found, _, stats = session(model, [150, 150], [0, 0], num_draft_tokens=1)
         assert found == expected
         assert 0 < stats.compiled_cycles < stats.cycles
-        assert model._recorder.verdict is verdict
-        assert bool(model._recorder.cycles) is verdict
+        assert model.runtime.recorder.verdict is verdict
+        assert bool(model.runtime.recorder.cycles) is verdict
 
 
 @sweep
@@ -141,4 +142,4 @@ def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
     assert stats.compiled_shapes == len(traced) + len(alone)
     assert len(alone) <= 5  # of the one that is the last
     assert stats.compiled_cycles > 0.98 * stats.cycles
-    assert len(model._recorder.cycles) <= 2 * replay.KEPT
+    assert len(model.runtime.recorder.cycles) <= 2 * replay.KEPT

@@ -1,13 +1,14 @@
 """Check `mlx-mtp doctor`: what is wrong or fails is said and loses nothing else, and files are whole or not there."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import command_line
 import mlx.core as mx
 import pytest
 from metal_cases import linux_only
-from trial_cases import fails, off_by_one_bit, trial
+from trial_cases import WEIGHTS, fails, off_by_one_bit, stock, trial
 
 from mlx_mtp.bench import doctor, emulated_check
 from mlx_mtp.bench.compile_jobs import OPS
@@ -15,6 +16,7 @@ from mlx_mtp.bench.doctor_page import page, table, verdict
 from mlx_mtp.bench.doctor_summary import REGISTERS, by_kernel, launched
 from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
+from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.tuning.kernel_switch import trials
 
 COUNTED = {"op": "add_norm", "shape": "512", "rows": 4, "against": "error", "wrong": None}
@@ -131,6 +133,49 @@ def test_the_summary_of_a_kernel_on_a_gpu():
         assert cells == [f"`{name}`", "add_norm", "yes", "yes", "0.50-1.25", "fused", "not told by MLX"]
 
 
+def test_the_summary_states_which_rows_are_split_and_the_threads_that_a_pipeline_allows():
+    line = {**TIMED, "op": "verify_moe", "kernels": ["moe_glu", "moe_route"], "splits": ["moe_glu"]}
+    lines = [
+        {**line, "rows": rows, "split": split, "most_threads": {"moe_glu": threads}}
+        for rows, split, threads in ((4, False, 1024), (8, True, 384), (6, True, 384))
+    ]
+    found = found_of(*lines, metal=True)
+    (of, cells), (route, _) = of_kernel("moe_glu", found), of_kernel("moe_route", found)
+    assert of["alternative"] == {"rows_split": [6, 8], "rows_together": [4]}
+    assert of["registers"] == {"most_threads_per_group": [384, 1024]}
+    assert cells[-2:] == ["rows split: M=6, 8; rows together: M=4", "for 384-1024 threads"]
+    assert (route["alternative"], route["registers"]) == (None, "not told by MLX")
+    assert (REGISTERS in of["not_checked"], REGISTERS in route["not_checked"]) == (False, True)
+
+
+REFUSED = fails(ValueError("Thread group size (512) is greater"))
+
+
+@pytest.mark.parametrize(
+    ("whole", "split", "ratios", "wrong", "chosen", "refused"),
+    [
+        (stock, stock, (1.5, 1.2), None, False, []),
+        (stock, stock, (1.2, 1.5), None, True, []),
+        (stock, REFUSED, (1.2, None), None, False, ["rows split"]),
+        (REFUSED, stock, (None, 1.2), None, True, ["rows together"]),
+        (stock, off_by_one_bit(), (None, None), "rows split: row 1 of 3 differs", None, []),
+        (off_by_one_bit(), stock, (None, None), "row 1 of 3 differs", None, []),
+        (REFUSED, REFUSED, (None, None), "fails with ValueError", None, []),
+    ],
+)
+def test_both_alternatives_are_checked_and_the_faster_one_is_named(
+    monkeypatch, whole, split, ratios, wrong, chosen, refused
+):
+    both = replace(trial(whole), split=[split(w) for w in WEIGHTS])
+    monkeypatch.setattr(doctor, "time_pair", lambda t: ratios[0 if t.split else 1])
+    found = doctor.tried(both)
+    assert found["wrong"] is None if wrong is None else found["wrong"].startswith(wrong)
+    assert (found.get("split"), [*found["refused"]]) == (chosen, refused)
+    assert found["ratio"] == max(filter(None, ratios), default=None)
+    shown = page(found_of({**TIMED, "splits": [], **found}, metal=True))
+    assert ("REFUSED: add_norm 512, M=2, " in shown) == bool(refused)
+
+
 @pytest.mark.parametrize(
     ("kernel", "found", "compiled", "right", "why"),
     [
@@ -240,7 +285,7 @@ def test_a_part_that_fails_loses_no_other(monkeypatch):
         monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: {"did": name})
     monkeypatch.setattr(doctor.Patient, "decode", lambda self: [][1])
     told = []
-    found = doctor.examine(SimpleNamespace(model=None), told.append)
+    found = doctor.examine(SimpleNamespace(model=SimpleNamespace(runtime=Runtime())), told.append)
     assert found["decode"] == {"failed": "IndexError: list index out of range"}
     assert [found[name]["did"] for name in ("facts", "verify", "host")] == ["facts", "verify", "host"]
     assert found["kernels"]["found"][0] == {"op": "a", "failed": "ZeroDivisionError: division by zero"}
@@ -286,8 +331,10 @@ def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
 
 
 def test_a_line_names_the_kernels_that_it_launches():
-    names = {op: launched(trials([SMALL[op]()], mx.bfloat16)[0]) for op in ("add_norm", "verify_moe")}
-    assert names == {"add_norm": ["add_norm"], "verify_moe": ["moe_down", "moe_glu", "moe_route"]}
+    of = {op: launched(trials([SMALL[op]()], mx.bfloat16)[-1]) for op in ("add_norm", "verify_moe")}
+    assert of["add_norm"] == {"kernels": ["add_norm"], "splits": [], "most_threads": {}}
+    assert of["verify_moe"]["kernels"] == ["moe_down", "moe_glu", "moe_route"]
+    assert of["verify_moe"]["splits"] == ["moe_down", "moe_glu"]
 
 
 @pytest.mark.parametrize("missing", [(), ("bfloat16",)])
@@ -295,7 +342,7 @@ def test_bits_on_a_gpu_are_of_every_type_that_it_has(monkeypatch, missing):
     """What it lacks is reported, and is no fault."""
     monkeypatch.setattr(doctor, "on_metal", lambda: True)
     monkeypatch.setattr(doctor, "lacking", lambda: dict.fromkeys(missing, "error: no such type"))
-    monkeypatch.setattr(doctor, "launched", lambda trial: ["add_norm"])
+    monkeypatch.setattr(doctor, "launched", lambda trial: {"kernels": ["add_norm"]})
     monkeypatch.setattr(
         doctor,
         "tried",

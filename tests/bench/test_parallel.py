@@ -30,7 +30,7 @@ def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
 
 def test_built_and_replayed(tiny_models, monkeypatch):
     model = tiny_models(0)[0]
-    monkeypatch.setattr(model, "_recorder", recorder := Recorder(), raising=False)
+    monkeypatch.setattr(model.runtime, "recorder", recorder := Recorder())
     monkeypatch.setattr(replay, "OFTEN", 1)
     found, missing = contenders(Subject(model, None, {}), 64, replayed=True)
     assert missing is None

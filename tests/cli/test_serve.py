@@ -56,19 +56,7 @@ class Running:
                 time.sleep(0.05)
 
 
-def test_it_answers_and_ends_in_order_when_its_terminal_is_closed(tmp_path):
-    with Running(tmp_path) as server:
-        assert server.ask("word " * 70)["usage"]["completion_tokens"] <= 2
-        server.process.send_signal(signal.SIGHUP)
-        time.sleep(0.05)  # once more when the terminal's shell has ended
-        server.process.send_signal(signal.SIGHUP)
-        assert server.process.wait(20) == 0
-        assert "Traceback" not in server.process.stderr.read()
-    assert "first after" in server.log.read_text()
-    assert list(server.prompts.iterdir())
-
-
-def test_what_was_answered_before_it_was_killed_need_not_be_read_again(tmp_path):
+def test_a_killed_server_loses_no_answer_and_a_closed_terminal_ends_it_in_order(tmp_path):
     with Running(tmp_path) as server:
         first = server.ask("word " * 70)
         until = time.monotonic() + 20
@@ -77,10 +65,15 @@ def test_what_was_answered_before_it_was_killed_need_not_be_read_again(tmp_path)
         server.process.send_signal(signal.SIGKILL)
     with Running(tmp_path) as server:
         second = server.ask("word " * 70)
-        server.process.terminate()
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)  # once more when the terminal's shell has ended
+        server.process.send_signal(signal.SIGHUP)
         assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()
     assert second["choices"] == first["choices"]
+    assert second["usage"]["completion_tokens"] <= 2
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert "first after" in server.log.read_text()
 
 
 def test_a_model_that_cannot_load_ends_it_with_one_line(tmp_path):

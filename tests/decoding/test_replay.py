@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -85,7 +86,7 @@ def test_text_and_drafts(tiny_models):
 
 def test_every_accepted_part(tiny_models, monkeypatch):
     model = copy.copy(tiny_models(0)[0])
-    model._recorder = Recorder()  # the drafts of this test are in what it records
+    model.runtime = replace(model.runtime, recorder=Recorder())  # it records the drafts of this test
     truth = PROMPT + run(model, 50, 0, replay=False)[0]
     rng = random.Random(0)
     wrong = {i for i in range(len(truth)) if rng.random() < 0.25}
@@ -114,7 +115,7 @@ def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
     assert done[0] == done[1]
     assert stats.compiled_cycles > 0.9 * stats.cycles
     assert len(traced) == stats.compiled_shapes  # MLX records nothing by itself
-    assert len(model._recorder.cycles) <= compiled.KEPT
+    assert len(model.runtime.recorder.cycles) <= compiled.KEPT
 
 
 @pytest.mark.parametrize("name", sampled(["deepseek_v3"], ["qwen3_5", "deepseek_v3", "eagle3"]))
@@ -242,13 +243,13 @@ def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
     """One kind per STEP and draft length, and the first cycle's, whose run before has one row."""
     monkeypatch.setattr(growing, "STEP", 32)
     monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
-    cheap._recorder = Recorder()
+    cheap.runtime.recorder = Recorder()
     stats = check(cheap, 80, k)
-    assert 3 <= stats.compiled_shapes == len(cheap._recorder.cycles) <= 3 + 1
+    assert 3 <= stats.compiled_shapes == len(cheap.runtime.recorder.cycles) <= 3 + 1
     assert stats.compiled_cycles == stats.cycles
     monkeypatch.setattr(compiled, "KEPT", 2)
     run(cheap, 80, 1)
-    assert len(cheap._recorder.cycles) == 2
+    assert len(cheap.runtime.recorder.cycles) == 2
 
 
 def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
@@ -256,12 +257,12 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
     monkeypatch.setattr(growing, "STEP", 32)
     monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
     monkeypatch.setattr(compiled, "source_held", partial(next, itertools.count(0, 11)))
-    cheap._recorder = Recorder()
+    cheap.runtime.recorder = Recorder()
     for held, most in ((50, 4), (30, 2), (5, 1)):
         monkeypatch.setattr(compiled, "HELD", held)
         stats = check(cheap, 160, 1)
         assert stats.compiled_shapes >= most
-        assert [record.held for record in cheap._recorder.cycles.values()] == [[11]] * most
+        assert [record.held for record in cheap.runtime.recorder.cycles.values()] == [[11]] * most
 
 
 @pytest.mark.parametrize("window", [8, 64])
@@ -277,7 +278,7 @@ def test_another_conversation_replays_what_is_recorded(tiny_models, window):
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
     monkeypatch.setattr(compiled, "OFTEN", 3)
-    cheap._recorder = Recorder()
+    cheap.runtime.recorder = Recorder()
     assert run(cheap, 2, 1)[1].compiled_cycles == 0
     stats = check(cheap, 40, 1, share=0.7)
     assert (stats.compiled_shapes, stats.cycles - stats.compiled_cycles) == (1, 2)
@@ -350,7 +351,7 @@ def test_a_model_is_freed_with_what_is_recorded(tmp_path):
     run(model, 20, 1)
     twin = copy.deepcopy(model)
     assert run(twin, 20, 1)[0] == run(model, 20, 1)[0]
-    alive, recorder = weakref.ref(model), weakref.ref(model._recorder)
+    alive, recorder = weakref.ref(model), weakref.ref(model.runtime.recorder)
     assert recorder().cycles
     del model
     assert alive() is None
@@ -380,12 +381,12 @@ def test_the_verdict_is_remembered(cheap, monkeypatch):
     options = {"replay": None, "adaptive": True, "prompt_lookup": False}
     for verdict in (True, False):
         times[True] = 1.0 if verdict else 2.0
-        model._recorder = Recorder()
+        model.runtime.recorder = Recorder()
         tokens, stats = run(model, 130, 1, **options)
         assert stats.compiled_cycles > 0
-        assert model._recorder.verdict is verdict
-        assert bool(model._recorder.cycles) is verdict
-        del model._recorder
+        assert model.runtime.recorder.verdict is verdict
+        assert bool(model.runtime.recorder.cycles) is verdict
+        model.runtime.recorder = None
         again, stats = run(model, 30, 1, **options)
         assert bool(stats.compiled_cycles) is verdict
         assert tokens[:30] == again == run(model, 30, 0, replay=False)[0]

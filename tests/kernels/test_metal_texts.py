@@ -7,8 +7,8 @@ import mlx.core as mx
 import published
 import pytest
 from metal_cases import linux_only
-from metal_texts import GROUPS, texts
-from sweep import SWEEP, sampled
+from metal_texts import FEW, GROUPS, texts
+from sweep import SWEEP, paired, sampled
 
 from mlx_mtp.bench import compile_jobs
 from mlx_mtp.bench.kernel_launches import RELEASED, groups
@@ -21,30 +21,6 @@ from mlx_mtp.tuning.kernel_switch import trials
 
 pytestmark = linux_only
 LAYERS = 12  # of a released config: all its kinds of layers are among the first
-
-# Launches of each group that stand for all: every op, and each of the three types.
-FEW = {
-    "products affine-4-64": 6,
-    "products affine-3-32": 3,
-    "products mxfp8-8-32": 3,
-    "products nvfp4-4-16": 3,
-    "matrices affine-6-128": 3,
-    "matrices mxfp4-4-32": 2,
-    "experts affine-5-64": 4,
-    "experts nvfp4-4-16": 2,
-    "heads affine-8-64": 3,
-    "heads mxfp4-4-32": 2,
-    "attention mlx.core.bfloat16": 4,
-    "attention mlx.core.float32": 2,
-    "attention mlx.core.float16": 2,
-    "dense": 4,
-    "dense_heads": 4,
-    "routers": 4,
-    "latent": 6,
-    "norms": 9,
-    "recurrences": 9,
-    "spellings": 9,
-}
 
 
 @pytest.mark.parametrize("group", sampled(FEW, GROUPS))
@@ -68,15 +44,15 @@ def listed():
     return {text for make in groups(RELEASED).values() for text in texts(make())}
 
 
+KINDS = ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")
+RELEASED_FILES = sampled([file for file in published.FILES if file.stem in KINDS], published.FILES)
+
+
 @pytest.mark.parametrize(
-    "file",
-    sampled(
-        [f for f in published.FILES if f.stem in ("step-3.5-flash", "qwen3.5-27b", "nemotron-3-super", "glm-5.1")],
-        published.FILES,
-    ),
-    ids=lambda file: file.stem,
+    ("file", "rows"),
+    paired(RELEASED_FILES, ["candidates", "together"]),
+    ids=lambda given: getattr(given, "stem", given),
 )
-@pytest.mark.parametrize("rows", ["candidates", "together"])
 def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file, rows, tmp_path, monkeypatch):
     """Each config of a released model, with the weights in 4 bits and its kernels launched in all numbers of rows."""
     monkeypatch.setattr(mx, "eval", lambda *_: None)  # weights stay shapes
@@ -86,7 +62,8 @@ def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file
     with collected() as found:
         model, _ = shaped_model(tmp_path / "config.json", layers=layers)
         for trial in trials(place(model), mx.bfloat16, rows):
-            trial.pairs[0][0](trial.x(0))
+            for alternative in (trial, trial.of_split()):
+                alternative.pairs[0][0](trial.x(0))
     ours = [text for text in found if text.kernel in compile_jobs.OPS]
     assert ours
     missing = [text.text.rpartition("decltype(")[2] for text in dict.fromkeys(ours) if text not in listed()]

@@ -54,20 +54,20 @@ def test_lossless_is_verified_together(tmp_path):
 
 @pytest.mark.parametrize(("sent", "victim", "code", "said"), [
     (signal.SIGKILL, 1, 1, "error: rank 0: rank 1 has ended"),
-    (signal.SIGSTOP, 1, 1, "error: rank 0: rank 1 has not answered for 3 s"),
-    (signal.SIGSTOP, 0, 1, "error: rank 1: rank 0 has not answered for 3 s"),
+    (signal.SIGSTOP, 1, 1, "error: rank 0: rank 1 has not answered for 3.5 s"),
+    (signal.SIGSTOP, 0, 1, "error: rank 1: rank 0 has not answered for 3.5 s"),
     (signal.SIGINT, 0, 130, ""),
 ])  # fmt: skip
 def test_who_dies_hangs_or_presses_ctrl_c_ends_all_at_any_moment(tmp_path, sent, victim, code, said):
     seconds = random.uniform(1, 12)
-    ranks = rank_group.start(2, tmp_path, [*MAIN, "bench", "decode", "--rounds", "50"], MLX_MTP_RANK_SECONDS="3")
+    ranks = rank_group.start(2, tmp_path, [*MAIN, "bench", "decode", "--rounds", "50"], MLX_MTP_RANK_SECONDS="5")
     time.sleep(seconds)
     ranks[victim].send_signal(sent)
     tic = time.monotonic()
     other = ranks[1 - victim]
     _, stderr = other.communicate(timeout=60)
     assert time.monotonic() - tic < 25, seconds
-    if "not started within 9 s" not in stderr:  # it was sent before the two had met
+    if "not started within 15 s" not in stderr:  # it was sent before the two had met
         assert other.returncode == code, (seconds, stderr)
         assert said in stderr, seconds
     ranks[victim].kill()

@@ -4,31 +4,35 @@ import re
 
 import families
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import rank_cases
 import rank_group
 import rank_worker
 import tiny
+from mlx.utils import tree_map
+from mlx_lm.models import llama
 from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.ranks import split
 
 SPLIT = (2, 3, 4)
 WHOLE = r"norm\.|mlp\.gate\.|shared_expert_gate|indexer\.|_a_proj"  # what every rank has
 
 
 class Group:
-    """Stands for ranks that are not there."""
+    """Stands for ranks that are not there; this process is number `rank` of them."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, size: int, rank: int = 0):
+        self._size, self._rank = size, rank
 
     def size(self) -> int:
         return self._size
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
 def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> None:
@@ -58,6 +62,30 @@ def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, 
 ])  # fmt: skip
 def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
     check(n, tmp_path, rank_cases.write_quantized(tmp_path / "model", dtype), WHOLE, atol)
+
+
+@pytest.mark.parametrize("kv_heads", [12, 1])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
+    """Each bias of a sum is added once, and a head of keys and values serves all ranks, whatever their number."""
+    sizes = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 32, "num_key_value_heads": kv_heads}
+    config = {**rank_cases.HEADLESS["llama"], **sizes, "attention_bias": True, "mlp_bias": True}
+
+    def modules(group):
+        mx.random.seed(0)
+        model = llama.Model(llama.ModelArgs.from_dict(config))
+        model.update(tree_map(lambda w: mx.random.normal(w.shape, scale=0.2), model.parameters()))
+        if bits:
+            nn.quantize(model, group_size=32, bits=bits)
+        whole = [module for layer in model.layers for module in (layer.self_attn, layer.mlp)]
+        return whole if group is None else split.take_part(model, group, "llama")
+
+    x = mx.random.normal((1, 3, sizes["hidden_size"]), key=mx.random.key(1))
+    expected = [np.array(module(x)) for module in modules(None)]
+    for n in SPLIT:
+        parts = [[np.array(module(x)) for module in modules(Group(n, rank))] for rank in range(n)]
+        for whole, found in zip(expected, map(sum, zip(*parts, strict=True)), strict=True):
+            assert np.allclose(found, whole, atol=1e-3 * np.abs(whole).max()), n
 
 
 @pytest.mark.parametrize(("name", "ranks", "message"), [

@@ -2,13 +2,19 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import rank_group
+from fake_clock import Clock, Over
 from sweep import sampled, sweep
+
+from mlx_mtp.ranks import watch
+from mlx_mtp.ranks.watch import Watch
 
 WATCHER = """
 import pathlib, select, sys
@@ -29,7 +35,8 @@ finally:
 watch.leave(code)
 sys.exit(code)
 """
-SECONDS = 2  # of silence until a rank is given up; where none is waited for, ten times as many
+NOWHERE = ("127.0.0.1", 0)
+SECONDS = 3  # from the last sign of a rank to the end of the others; where none is waited for, ten times as many
 
 
 def start(folder, ranks, size: int, code: int = 0, seconds: float = SECONDS) -> dict[int, subprocess.Popen]:
@@ -59,11 +66,49 @@ def ends(process: subprocess.Popen) -> tuple[int, str]:
         process.kill()
 
 
+def ended_by_a_stop(monkeypatch, limit: float, size: int, victim: int, stop: float) -> dict[str, float]:
+    """When each rank's process ends, on a clock of their own, if the victim's stops and no main thread ends early."""
+    clock = Clock({str(victim): stop})
+
+    def leave(code: int) -> None:
+        raise Over
+
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "os", SimpleNamespace(write=lambda *_: None, _exit=leave))
+    monkeypatch.setattr(watch.ctypes, "pythonapi", SimpleNamespace(PyThreadState_SetAsyncExc=lambda *_: None))
+    ranks = [Watch(rank, size, NOWHERE, limit) for rank in range(size)]
+    pairs = [socket.socketpair() for _ in ranks[1:]]
+    for rank, (one, other) in enumerate(pairs, 1):
+        ranks[0]._add(rank, one)
+        ranks[rank]._add(0, other)
+    try:
+        return clock.run({str(rank): each._keep_listening for rank, each in enumerate(ranks)})
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("limit", [watch.LIMIT, 3.0, 100.0])
+def test_all_others_have_ended_within_the_limit_of_a_stop(monkeypatch, limit, victim):
+    """With a sixteenth of it to spare, or with five polls, and not long before."""
+    for part in (0.0, 0.3, 0.99):
+        poll = Watch(0, 1, NOWHERE, limit).poll
+        ended = ended_by_a_stop(monkeypatch, limit, 3, victim, stop := limit + part * poll)
+        assert ended.keys() == {"0", "1", "2"} - {str(victim)}
+        for end in ended.values():
+            assert 0.7 * limit <= end - stop <= limit - 5 * poll
+
+
 DIES = [(signal.SIGKILL, 2, "rank 2 has ended"), (signal.SIGKILL, 0, "rank 0 has ended")]
-HANGS = [(signal.SIGSTOP, rank, f"rank {rank} has not answered for {SECONDS:g} s") for rank in (1, 0)]
+HANGS = [
+    (signal.SIGSTOP, rank, f"rank {rank} has not answered for {Watch(0, 1, NOWHERE, SECONDS).silence:g} s")
+    for rank in (1, 0)
+]
 ABSENT = [
-    ((0, 2), f"rank 1 has not started within {3 * SECONDS:g} s"),
-    ((1,), f"rank 0 at 127.0.0.1 has not started within {3 * SECONDS:g} s"),
+    ((0, 2), "rank 1 has not started within 6 s"),
+    ((1,), "rank 0 at 127.0.0.1 has not started within 6 s"),
 ]
 
 
@@ -80,7 +125,7 @@ def test_one_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, w
 
 @pytest.mark.parametrize(("there", "what"), sampled(ABSENT[:1], ABSENT))
 def test_one_that_never_starts_is_named(tmp_path, there, what):
-    processes = start(tmp_path, there, 3)
+    processes = start(tmp_path, there, 3, seconds=2)
     for rank, process in processes.items():
         assert ends(process) == (1, f"error: rank {rank}: {what}\n")
 

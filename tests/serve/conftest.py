@@ -1,8 +1,10 @@
 """Serve the demo once to clients in this process."""
 
+import sys
 import time
 
 import pytest
+from letters import Letters
 from served import start
 from starlette.testclient import TestClient
 
@@ -28,3 +30,14 @@ def chat(served):
         return served.post("/v1/chat/completions", json=body)
 
     return post
+
+
+@pytest.fixture
+def letters_as_tokenizer(monkeypatch):
+    """`generate` takes `Letters` for a tokenizer."""
+    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
+
+
+@pytest.fixture(scope="module")
+def small(tiny_models):
+    return tiny_models(vocab_size=40)[0]

@@ -5,13 +5,15 @@ The callables are found by watching a run (`raising.Calls`), so a new one is tes
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from letters import Letters
-from raising import Calls
+from raising import Calls, RandomFailures
+from served import start
 from starlette.testclient import TestClient
-from sweep import sampled
+from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.decoding.stats import Stats
@@ -136,7 +138,7 @@ def test_every_callable_of_the_engine_raises(stand_ins):
     texts = ["".join(chr(97 + token) for token in prompt) for prompt in PROMPTS]
     check(run(stand_ins, asks, calls := watched(["engine"])), texts, calls)
     assert len(calls.seen) > 50
-    for raises in failures(calls.seen):
+    for raises in failures(calls.seen, 5 if SWEEP else 2):
         check(run(stand_ins, asks, calls := watched(["engine"], raises)), texts, calls)
 
 
@@ -165,7 +167,7 @@ def test_callables_below_the_engine_raise(real):
     check(run(load, asks, calls := watched(ON_THE_ENGINE)), texts, calls)
     assert len(calls.seen) > 200
     every = failures(calls.seen)
-    for raises in sampled(every[7::131], every):
+    for raises in sampled(every[7::197], every):
         check(run(load, asks, calls := watched(ON_THE_ENGINE, raises)), texts, calls)
 
 
@@ -206,5 +208,59 @@ def test_callables_of_the_application_raise(served):
     assert not number_lost(visit(served.site, calls), text)
     assert len(calls.seen) > 200
     every = failures(calls.seen)
-    for raises in sampled(every[7::131], every):
+    for raises in sampled(every[7::197], every):
         assert number_lost(visit(served.site, watched(IN_THE_APPLICATION, raises)), text) <= 1, raises
+
+
+DEEP = '{"messages": ' + "[" * 3000 + "]" * 3000 + "}"
+HOSTILE = (
+    "", "{", "[]", "null", '"text"', DEEP, '{"messages": []}', '{"messages": NaN}', '{"messages": {"role": "user"}}',
+    json.dumps(asked(max_tokens="4")), json.dumps(asked(max_tokens=-7)), json.dumps(asked(n=10**9)),
+    json.dumps(asked(temperature=1e309)), json.dumps(asked(stop=[""])), json.dumps(asked(logit_bias={"x": []})),
+    json.dumps(asked(tools="write")), json.dumps(asked(tools=[{"type": "function", "function": {"name": {}}}])),
+    json.dumps(asked(tools=[{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}])),
+    json.dumps(asked(chat_template_kwargs={"messages": 1})), json.dumps(asked(model="other")),
+    json.dumps(asked(messages=[{"role": "tool", "content": "x"}])), json.dumps(asked(seed=10**30)),
+    json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}),
+    json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}),
+    json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+)  # fmt: skip
+PATHS = (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens")
+
+
+def ask(client, i: int, text: str) -> str:
+    """Send the i-th request: two of three are hostile. Return what is wrong with the answer."""
+    if i % 3:
+        status = client.post(PATHS[i % len(PATHS)], content=HOSTILE[i % len(HOSTILE)]).status_code
+        return "" if status < 600 else f"status {status}"
+    response = client.post(CHAT, json=asked(stream=i % 2 == 0))
+    if response.status_code != 200:
+        return "" if response.status_code >= 500 else response.text
+    if i % 2:
+        return "" if (said := response.json()["choices"][0]["message"]["content"]) == text else said
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    said = "".join(choice["delta"].get("content") or "" for choice in choices)
+    whole = any(choice.get("finish_reason") for choice in choices)
+    return "" if said == text or (not whole and text.startswith(said)) else said
+
+
+def test_hostile_requests_while_callables_raise_at_random(monkeypatch):
+    """The process lives, and every answer that is completed is right."""
+    modules = [f"mlx_mtp.serve.{name}" for name in sorted({*ON_THE_ENGINE, *IN_THE_APPLICATION})]
+    failures = RandomFailures(monkeypatch, *modules, every=400, seed=0)
+    site, app = start()
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        until(lambda: site.engine.state != "loading", 60)
+        text = client.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
+        failures.armed = True
+        with ThreadPoolExecutor(6) as pool:
+            wrong = list(pool.map(lambda i: ask(client, i, text), range(2000 if SWEEP else 60)))
+        failures.armed = False
+        assert [each for each in wrong if each] == []
+        assert failures.count > 10
+        assert site.engine.thread.is_alive()
+        assert [ask(client, 3 * i, text) for i in (1, 3, 6)] == ["", "", ""]
+    site.engine.stop(0)
+    site.engine.thread.join(10)
+    assert not site.engine.thread.is_alive()

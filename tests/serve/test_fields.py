@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import field_table
+from mlx_mtp.serve import field_table, responses
+from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.field_table import APIS, FIELDS, TREATMENTS, UNKNOWN, check_fields
 from mlx_mtp.serve.fields import Refused
 from mlx_mtp.serve.template_probes import renders_tools
@@ -287,3 +288,44 @@ def test_the_table_is_the_only_list():
         assert set(field.letters) <= set(TREATMENTS), name
         assert set(field.letters) != {"-"}, name
     assert FIELDS.keys() >= field_table.PARENTS
+
+
+FOREIGN = {"role": "tool", "content": "ok"}
+SESSIONS = {
+    "responses": [
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
+        {"type": "local_shell_call", "call_id": "d", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "d", "output": "ok"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "x"}},
+    ],
+    "chat": [
+        {"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": "*** Begin"}}]},
+        {**FOREIGN, "tool_call_id": "c"},
+        {"role": "assistant", "content": None, "function_call": {"name": "local_shell", "arguments": '{"x": 1}'}},
+        {"role": "function", "name": "local_shell", "content": "ok"},
+    ],
+    "messages": [
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+            {"type": "text", "text": "Found."}]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", SESSIONS)
+def test_a_session_with_another_server_goes_on(served, api):
+    """Calls of tools of other types are calls of functions; what has no counterpart is left out with a warning."""
+    user = {"role": "user", "content": "hi"}
+    name = "input" if api == "responses" else "messages"
+    response = post(served, api, **{name: [user, *SESSIONS[api], user]})
+    assert response.status_code == 200, response.text
+    assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
+    if api != "messages":
+        whole = [user, *SESSIONS[api], user] if api == "chat" else None
+        found = messages_of(whole) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
+        calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
+        assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
+        assert calls[0]["arguments"] == {"input": "*** Begin"}

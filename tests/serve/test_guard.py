@@ -12,6 +12,7 @@ import pytest
 from served import KEY, start
 from starlette.testclient import TestClient
 
+from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.serve.app import Site, application
 from mlx_mtp.serve.engine import Limits
 from mlx_mtp.serve.guard import DEPTH, Rules
@@ -161,7 +162,7 @@ def test_the_page_asks_nobody_else(served):
 def test_metrics_list_kernels_that_were_refused():
     reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
     tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
-    served = SimpleNamespace(model=SimpleNamespace(_failed=reasons), tree=tree)
+    served = SimpleNamespace(model=SimpleNamespace(runtime=Runtime(failed=reasons)), tree=tree)
     shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
     kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
     assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown

@@ -23,7 +23,6 @@ TOKENIZERS = {}
 LOSES = {
     ("Mistral-Small-3.2-24B-Instruct-2506", "a call beside content"),
     ("mistralai-Mistral-Nemo-Instruct-2407", "a call beside content"),
-    ("openai-gpt-oss-120b", "a call beside content"),
     *((name, "a result of none") for name in TEMPLATES if "gemma" in name),
 }
 # Released templates that no conversation of ours can be rendered with, and why.
@@ -143,3 +142,14 @@ def test_own_ids_take_the_form_of_the_template():
         assert all(re.fullmatch(form, each) for each in found), found
         text = rendered(name, [U, turn("assistant", "", call(id=found[0])), result("RESULT", found[0])])
         assert "RESULT" in text
+
+
+FIELDS = ("reasoning_content", "thinking", "reasoning", "thought")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_reasoning_is_in_the_field_that_the_template_reads(field):
+    printed = f"(m.{field} or '') ~ (m.content or '')"
+    TEMPLATES[f"reads {field}"] = TEMPLATES["json"].replace("(m.content or '')", f"({printed})")
+    answer = turn("assistant", "", call(), reasoning_content="THOUGHT")
+    assert "THOUGHT" in rendered(f"reads {field}", [U, answer, result("RESULT")])

@@ -1,23 +1,14 @@
 """Keep prefixes in files: they outlive the server, and no file changes or ends an answer, whatever is in it."""
 
 import contextlib
-import fcntl
 import json
-import os
-import re
-import shutil
-import sys
-from pathlib import Path
 
 import families
 import mlx.core as mx
 import pytest
 import tiny
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from letters import Letters
-from prefix_asks import ask as ask_for
-from prefix_asks import left, prompts, serve
+from prefix_asks import LARGE, left, lines, prompts, restarted, serve, written
+from prefix_asks import ask_two as ask
 from sweep import sampled
 
 import mlx_mtp
@@ -27,7 +18,6 @@ from mlx_mtp.serve.job import Ask, Job, answer, reread
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
-LARGE = 1 << 30
 HEADS = {"attention_other_setting": {**tiny.CONFIG["attention_other_setting"], "head_dim": 64}, "head_dim": 64}
 KINDS = ["glm4_moe", "qwen3_5", "deepseek_v3"]  # keys and values, states, latents; windows are the first model's
 KV_FLAGS = [
@@ -44,12 +34,8 @@ KV_FLAGS = [
     {"drafts": 1},
     {"drafts": 0},
 ]
+pytestmark = pytest.mark.usefixtures("letters_as_tokenizer")
 OTHER_FLAGS = [{"chunking": Chunking(8)}, {"chunking": Chunking(4, 2, frozenset({3}))}]
-
-
-@pytest.fixture(autouse=True)
-def wrapped(monkeypatch):
-    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 
 @pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])
@@ -59,29 +45,6 @@ def model(request, tmp_path_factory, tiny_models):
     return mlx_mtp.load_model(families.build(request.param, tmp_path_factory.mktemp("family"))[0])
 
 
-@pytest.fixture(scope="module")
-def small(tiny_models):
-    return tiny_models(vocab_size=40)[0]
-
-
-def ask(served, prompt, **more):
-    """(a text of two tokens, tokens of the prompt that were remembered)."""
-    return ask_for(served, prompt, 2, **more)
-
-
-def written(model, directory, *texts, turns=(18,), **layout):
-    """Answer prompts, and keep what is remembered of them in files."""
-    served = serve(model, files=PrefixFiles(directory, LARGE), **layout)
-    for text in texts:
-        ask(served, text, turns=turns)
-    served.files.save(served.tree)
-    return served
-
-
-def restarted(model, directory, limit=LARGE, **layout):
-    return serve(model, files=PrefixFiles(directory, limit), **layout)
-
-
 def accepted(model):
     """The layouts that a model's caches can have, each once; a few for all but the first model, unless in a sweep."""
     found = {}
@@ -89,11 +52,8 @@ def accepted(model):
         with contextlib.suppress(ValueError):
             found.setdefault(serve(model, **layout).tree.identity, layout)
     every = list(found.values())
-    return every if model.args.model_type == "step3p5" else sampled([*every[:4], every[-1]], every)
-
-
-def lines(caplog):
-    return [record.message for record in caplog.records if record.name == "mlx_mtp.serve"]
+    few = every[::2] if model.args.model_type == "step3p5" else [*every[:3], every[-1]]
+    return sampled(few, every)
 
 
 def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model, tmp_path, caplog):
@@ -178,107 +138,6 @@ def test_answers_that_were_decoded_are_reused_too(model, tmp_path):
         assert again.tree.covered(text) == 36
 
 
-# What can become of a file.
-def truncated(file):
-    file.write_bytes(file.read_bytes()[:-9])
-
-
-def emptied(file):
-    file.write_bytes(b"")
-
-
-def cut_within_the_header(file):
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def changed_at_the_end(file):
-    file.write_bytes(file.read_bytes()[:-9] + b"123456789")
-
-
-def changed_tokens(file):
-    """A header that is well formed, of other tokens."""
-    file.write_bytes(
-        re.sub(rb'(tokens\\":\[)(\d)', lambda m: m[1] + (b"2" if m[2] == b"1" else b"1"), file.read_bytes())
-    )
-
-
-def no_numbers(file):
-    file.write_bytes(re.sub(rb'(primed\\":)\d', lambda m: m[1] + b"[", file.read_bytes()))
-
-
-def other_shapes(file):
-    """Arrays of other shapes under the same names, by a program that knows nothing of what the file is."""
-    arrays, metadata = mx.load(str(file), return_metadata=True)
-    mx.save_safetensors(str(file), {name: mx.contiguous(array[..., :1]) for name, array in arrays.items()}, metadata)
-
-
-def a_copy_of_another(file):
-    other = next(each for each in file.parent.iterdir() if each != file)
-    shutil.copy(other, file)
-
-
-def a_directory(file):
-    file.unlink()
-    file.mkdir()
-
-
-DAMAGES = [truncated, emptied, cut_within_the_header, changed_at_the_end, changed_tokens, no_numbers, other_shapes]
-
-
-@pytest.fixture(scope="module")
-def stored(small, tmp_path_factory):
-    """(a directory with a file of each of two prompts, these, what a fresh server answers)."""
-    texts, directory = prompts(40), tmp_path_factory.mktemp("stored")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
-        written(small, directory, *texts)
-        return directory, texts, [ask(serve(small), text)[0] for text in texts]
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before the start", "after the start"])
-@pytest.mark.parametrize("damage", [*DAMAGES, a_copy_of_another])
-def test_a_file_that_cannot_be_used_is_removed_with_one_line(small, stored, tmp_path, caplog, damage, before):
-    (source, texts, fresh), directory = stored, tmp_path / "files"
-    shutil.copytree(source, directory)
-    started = None if before else restarted(small, directory)
-    file = max(PrefixFiles(directory, LARGE).known.items(), key=lambda item: len(item[1]))[0]
-    damage(file)
-    served = started or restarted(small, directory)
-    assert [ask(served, text)[0] for text in texts] == fresh
-    assert len(lines(caplog)) == 1
-    assert not file.exists()
-    assert len(list(directory.iterdir())) == 1
-    assert served.tree.covered(texts[1]) == 24
-
-
-@pytest.mark.parametrize(("act", "count"), [(Path.unlink, 0), (a_directory, 1)])
-def test_a_file_that_is_gone_or_cannot_be_read_changes_nothing(small, stored, tmp_path, caplog, act, count):
-    (source, texts, fresh), directory = stored, tmp_path / "files"
-    shutil.copytree(source, directory)
-    served = restarted(small, directory)
-    act(max(served.files.known, key=lambda file: len(served.files.known[file])))
-    assert [ask(served, text)[0] for text in texts] == fresh
-    assert len(lines(caplog)) == count
-    shutil.rmtree(directory)
-    served.files.save(served.tree)
-    assert len(restarted(small, directory).files.known) == 2
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans(), st.booleans())
-def test_a_byte_that_changes_never_changes_an_answer(small, stored, tmp_path, place, flip, header, before):
-    (source, texts, fresh), directory = stored, tmp_path / "files"
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(source, directory)
-    started = None if before else restarted(small, directory)
-    file = max(PrefixFiles(directory, LARGE).known.items(), key=lambda item: len(item[1]))[0]
-    content = bytearray(file.read_bytes())
-    length = 8 + int.from_bytes(content[:8], "little") if header else len(content)
-    content[int(place * length)] ^= flip
-    file.write_bytes(content)
-    assert ask(started or restarted(small, directory), texts[1])[0] == fresh[1]
-
-
 def odd(parts):
     return tuple(mx.concatenate([part, part], axis=-1) for part in parts)
 
@@ -287,12 +146,17 @@ def halved(parts):
     return tuple(part.astype(mx.float16) for part in parts)
 
 
-@pytest.mark.parametrize("wrong", [odd, halved, lambda parts: parts[:-1], lambda parts: (*parts, parts[-1])])
+WRONG = [odd, halved, lambda parts: parts[:-1], lambda parts: (*parts, parts[-1])]
+PLACES = ("rows", "whole", "kept", "backlog")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_arrays_of_another_shape_are_not_used_though_their_digest_is_right(model, tmp_path, caplog, wrong):
     """Whatever of a chunk it is: rows, or the states and windows that are noted at its end."""
     first, _ = prompts(model.vocab_size)
     fresh = ask(serve(model), first)[0]
-    for i, place in enumerate(("rows", "whole", "kept", "backlog")):
+    at = WRONG.index(wrong)
+    for i, place in sampled([(at, PLACES[at]), (at + 1, PLACES[at - 3])], enumerate(PLACES)):
         caplog.clear()
         served = serve(model, files=PrefixFiles(tmp_path / str(i), LARGE))
         ask(served, first, turns=(18,))
@@ -309,53 +173,6 @@ def test_arrays_of_another_shape_are_not_used_though_their_digest_is_right(model
         served.files.save(served.tree)
         assert ask(restarted(model, tmp_path / str(i)), first)[0] == fresh, place
         assert len(lines(caplog)) == 1, place
-
-
-def leftovers(directory, name="0" * 32):
-    """What a killed process of this version and of earlier ones leaves."""
-    names = (f".{name}.prefix.safetensors-{'ab' * 16}.safetensors", f"{name}.prefix.safetensors.partial")
-    files = [directory / each for each in names]
-    for file in files:
-        file.write_bytes(bytes(1000))
-    return files
-
-
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    old, new = leftovers(tmp_path)
-    others = [tmp_path / name for name in ("notes.txt", "model.safetensors", "a.prefix.safetensors", ".hidden")]
-    for file in others:
-        file.write_bytes(b"mine")
-    with new.open("rb") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        PrefixFiles(tmp_path, 0)
-        assert new.exists()
-        assert not old.exists()
-    PrefixFiles(tmp_path, 0)
-    assert sorted(tmp_path.iterdir()) == sorted(others)
-
-
-def test_what_another_server_is_writing_stays_and_counts(small, tmp_path, monkeypatch):
-    """Two servers share a directory: one starts, and stores a prompt, while the other is in the middle of a file."""
-    monkeypatch.setattr(chunk_file, "PIECE", 1000)
-    first, second = prompts(40)
-    one = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(one, first, turns=(18,))
-    assert all(one.files.step(one.tree) for _ in range(5))
-    (partial,) = tmp_path.iterdir()
-    other = restarted(small, tmp_path)
-    ask(other, second)
-    other.files.save(other.tree)
-    (whole,) = other.files.known
-    other.files.limit = whole.stat().st_size + partial.stat().st_size - 1
-    other.files.save(other.tree)
-    assert not whole.exists()
-    one.files.save(one.tree)
-    assert ask(other, first)[1] == 20  # it finds what the first one has written since
-    assert not partial.exists()
-    one.files.limit = 0
-    one.files.save(one.tree)
-    assert ask(other, [*first, 1])[1] == 20
-    assert ask(restarted(small, tmp_path), first)[1] == 0
 
 
 def test_a_conversation_has_one_file_that_grows(model, tmp_path):
@@ -415,25 +232,6 @@ def test_the_least_recently_used_files_are_removed_and_there_are_never_more_byte
 def held(model, directory, texts):
     tokens = [own.tokens for own in PrefixFiles(directory, LARGE).known.values()]
     return [text[:20] in tokens for text in texts]
-
-
-def test_a_full_disk_is_one_line_and_nothing_is_left(small, tmp_path, monkeypatch, caplog):
-    served = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(served, prompts(40)[0])
-    for broken in ("fsync", "rename"):
-        caplog.clear()
-
-        def full(*_, **__):
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, broken, full)
-            served.files.save(served.tree)
-        assert len(lines(caplog)) == 1
-        assert "No space left" in lines(caplog)[0]
-        assert not list(tmp_path.iterdir())
-    served.files.save(served.tree)
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_header_is_that_of_a_safetensors_file(small, tmp_path):

@@ -8,28 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
-from templates import OFFERED, OWN, A, U, all_templates, call, tokenizer_of, turn
+from templates import OFFERED, OWN, TOOLS, A, U, all_templates, call, tokenizer_of, turn
 
 from mlx_mtp.serve.answer import Said, Splitter, ToolCall
 from mlx_mtp.serve.forms import Conversation
+from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
 from mlx_mtp.serve.prompts import HELD, Chat, marks_of
+from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
 
-MARKS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
+MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 # Released templates with which calls cannot be read back, and why.
 UNREAD = {
     "CohereForAI-c4ai-command-r-plus-tool_use": "repeats its instructions behind each conversation",
     "Kimi-K2-Instruct": "refuses calls in transformers' sandbox",
-    "Kimi-K3": "has marks around contents, which are no format of ours yet",
     "Kimi-K2-Thinking": "refuses calls in transformers' sandbox",
-    "MiniMax-M3": "writes lists and objects as nested tags, which is no format of ours yet",
     "MiroThinker": "reads a variable that is not set",
     "fireworks-ai-llama-3-firefunction-v2": "needs a variable `functions`",
     "google-gemma-2-2b-it": "has no tools",
     "llama-cpp-deepseek-r1": "writes a generator as JSON",
-    "openai-gpt-oss-120b": "writes harmony, which is no format of ours yet",
 }
 FOUND = {}
 
@@ -39,7 +38,7 @@ class Rendered:
 
     def __init__(self, template):
         tokenizer = tokenizer_of(template)
-        self.format = format_of(tokenizer)
+        self.format, self.frames = format_of(tokenizer), frames_of(tokenizer)
         self.chat = Chat(tokenizer, marks_of(tokenizer), traits_of(tokenizer))
         text = self._text(U, A)
         self.start = len(self._text(U))
@@ -61,6 +60,8 @@ class Rendered:
         if text is None or "<|eom|>" in text:  # one call a turn
             return None
         text = text[self.start :]
+        if self.frames:  # their marks belong to the answer
+            return text
         begins = [i for i, letter in enumerate(self.eos) if letter in "<["]
         text = next((text.removesuffix(self.eos[i:]) for i in [0, *begins] if text.endswith(self.eos[i:])), text)
         begins = [at for mark in self.format.marks if (at := text.find(mark)) >= 0]
@@ -93,8 +94,16 @@ def test_calls_come_back_as_the_template_renders_them(name, data):
         return
     cuts = sorted(cut % len(written) for cut in data.draw(st.lists(st.integers(0, 9999), max_size=5)))
     splitter, parts = Splitter(SimpleNamespace(), (), tool_format=rendered.format, tools=OFFERED), []
+    splitter = FramedSplitter(rendered.frames, splitter) if rendered.frames else splitter
     for start, end in zip([0, *cuts], [*cuts, len(written)], strict=True):
         parts += splitter.feed(written[start:end])
     parts += splitter.end(cut=False)
     assert [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)] == calls, written
     assert name not in OWN or "".join(p.text for p in parts if isinstance(p, Said)).strip() == ""
+
+
+def test_a_template_without_tools_is_found_also_where_it_refuses_system_prompts():
+    for name, with_tools in (("json", True), ("no system", True), ("described", True)):
+        template = OWN[name]
+        assert renders_tools(tokenizer_of(template), {}) is with_tools
+    assert not renders_tools(tokenizer_of(OWN["no system"].removeprefix(TOOLS)), {})

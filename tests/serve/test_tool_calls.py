@@ -13,7 +13,7 @@ from sweep import SWEEP
 from mlx_mtp.serve.answer import MOST_READ, Said, Splitter, ToolCall
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
-EXAMPLES = 20_000 if SWEEP else 60
+EXAMPLES = 20_000 if SWEEP else 25
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
 PARAMETERS = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "now": {"type": "boolean"},
@@ -25,8 +25,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "write", "description": "", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "write_all"}},
 ]
+TAGS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 RENDERED = sorted(RENDERERS, key=lambda renderer: renderer.__name__)
-TAGS = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 
 
 def format_named(name):
@@ -77,6 +77,8 @@ def test_a_rendered_call_comes_back(renderer, data):
         "list": st.lists(st.integers(), max_size=3) | st.none(),
         "size": st.sampled_from("sm"), "other": st.just("<x>"),
     }  # fmt: skip
+    if renderer.__name__ == "minimax_m3":  # its template leaves out null
+        values |= {"maybe": text, "list": st.lists(st.integers(), max_size=3)}
     chosen = data.draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=4))
     arguments = {name: data.draw(values[name]) for name in chosen}
     before, rendered = data.draw(st.sampled_from(["", "\n", "I write.\n\n"])), renderer("write", arguments)
@@ -116,3 +118,20 @@ def test_a_hostile_answer_is_not_read_again_and_again(renderer):
     content, reasoning, calls = split(text, [], format)
     assert calls or content + reasoning == text
     assert format.count <= MOST_READ + len(text)
+
+
+NAMES = ("a.b-c__d", "mcp__server__tool", "Write", "größe", "x")
+KEYS = ("text", "a-b", "a_b.c", "$x", "ключ", "file path", "Type", "name", "arguments")
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+def test_names_that_are_no_identifiers(renderer):
+    for i, key in enumerate(KEYS):
+        name, arguments = NAMES[i % len(NAMES)], {key: ' \n"\\'}
+        properties = {"properties": {key: {"type": "string"}}}
+        tools = [
+            {"type": "function", "function": {"name": each, "parameters": properties}} for each in (name, name + "2")
+        ]
+        splitter = Splitter(THINKING, (), tool_format=format_named(RENDERERS[renderer]), tools=tools)
+        parts = splitter.feed(renderer(name, arguments) * 2) + splitter.end(cut=False)
+        assert [(p.name, json.loads(p.arguments)) for p in parts] == [(name, arguments)] * 2

@@ -44,6 +44,22 @@ def minimax(name, arguments):
     return f'<minimax:tool_call>\n<invoke name="{name}">\n{inside}</invoke>\n</minimax:tool_call>'
 
 
+def minimax_m3(name, arguments):
+    inside = _nested({k: v for k, v in arguments.items() if v is not None})
+    return f'{M3}<tool_call>\n{M3}<invoke name="{name}">{inside}{M3}</invoke>\n{M3}</tool_call>'
+
+
+M3 = "]<]minimax[>["
+
+
+def _nested(value):
+    if isinstance(value, dict):
+        return "".join(f"{M3}<{k}>{_nested(v)}{M3}</{k}>" for k, v in value.items())
+    if isinstance(value, list):
+        return "".join(f"{M3}<item>{_nested(v)}{M3}</item>" for v in value)
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
 def minicpm(name, arguments):
     inside = "".join(f'<param name="{k}">{_cdata(compact(v))}</param>' for k, v in arguments.items())
     return f'<function name="{name}">{inside}</function>'
@@ -96,6 +112,16 @@ def kimi_k2(name, arguments):
     return f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
 
 
+def harmony(name, arguments):
+    head = f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{head}{compact(arguments)}<|call|>"
+
+
+def harmony_rendered(name, arguments):
+    call = f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{compact(arguments)}"
+    return f"{call}<|call|>"
+
+
 def deepseek_v3(name, arguments):
     call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{compact(arguments)}\n```<｜tool▁call▁end｜>"
     return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
@@ -132,8 +158,9 @@ def pythonic(name, arguments):
 # (renderer, the format's name in `BY_PARSER`, or a mark of its chat template)
 RENDERERS = {
     hermes: "json_tools", qwen_coder: "qwen3_coder", glm: "glm47", glm_47: "glm47", longcat: "longcat",
-    minimax: "minimax_m2", minicpm: "minicpm5", muse: "muse_spark", kimi_k3: "kimi_k3", dsml: "<｜DSML｜",
-    llama: "<|python_tag|>", mistral: "mistral", mistral_list: "mistral", kimi_k2: "kimi_k2",
+    minimax: "minimax_m2", minimax_m3: M3, minicpm: "minicpm5", muse: "muse_spark", kimi_k3: "kimi_k3",
+    dsml: "<｜DSML｜", llama: "<|python_tag|>", mistral: "mistral", mistral_list: "mistral", kimi_k2: "kimi_k2",
     deepseek_v3: "<｜tool▁calls▁begin｜>", deepseek_v31: "<｜tool▁calls▁begin｜>", gemma_4: "gemma4",
-    function_gemma: "function_gemma", pythonic: "pythonic",
+    function_gemma: "function_gemma", pythonic: "pythonic", harmony: "<|channel|>commentary",
+    harmony_rendered: "<|channel|>commentary",
 }  # fmt: skip

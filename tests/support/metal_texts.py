@@ -6,6 +6,27 @@ from mlx_mtp.bench.kernel_launches import FORMATS, Launch, groups, spread
 from mlx_mtp.emulator.texts import LaunchText, collected
 
 GROUPS = groups(FORMATS)
+# Launches of each group that stand for all: every op, and each of the three types.
+FEW = {
+    "products affine-4-64": 6,
+    "products affine-3-32": 2,
+    "products mxfp8-8-32": 3,
+    "matrices affine-6-128": 2,
+    "matrices mxfp4-4-32": 2,
+    "experts affine-5-64": 3,
+    "experts nvfp4-4-16": 2,
+    "heads affine-8-64": 3,
+    "attention mlx.core.bfloat16": 3,
+    "attention mlx.core.float32": 2,
+    "attention mlx.core.float16": 2,
+    "dense": 3,
+    "dense_heads": 3,
+    "routers": 3,
+    "latent": 3,
+    "norms": 9,
+    "recurrences": 7,
+    "spellings": 5,
+}
 
 
 def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:

@@ -5,12 +5,13 @@ from letters import Letters
 
 import mlx_mtp
 from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
-FIXED = Chunking(4)
+FIXED, LARGE = Chunking(4), 1 << 30
 
 
-def serve(model, limit=1 << 30, chunking=FIXED, files=None, drafts=2, **layout):
+def serve(model, limit=LARGE, chunking=FIXED, files=None, drafts=2, **layout):
     k = min(drafts, model.max_draft_tokens)
     blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=k, **layout)
     tree = PrefixTree(blank, chunking, limit)
@@ -26,6 +27,28 @@ def ask(served, prompt, n=6, turns=(), **sampling):
     assert isinstance(events[-1], End)
     assert events[-1].stats.generation_tokens == n
     return "".join(getattr(e, "text", "") for e in events), begun.cached
+
+
+def ask_two(served, prompt, **more):
+    """(a text of two tokens, tokens of the prompt that were remembered)."""
+    return ask(served, prompt, 2, **more)
+
+
+def written(model, directory, *texts, turns=(18,), **layout):
+    """Answer prompts, and keep what is remembered of them in files."""
+    served = serve(model, files=PrefixFiles(directory, LARGE), **layout)
+    for text in texts:
+        ask_two(served, text, turns=turns)
+    served.files.save(served.tree)
+    return served
+
+
+def restarted(model, directory, limit=LARGE, **layout):
+    return serve(model, files=PrefixFiles(directory, limit), **layout)
+
+
+def lines(caplog):
+    return [record.message for record in caplog.records if record.name == "mlx_mtp.serve"]
 
 
 def left(steps):

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ def self_test(model, path: Path, texts: dict[str, list[int]]) -> None:
     """What came of the same weights, built and wired alike, on the same texts, unless there was a warning."""
     key = fingerprint(model, texts) if model.mtp else ()
     if key in SHARES:
-        model.report = replace(model.report, agreement=SHARES[key])
+        model.runtime.note(agreement=SHARES[key])
         return
     head_self_test.self_test(model, path, texts)
     if model.mtp and all(s > head_self_test.SUSPECT[kind] for kind, s in model.report.agreement):

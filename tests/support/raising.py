@@ -1,6 +1,8 @@
 """Make any callable that some files call raise at its n-th call; which there are is found by watching a run."""
 
+import functools
 import inspect
+import random
 import sys
 import threading
 from contextlib import contextmanager
@@ -51,6 +53,38 @@ class Calls:
         if self.stack is None and (name, self.seen[name]) == self.raises:
             self.stack = list(_functions(caller))
             raise Broken(name)
+
+
+class RandomFailures:
+    """Lets one call in `every` of the functions and methods that these modules name raise Broken, where `armed`."""
+
+    armed = False
+
+    def __init__(self, monkeypatch, *modules: str, every: int, seed: int):
+        self.every, self.count, self._random = every, 0, random.Random(seed)
+        for module in map(sys.modules.get, modules):
+            for name, value in vars(module).copy().items():
+                if _is_called(value):
+                    monkeypatch.setattr(module, name, self._raising(value))
+                elif inspect.isclass(value) and value.__module__ == module.__name__:
+                    for method, function in vars(value).copy().items():
+                        if _is_called(function) and not method.startswith("__"):
+                            monkeypatch.setattr(value, method, self._raising(function))
+
+    def _raising(self, function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if self.armed and not self._random.randrange(self.every):
+                self.count += 1
+                raise Broken(function.__qualname__)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def _is_called(value) -> bool:
+    """Whether a value is a function whose call does its work, or makes a generator of it."""
+    return inspect.isfunction(value) and not value.__code__.co_flags & GENERATORS & ~inspect.CO_GENERATOR
 
 
 def _functions(frame):

@@ -157,7 +157,7 @@ def switched_on(model):
     found.trials += kernel_switch.trials(sites, found.dtype, "together")
     on = kernel_switch.KernelVerdict(True, True, reason="asked for")
     found.verdicts = {trial.key: on for trial in found.trials}
-    model._trials = found
-    model.report = kernel_switch.replace(model.report, kernels=())
+    model.runtime.trials = found
+    model.runtime.note(kernels=())
     kernel_switch.put_on(model, found)
     return model

@@ -371,3 +371,12 @@ def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
         sources.append((plan.source, plan.k > 0))
     assert ("heads", False) in sources[30:90]
     assert {source for source, *_ in sources[91:]} == {"lookup"}
+
+
+def test_a_plan_drafts_at_most_twice_as_much_as_was_measured_and_the_confident_one_comes_third():
+    for measured in (0, *ladder(7)):
+        control = Controller(max_drafts=7, p_min=True)
+        control.costs.levels[Plan("heads", measured) if measured else PLAIN] = 0.1
+        offered = [choice.plan for choice in control._choices(0, 0)]
+        assert [plan.k for plan in offered if not plan.p_min] == [k for k in ladder(7) if k <= max(1, 2 * measured)]
+        assert (control.confident in offered) == (measured >= 2)

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_mtp.decoding.policy import control_for, remember
+from mlx_mtp.layers.runtime import Runtime
 from mlx_mtp.machine import remembered
 from mlx_mtp.tuning import cost_file
 from mlx_mtp.tuning.cost_file import RememberedCosts
@@ -137,6 +138,8 @@ def test_what_replayed_cycles_cost_is_kept_apart(directory):
     replays = SimpleNamespace(choice=CompileChoice(True), found=lambda: False)
     options = {"adaptive": True, "p_min": False}
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
+    for each in (model, other):
+        each.runtime, each.ranks = Runtime(), None
     for compiled, seconds in ((None, 0.03), (replays, 0.05)):
         control = control_for(model, 1, 0, compiled=compiled, **options)
         for _ in range(9):

@@ -2,12 +2,13 @@
 
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx import nn
 
+from mlx_mtp.decoding.policy import learned
+from mlx_mtp.layers.runtime import HasRuntime, Runtime
 from mlx_mtp.tuning.idle_trials import IdleTrials
 
 
@@ -42,10 +43,10 @@ class Trials:
         return (self.found,), ()
 
 
-class Model(nn.Module):
+class Model(HasRuntime, nn.Module):
     def __init__(self, trials):
         super().__init__()
-        self._trials, self.report, self._learned = trials, Report(), "costs"
+        self.runtime = Runtime(report=Report(), trials=trials)
         self._freqs = mx.arange(4) * 2.0
 
 
@@ -57,7 +58,6 @@ def test_kernels_change_when_it_is_left_in_the_thread_that_generates():
     assert trials.events == [("tried", False), ("switched", True)]
     assert not idle.thread.is_alive()
     assert model.report == Report(("after",), ())
-    assert not hasattr(model, "_learned")
 
 
 def test_arrays_that_the_model_has_not_computed_yet_can_be_read(monkeypatch):
@@ -68,11 +68,15 @@ def test_arrays_that_the_model_has_not_computed_yet_can_be_read(monkeypatch):
     assert trials.events[0] == [1, 3, 5, 7]
 
 
-def test_costs_stay_where_kernels_do():
-    model = Model(Trials(found="before"))
+@pytest.mark.parametrize("found", ["before", "after"])
+def test_costs_are_those_of_the_kernels(found):
+    model = Model(Trials(found=found))
+    before = learned(model)
     with IdleTrials(model):
         pass
-    assert (model.report, model._learned) == (Report(), "costs")
+    assert model.report.kernels == (found,)
+    assert (learned(model) is before) == (found == "before")
+    assert learned(model) is learned(model)
 
 
 @pytest.mark.parametrize("trials", [None, Trials(left=False)])
@@ -80,8 +84,6 @@ def test_where_nothing_is_left_nothing_is_done(trials):
     with IdleTrials(Model(trials)) as idle:
         assert idle.thread is None
     assert not trials or trials.events == []
-    with IdleTrials(SimpleNamespace()):  # a model that no kernel serves
-        pass
 
 
 def test_a_failure_of_stock_mlx_ends_the_trials():
@@ -91,4 +93,4 @@ def test_a_failure_of_stock_mlx_ends_the_trials():
         IdleTrials(model),
     ):
         pass
-    assert model._trials is None
+    assert model.runtime.trials is None

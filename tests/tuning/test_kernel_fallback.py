@@ -1,10 +1,12 @@
 """A kernel that does not compile costs itself only: in the trial, later, and in the next process."""
 
 import warnings
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 import tiny
+from quantized_models import STEP, quantized
 from stand_in import FIRST, MESSAGE, SITES, standing_in, switched_on
 from sweep import sampled
 
@@ -43,7 +45,7 @@ def text(model, **options):
 
 
 def on(model, op):
-    return {key[2] for key, verdict in model._trials.verdicts.items() if key[0] == op and verdict.on}
+    return {key[2] for key, verdict in model.runtime.trials.verdicts.items() if key[0] == op and verdict.on}
 
 
 @pytest.mark.parametrize("how", sampled(["evaluate"], ["construct", "call", "evaluate"]))
@@ -99,6 +101,51 @@ def test_the_line_names_the_kernel_and_the_first_error(model):
 ])  # fmt: skip
 def test_a_compilers_first_error_is_said(message, said):
     assert refusal(RuntimeError(message)) == "RuntimeError" + (f": {said}" if said else "")
+
+
+@pytest.fixture(scope="module")
+def quantized_checkpoint(tmp_path_factory):
+    config = {**tiny.CONFIG, **STEP, "quantization": {"group_size": 32, "bits": 4}}
+    return tiny.save(tmp_path_factory.mktemp("quantized"), config, quantized(tiny.random_weights(config)))
+
+
+def split(model, op):
+    return {m for site in kernel_fallback.placed(model) if site.op == op for m in site.split}
+
+
+def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, known_sites):
+    """Twelve rows of sums to a thread, or eight, are too many; the heads read seven rows with five drafts."""
+    want = text(mlx_mtp.load_model(quantized_checkpoint), num_draft_tokens=3)
+
+    def refuses(op, template):
+        return "evaluate" if op == "verify_qmm" and template.get("ROWS") in (8, 12) else None
+
+    with standing_in(refuses), warnings.catch_warnings():
+        warnings.filterwarnings("error", "kernel ")
+        model = mlx_mtp.load_model(quantized_checkpoint, kernels="exact")
+        assert text(model, num_draft_tokens=3) == want
+    assert on(model, "verify_qmm") == {1, *range(2, 9)}
+    assert split(model, "verify_qmm") == {7, 8}
+    assert any("verify_qmm" in line and "M=7-8 on (asked for, rows split)" in line for line in model.report.kernels)
+    assert not failed_kernels(model)
+
+
+def test_split_rows_that_metal_refuses_are_off(quantized_checkpoint):
+    """A group of four rows is what three and four rows launch, and five where they are split."""
+    model = mlx_mtp.load_model(quantized_checkpoint)
+    want = text(model, num_draft_tokens=3)
+
+    def refuses(op, template):
+        return "evaluate" if op == "verify_qmm" and template.get("ROWS") == 4 else None
+
+    with standing_in(refuses):
+        found = switched_on(model).runtime.trials
+        for key, verdict in found.verdicts.items():
+            found.verdicts[key] = replace(verdict, split=key[0] == "verify_qmm" and key[2] == 5)
+        kernel_switch.put_on(model, found)
+        with pytest.warns(UserWarning, match="kernel verify_qmm .*fails with"):
+            assert text(model, num_draft_tokens=3) == want
+    assert on(model, "verify_qmm") & set(range(9)) == {1, 2, 6, 7, 8}
 
 
 def test_sites_switched_on_without_a_trial(model):

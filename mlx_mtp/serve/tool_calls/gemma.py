@@ -11,7 +11,7 @@ import regex
 from .call_format import Reading, ToolCall, any_of, behind_space
 from .schema import Tools, dumps, strict
 
-KEY = regex.compile(r"\s*(?P<key>[^\s:{}\[\],]+)\s*:\s*")
+KEY = regex.compile(r"\s*(?P<key>[^\s:{}\[\],]++(?: ++[^\s:{}\[\],]++)*+)\s*:\s*")
 SCALAR = regex.compile(r"[^,{}\[\]<]+")
 # Nested values; ways to read a call's arguments, and the characters of all of them.
 DEEPEST, MOST_READINGS, MOST_WRITTEN = 60, 1000, 500_000

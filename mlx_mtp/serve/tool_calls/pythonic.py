@@ -12,13 +12,17 @@ import regex
 from .call_format import Reading, ToolCall, any_of, behind_space
 from .schema import Tools, dumps
 
-MOST_ENDS = 200  # brackets that are tried as the end of the list
 # Ends of arguments that are tried where strings are not escaped, and those behind a list that no end mark follows.
 MOST_STEPS, MOST_MORE = 5000, 30
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
-KEY = regex.compile(r"\s*,?\s*(?P<key>\w+)\s*=\s*")
+NAME = r"[\w.$-]++(?: ++[\w.$-]++)*+"  # of a parameter, which may be no identifier of Python's
+KEY = regex.compile(rf"\s*,?\s*(?P<key>{NAME})\s*=\s*")
+TOKENS = regex.compile(
+    r"""'(?:\\.|[^'\\\n])*+'|"(?:\\.|[^"\\\n])*+"|(?P<open>[\[({])|(?P<close>[\])}])|,""", regex.DOTALL
+)
+CALL_END, LIST_END = regex.compile(r"\s*,?\s*\)"), regex.compile(r"\s*,?\s*\]")
 # Behind a value: the next argument, or the end of the call and the next call or the end of the list.
-VALUE_END = regex.compile(r"(?=\s*(?:,\s*\w+\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\])))")
+VALUE_END = regex.compile(rf"(?=\s*(?:,\s*{NAME}\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\])))")
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,33 @@ class PythonicCalls:
 
 
 def _literals(text: str, begin: int, tools: Tools) -> Reading | None:
-    """The calls of a list that is Python."""
-    bracket = begin
-    for _ in range(MOST_ENDS):
-        if (bracket := text.find("]", bracket + 1)) < 0:
+    """The calls of a list whose arguments are Python's literals; None where they are anything else."""
+    name, at, calls = _call_pattern(tuple(tools.names)), begin + 1, list[ToolCall]()
+    while call := name.match(text, at):
+        at, arguments = call.end(), dict[str, Any]()
+        while key := KEY.match(text, at):
+            if (end := _literal_end(text, key.end())) is None:
+                return None
+            try:
+                arguments[key["key"]] = _value(ast.parse(text[key.end() : end].strip(), mode="eval").body)
+            except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+                return None
+            at = end
+        if not (end := CALL_END.match(text, at)):
             return None
-        try:
-            parsed = ast.parse(text[begin : bracket + 1], mode="eval").body
-            calls = [_call(each, tools) for each in parsed.elts] if isinstance(parsed, ast.List) else []
-        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-            continue
-        if calls:
-            return Reading(calls, bracket + 1)
+        calls.append(ToolCall(call["name"], dumps(arguments)))
+        at = end.end()
+    end = LIST_END.match(text, at)
+    return Reading(calls, end.end()) if calls and end else None
+
+
+def _literal_end(text: str, at: int) -> int | None:
+    """The index of the comma or bracket that ends the literal which begins at `at`; None where none does."""
+    depth = 0
+    for token in TOKENS.finditer(text, at):
+        if not depth and (token["close"] or token[0] == ","):
+            return token.start()
+        depth += bool(token["open"]) - bool(token["close"])
     return None
 
 
@@ -86,7 +105,7 @@ class Unescaped:
 
     def __init__(self, text: str, end: str, tools: Tools):
         self._text, self._end, self._steps = text, end, 0
-        self._call = regex.compile(rf"\s*,?\s*(?P<name>{any_of(tools.names)})\s*\(")
+        self._call = _call_pattern(tuple(tools.names))
 
     def read(self, begin: int) -> Reading | None:
         """The calls of the list that begins at `begin`, preferably of one that the end mark follows."""
@@ -146,15 +165,9 @@ def _opening(start: str, names: tuple[str, ...]) -> regex.Pattern[str]:
     return regex.compile(rf"\s*(?:{regex.escape(start)}\s*)?\[\s*(?:{any_of(list(names))})\s*\(")
 
 
-def _call(node: ast.expr, tools: Tools) -> ToolCall:
-    """A call with keywords only; raises ValueError where a node is anything else."""
-    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    if not isinstance(node, ast.Call) or node.args or name not in tools.names:
-        raise ValueError("no call of an offered function")
-    arguments = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
-    if None in arguments:
-        raise ValueError("arguments without names")
-    return ToolCall(name, dumps(arguments))
+@functools.lru_cache(maxsize=64)
+def _call_pattern(names: tuple[str, ...]) -> regex.Pattern[str]:
+    return regex.compile(rf"\s*,?\s*(?P<name>{any_of(list(names))})\s*\(")
 
 
 def _value(node: ast.expr) -> Any:

@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Schema = dict[str, Any]
@@ -26,24 +26,38 @@ class Tools:
     def names(self) -> list[str]:
         return list(self._parameters)
 
+    def parameters(self, name: str) -> Schema:
+        """The schema of a function's arguments."""
+        parameters = self._parameters.get(name)
+        return parameters if isinstance(parameters, dict) else {}
+
     def properties(self, name: str) -> Schema:
         """The schema of each declared parameter, by name."""
-        properties = self._parameters.get(name, {}).get("properties")
+        properties = self.parameters(name).get("properties")
         return properties if isinstance(properties, dict) else {}
 
-    def fits(self, name: str, key: str, text: str) -> bool:
-        """Whether the schema declares a parameter, and the text can be its value by the parameter's type."""
-        properties = self.properties(name)
-        types = types_of(properties.get(key), self._parameters.get(name, {}))
+    def types(self, name: str, key: str) -> set[str]:
+        """The JSON types that the schema allows for a parameter, empty if it allows any."""
+        return types_of(self.properties(name).get(key), self.parameters(name))
+
+    def fits(self, name: str, key: str, text: str, as_json: "AsJson | None" = None) -> bool:
+        """Whether the schema declares a parameter, and the text can be its value by the parameter's type.
+
+        as_json: as the method of this name, where a format has a notation of its own.
+        """
+        properties, types = self.properties(name), self.types(name, key)
         if key not in properties or not types or "string" in types:
             return key in properties
-        kind = _kind(json.loads(untyped_as_json(text, types)))
+        kind = _kind(json.loads((as_json or self.as_json)(name, key, text)))
         return kind in types or (kind == "integer" and "number" in types)
 
     def as_json(self, name: str, key: str, text: str) -> str:
         """The JSON of an argument that a model wrote without quotes, by the parameter's type in the schema."""
-        types = types_of(self.properties(name).get(key), self._parameters.get(name, {}))
+        types = self.types(name, key)
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
+
+
+AsJson = Callable[[str, str, str], str]
 
 
 def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: ignore[assignment]
@@ -75,10 +89,9 @@ def _from_python(text: str) -> str:
 
 def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
     """The JSON types that a schema allows by name, empty if it allows any. root: where its `$ref` are looked up."""
+    schema = _target(schema, root)
     if not isinstance(schema, dict) or not depth:
         return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_resolved(reference, root), root, depth - 1)
     named = schema.get("type")
     types = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
@@ -88,6 +101,23 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
         if isinstance(schema.get(choice), list):
             types = types.union(*(types_of(each, root, depth - 1) for each in schema[choice]))
     return types | {"null"} if types and schema.get("nullable") is True else types
+
+
+def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
+    """A schema, or the one that its `$ref` names, and those of its `anyOf`, `oneOf` and `allOf`."""
+    schema = _target(schema, root)
+    if isinstance(schema, dict) and depth:
+        yield schema
+        for choice in ("anyOf", "oneOf", "allOf"):
+            for each in schema[choice] if isinstance(schema.get(choice), list) else ():
+                yield from alternatives(each, root, depth - 1)
+
+
+def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
+    """A schema itself, or the one that its `$ref` names; None where the references do not end."""
+    while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+        schema, depth = _resolved(reference, root) if depth else None, depth - 1
+    return schema
 
 
 def _resolved(reference: str, root: Schema) -> Any:

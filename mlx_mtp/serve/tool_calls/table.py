@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from ..template_traits import NAME, probes
-from .call_format import CallFormat
+from .call_format import CallFormat, behind_space
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls, JsonMarks
 from .pythonic import PythonicCalls
@@ -34,6 +35,11 @@ HY = Tags(
 MINIMAX = Tags(
     "<minimax:tool_call>", "</minimax:tool_call>", r'<invoke name="{name}">',
     r'<parameter name="(?P<key>[^">]+)">', "</parameter>", "</invoke>",
+)  # fmt: skip
+NAMESPACE = "]<]minimax[>["  # one token of MiniMax-M3's vocabulary
+MINIMAX_M3 = Tags(
+    f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>", rf'{re.escape(NAMESPACE)}<invoke name="{{name}}">',
+    rf"{re.escape(NAMESPACE)}<(?P<key>[^<>/]+)>", f"{NAMESPACE}</{{key}}>", f"{NAMESPACE}</invoke>", nested=NAMESPACE,
 )  # fmt: skip
 MINICPM = Tags(
     "", "", r'<function name="{name}">', r'<param name="(?P<key>[^">]+)">', "</param>", "</function>", cdata=True
@@ -73,6 +79,13 @@ SOLAR = JsonMarks(
     "<|tool_calls|>", "<|calls|>",
     "<|tool_call:begin|>", r"[^<]*<\|tool_call:name\|>{name}<\|tool_call:args\|>\s*", r"<\|tool_call:end\|>",
 )  # fmt: skip
+# The name stands in front of the channel or behind it; a call may be in any channel.
+HARMONY = JsonMarks(
+    "<|start|>assistant", call="<|channel|>",
+    head=r"(?:[a-z]+\s+)?to=(?:functions\.)?{name}(?![\w.-])\s*(?:<\|channel\|>[a-z]+\s*)?(?:<\|constrain\|>)?\s*[a-z]*\s*"
+    r"<\|message\|>\s*",
+    foot=r"<\|(?:call|end|return)\|>",
+)  # fmt: skip
 FUNCTIONARY = JsonMarks("<function=", head=r"{name}>\s*", foot="</function>")
 FUNCTIONARY_3_2 = JsonMarks(">>>", head=r"{name}\n")
 # Further models that write a list or a line of JSON between marks of their own.
@@ -87,13 +100,13 @@ PLAIN_JSON = (
     JsonMarks("<|message_sep|>\n\nfunction call<|role_sep|>"),  # GigaChat3
     JsonMarks("<|function_call|>"),  # GigaChat3.1
 )
-TAGGED = (CODER, SEED, GLM, LONGCAT, HY, MINIMAX, MINICPM, MUSE, KIMI_K3, DSML, DSML_TOOLS)
+TAGGED = (CODER, SEED, GLM, LONGCAT, HY, MINIMAX, MINIMAX_M3, MINICPM, MUSE, KIMI_K3, DSML, DSML_TOOLS)
 GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
 PYTHONIC = PythonicCalls("<|tool_call_start|>", "<|tool_call_end|>")
 FORMATS: tuple[CallFormat, ...] = (
     *(Tagged(dataclasses.replace(tags, pad=pad)) for tags in TAGGED for pad in ("", "\n")),
-    *map(JsonCalls, (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)),
+    *map(JsonCalls, (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, HARMONY, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)),
     GEMMA_4,
     FUNCTION_GEMMA,
     dataclasses.replace(PYTHONIC, escaped=False),
@@ -117,10 +130,12 @@ BY_PARSER: dict[str, CallFormat] = {
     "function_gemma": FUNCTION_GEMMA,
     "pythonic": PYTHONIC,
 }
-# By a mark in a chat template that renders no call, the first two also in a vocabulary.
+# By a mark in a chat template that renders no call, the first three also in a vocabulary.
 BY_MARK: dict[str, CallFormat] = {
     "<｜DSML｜": Tagged(DSML),
+    NAMESPACE: Tagged(MINIMAX_M3),
     "<|python_tag|>": JsonCalls(LLAMA),
+    "<|channel|>commentary": JsonCalls(HARMONY),
     "<｜tool▁calls▁begin｜>": JsonCalls(DEEPSEEK),
     **{marks.start: JsonCalls(marks) for marks in PLAIN_JSON},
 }
@@ -136,8 +151,18 @@ def format_of(tokenizer: Any) -> CallFormat | None:
             return format
     template = getattr(tokenizer, "chat_template", None)
     written = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
-    marks = [mark for mark in list(BY_MARK)[:2] if mark in tokenizer.get_vocab()]
+    marks = [mark for mark in list(BY_MARK)[:3] if mark in tokenizer.get_vocab()]
     return next((BY_MARK[mark] for mark in (*marks, *BY_MARK) if mark in marks or mark in written), None)
+
+
+def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
+    """Why calls in answers may come back as text; None where they are read. format: the one that reads them."""
+    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
+    if format is None:
+        return "the chat template names no known format of tool calls"
+    if printed and _as_rendered(tokenizer) is None:
+        return "the chat template renders tool calls in a format that is not known"
+    return None
 
 
 def _as_rendered(tokenizer: Any) -> CallFormat | None:
@@ -156,7 +181,7 @@ def _as_rendered(tokenizer: Any) -> CallFormat | None:
 def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
     """The arguments of the calls that begin with a mark of the format, or without one where it is Llama's."""
     for match in format.opening(tools).finditer(text):
-        if not text.startswith(format.marks, match.start()) and format is not FORMATS[-1]:
+        if not text.startswith(format.marks, behind_space(text, match.start())) and format is not FORMATS[-1]:
             continue
         if reading := format.read(text[match.start() :], tools, complete=False):
             yield from (json.loads(call.arguments) for call in reading.calls)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import regex
 
 from .call_format import Reading, ToolCall, any_of, behind_space
+from .nested import nested_json
 from .schema import Tools, dumps, untyped_as_json
 
 LITERAL = regex.compile(r"(?:[^\\.^$*+?()\[{|]|\\\W)*")
@@ -32,7 +33,9 @@ class Tags:
     head: pattern of a call's beginning, with {name} for the offered names.
     parameter: pattern of an argument's beginning, with the group `key`, and `type` where the model writes a value's
         type ("string" or "true" is text as it is).
-    close: ends a value. pad: what the template puts at both ends of a value. cdata: text may be in a CDATA section.
+    close: ends a value; with {key} where it names the argument.
+    pad: what the template puts at both ends of a value. cdata: text may be in a CDATA section.
+    nested: the mark in front of every tag, where objects and lists are written as tags inside a value.
     """
 
     start: str
@@ -43,6 +46,11 @@ class Tags:
     foot: str = ""
     pad: str = ""
     cdata: bool = False
+    nested: str = ""
+
+    def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
+        """The JSON of an argument of a function that was offered."""
+        return nested_json(text, tools, name, key, self.nested) if self.nested else tools.as_json(name, key, text)
 
     def value(self, text: str) -> str:
         """A value without what the template puts around it."""
@@ -139,7 +147,8 @@ def _patterns(tags: Tags, names: tuple[str, ...]) -> Patterns:
     head = tags.head.replace("{name}", f"(?P<name>{any_of(list(names))})")
     foot = rf"{escape(tags.foot or tags.end)}"
     behind_head = rf"(?:{tags.parameter}|{foot})"
-    value_end = rf"{escape(tags.close)}(?=\s*(?:{tags.parameter}|{foot}|$))"
+    close = escape(tags.close).replace(escape("{key}"), "[^<>]+")
+    value_end = rf"{close}(?=\s*(?:{tags.parameter}|{foot}|$))"
     return Patterns(
         regex.compile(rf"(?:{escape(tags.start)}\s*)?{head}\s*{behind_head}"),
         regex.compile(head),
@@ -195,9 +204,12 @@ class Steps:
         if not parameter or parameter["key"] in place.keys:
             return
         key, written = parameter["key"], parameter.groupdict().get("type")
+        close = tags.close.replace("{key}", key)
         section = tags.cdata and CDATA_START.match(self.text, parameter.end())
         for i in range(bisect.bisect_left(self.ends, parameter.end()), len(self.ends)):
             end = self.ends[i]
+            if close != tags.close and not self.text.startswith(close, end):
+                continue
             if self.declared and self.checked > MOST_CHECKED:
                 return
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
@@ -205,11 +217,11 @@ class Steps:
             if self.declared and not self._fits(name, key, tags.value(self.text[parameter.end() : end])):
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
-            yield Place(end + len(tags.close), place.inside, name, place.keys | {key}, trail)
+            yield Place(end + len(close), place.inside, name, place.keys | {key}, trail)
 
     def _fits(self, name: str, key: str, value: str) -> bool:
         self.checked += len(value)
-        return self.tools.fits(name, key, value)
+        return self.tools.fits(name, key, value, functools.partial(self.tags.as_json, self.tools))
 
 
 class Values(NamedTuple):
@@ -238,5 +250,5 @@ class Values(NamedTuple):
         """The JSON of an argument: text as it is, other types as they are written."""
         text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
-            return self.tools.as_json(name, argument.key, text)
+            return self.tags.as_json(self.tools, name, argument.key, text)
         return dumps(text) if argument.type in ("string", "true") else untyped_as_json(text)

@@ -1,0 +1,66 @@
+"""State of one loaded model beside its weights, in one object that all rooms share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+from ..ranks.group import Ranks
+from .kernel_site import Site
+
+
+class LoadReport(Protocol):
+    """What rooms below `checkpoint` read of `checkpoint.report.Report`, a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def kernels(self) -> tuple[str, ...]: ...
+
+    @property
+    def not_exact(self) -> tuple[str, ...]: ...
+
+    @property
+    def prefill_chunk(self) -> int | None: ...
+
+
+@dataclass
+class Runtime:
+    """State of one model, created with it; a field is None, or empty, until its room sets it.
+
+    report: facts of the load. ranks: those that the target's layers are split over.
+    untested: reads and tests the heads before they first draft; it may warn, or raise ValueError.
+    sites: places where kernels may run. trials: of these kernels (`tuning.kernel_switch.ModelTrials`).
+    failed: reasons for which kernels do not compile or run, by op, shape and rows.
+    learned: costs of cycles on this machine (`decoding.policy.Learned`).
+    recorder: the recorded cycles (`decoding.replay.Recorder`).
+    """
+
+    report: LoadReport | None = None
+    untested: Callable[[], None] | None = None
+    ranks: Ranks | None = None
+    sites: list[Site] = field(default_factory=list)
+    trials: Any = None
+    failed: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    learned: Any = None
+    recorder: Any = None
+
+    def note(self, **facts: Any) -> None:
+        """Replace facts of the report, if there is one."""
+        if self.report is not None:
+            self.report = replace(self.report, **facts)
+
+
+class HasRuntime:
+    """Mixin of a model: its `runtime`, and what of it users read."""
+
+    runtime: Runtime
+
+    @property
+    def report(self) -> Any:
+        """The facts of the load (`Report`); None for a model that no load has made."""
+        return self.runtime.report
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that share the model; None on one machine."""
+        return self.runtime.ranks

@@ -1,0 +1,227 @@
+"""Split answers whose reasoning and content stand in frames of marks, such as harmony's channels."""
+
+import functools
+from typing import Any, NamedTuple
+
+import regex
+
+from .answer import MOST_UNCERTAIN, Part, Said, Splitter, TokenLogprob
+from .tool_calls.call_format import behind_space
+
+REASONING, CONTENT = "reasoning", "content"
+
+
+class Frames(NamedTuple):
+    """The marks of one format.
+
+    known_by: literals that a chat template of the format has, all of them.
+    reasoning, content: patterns of the beginning of a frame. end: of the end of any frame, which for content counts
+        only where nothing, another frame or a tool call follows.
+    think_start, think_end: the literals around reasoning.
+    """
+
+    known_by: tuple[str, ...]
+    reasoning: str
+    content: str
+    end: str
+    think_start: str
+    think_end: str
+
+
+HARMONY = Frames(
+    ("<|channel|>", "<|message|>", "analysis"),
+    r"(?:<\|start\|>assistant)?\s*<\|channel\|>analysis\s*<\|message\|>",
+    r"(?:<\|start\|>assistant)?\s*<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\s*\w+)?\s*<\|message\|>",
+    r"<\|(?:end|return|call)\|>",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+)
+SOLAR = Frames(
+    ("<|think|>", "<|content|>", "<|begin|>assistant"),
+    r"(?:<\|begin\|>assistant)?<\|think\|>",
+    r"(?:<\|begin\|>assistant)?<\|content\|>|<\|begin\|>assistant(?=<\|tool_calls\|>)",
+    r"<\|(?:end|flush)\|>",
+    "<|think|>",
+    "<|end|>",
+)
+MUSE = Frames(
+    ("<atem:function_calls>", "to=self<|message|>"),
+    r"(?:<\|start\|>assistant)?\s*to=self<\|message\|>",
+    r"(?:<\|start\|>assistant)?\s*to=[\w.-]+<\|message\|>",
+    r"<\|(?:eom|eot)\|>",
+    " to=self<|message|>",
+    "<|eom|>",
+)
+KIMI_K3 = Frames(
+    ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+    r"<\|open\|>think<\|sep\|>",
+    r"<\|open\|>response<\|sep\|>",
+    r"<\|close\|>(?:think|response|message)<\|sep\|>|<\|end_of_msg\|>",
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+)
+COMMAND = Frames(
+    ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>"),
+    r"<\|START_THINKING\|>",
+    r"<\|START_(?:RESPONSE|TEXT)\|>",
+    r"<\|END_(?:THINKING|RESPONSE|TEXT)\|>",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+)
+FRAMES = (HARMONY, SOLAR, MUSE, KIMI_K3, COMMAND)
+# The literals around reasoning that mlx-lm does not find, of formats without frames.
+REASONING_MARKS = (
+    ("<mm:think>", "</mm:think>"),  # MiniMax-M3
+    ("<seed:think>", "</seed:think>"),
+    ("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    ("[THINK]", "[/THINK]"),  # Mistral
+)
+
+
+def frames_of(tokenizer: Any) -> Frames | None:
+    """The frames that the chat template puts around the parts of answers; None where it uses none of these."""
+    template = _source(tokenizer)
+    return next((frames for frames in FRAMES if all(mark in template for mark in frames.known_by)), None)
+
+
+def add_reasoning_marks(tokenizer: Any) -> None:
+    """Give mlx-lm's tokenizer the marks around reasoning, where it does not find the ones of the chat template."""
+    if tokenizer.has_thinking:
+        return
+    template, frames = _source(tokenizer), frames_of(tokenizer)
+    found = [(frames.think_start, frames.think_end)] if frames else []
+    found += [pair for pair in REASONING_MARKS if all(mark in template for mark in pair)]
+    for start, end in found[:1]:
+        tokenizer._think_start, tokenizer._think_end = start, end
+        tokenizer._think_start_tokens, tokenizer._think_end_tokens = (
+            tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (start, end)
+        )
+
+
+def _source(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else ""
+
+
+class FramedSplitter:
+    """Splits one answer into its parts, as `Splitter` does, which splits the contents of this one's frames.
+
+    Text outside frames is content. begun: the kind of the frame within which the prompt ends, if it does.
+    """
+
+    def __init__(self, frames: Frames, inner: Splitter, begun: str | None = None):
+        self._inner, self._patterns, self._kind = inner, _patterns(frames), begun
+        self._text, self._logprobs = "", list[TokenLogprob]()
+
+    @property
+    def stopped(self) -> str | None:
+        return self._inner.stopped
+
+    @property
+    def called(self) -> bool:
+        return self._inner.called
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the answer is within its reasoning."""
+        return self._kind == REASONING
+
+    def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
+        """Add the next piece of the answer; return the parts that are certain now."""
+        if logprobs:
+            self._logprobs.append(logprobs)
+        self._text += text
+        return self._advance(False)
+
+    def end(self, *, cut: bool) -> list[Part]:
+        """Return the rest. cut: a token limit ended the answer, so that a call may be incomplete."""
+        parts = self._advance(True)
+        for each in self._taken_logprobs():
+            self._inner.feed("", each)
+        return parts + self._inner.end(cut=cut)
+
+    def _advance(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._text and self._inner.stopped is None:
+            found = self._between(final) if self._kind is None else self._inside(final)
+            if found is None:
+                break
+            parts += found
+        return parts
+
+    def _between(self, final: bool) -> list[Part] | None:
+        """Enter the frame that begins here, or content without one; None where more text decides."""
+        begin = self._patterns.begin.match(self._text, partial=True)
+        if begin and begin.partial and not final and len(self._text) < MOST_UNCERTAIN:
+            return None
+        self._kind = CONTENT
+        if begin and not begin.partial:
+            self._kind = REASONING if begin["reasoning"] is not None else CONTENT
+            self._text = self._text[begin.end() :]
+        return []
+
+    def _inside(self, final: bool) -> list[Part] | None:
+        """Emit text up to the end of this frame, or up to where an end may be; None where more text decides."""
+        pattern = self._patterns.think_end if self._kind == REASONING else self._patterns.end
+        end = pattern.search(self._text, partial=not final)
+        if end is None:
+            return self._emit(len(self._text))
+        if end.start() > 0:
+            return self._emit(end.start())
+        if end.partial:
+            return None
+        if self._kind == CONTENT and (follows := self._follows(end.end(), final)) is not True:
+            return None if follows is None else self._emit(end.end())
+        self._text, self._kind = self._text[end.end() :], None
+        return []
+
+    def _follows(self, at: int, final: bool) -> bool | None:
+        """Whether nothing, a frame or a call follows the end of content at `at`; None where more text decides.
+
+        Where a call has begun, frames in its arguments are text.
+        """
+        at = behind_space(self._text, at)
+        if at == len(self._text):
+            return True if final else None
+        begins = [] if self._inner.holding else [self._patterns.begin, self._inner.opening]
+        for pattern in (self._patterns.end, *begins):
+            found = pattern.match(self._text, at, partial=not final) if pattern else None
+            if found and not (found.partial and len(self._text) - at > MOST_UNCERTAIN):
+                return None if found.partial else True
+        return False
+
+    def _emit(self, end: int) -> list[Part]:
+        """Take text out of a frame: as reasoning, or as what the inner splitter makes of content."""
+        text, self._text = self._text[:end], self._text[end:]
+        if self._kind == REASONING:
+            return [Said(text, True, self._taken_logprobs())]
+        for each in self._taken_logprobs():
+            self._inner.feed("", each)
+        return self._inner.feed(text)
+
+    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        taken, self._logprobs = tuple(self._logprobs), []
+        return taken
+
+
+class Patterns(NamedTuple):
+    """The compiled patterns of frames; `end` matches all ends that follow one another."""
+
+    begin: regex.Pattern[str]
+    end: regex.Pattern[str]
+    think_end: regex.Pattern[str]
+
+
+@functools.lru_cache(maxsize=8)
+def _patterns(frames: Frames) -> Patterns:
+    begin = rf"\s*(?:(?P<reasoning>{frames.reasoning})|(?P<content>{frames.content}))"
+    end = rf"(?:{frames.end})(?:\s*(?:{frames.end}))*"
+    return Patterns(*map(regex.compile, (begin, end, regex.escape(frames.think_end))))
+
+
+def begun_in(frames: Frames, prompt: str) -> str | None:
+    """The kind of the frame within which a prompt ends; None where it ends outside of frames."""
+    patterns, kind, at = _patterns(frames), None, 0
+    for begin in patterns.begin.finditer(prompt):
+        kind, at = (REASONING if begin["reasoning"] is not None else CONTENT), begin.end()
+    return None if patterns.end.search(prompt, at) else kind

@@ -1,0 +1,150 @@
+"""Registers, groups of threads and their memory, by a proxy: another GPU's back end, where a thread has 128 words."""
+
+import functools
+import re
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+import pytest
+from metal_cases import linux_only
+from metal_texts import FEW, GROUPS
+from sweep import SWEEP, sampled
+
+from mlx_mtp import kernels
+from mlx_mtp.bench.kernel_launches import cached, can_split, rows, spread, weights
+from mlx_mtp.emulator.options import CompileError
+from mlx_mtp.emulator.registers import Registers, registers
+from mlx_mtp.emulator.texts import LaunchText, collected, recorded, text_kernel
+
+pytestmark = linux_only
+
+SPILLED = 64  # words at most, where rows are split or cannot be: mostly none, of nvfp4 up to 31, of 5 bits 40
+THREADGROUP = 32768  # bytes that a GPU grants
+REGISTERS = 208 * 1024  # bytes of all threads of a group
+counted = functools.cache(lambda text: registers(text.text, text.kernel))
+
+
+class Grouped(NamedTuple):
+    """A launch's text, and the threads of a group."""
+
+    text: LaunchText
+    threads: int
+
+
+def launched(launch):
+    with recorded() as found:
+        launch()
+    return [Grouped(each.text, each.threads) for each in found]
+
+
+def pairs(launch):
+    """The texts of a launch, each with its kernel's that splits rows, or with itself."""
+    whole = launched(launch)
+    return zip(whole, launched(partial(launch, split=True)) if can_split(launch.func) else whole, strict=True)
+
+
+@pytest.mark.parametrize("group", sampled([*FEW][::5], GROUPS))
+def test_kernels_have_registers_or_can_split_rows(group):
+    """And groups of threads fit with the registers that their threads have."""
+    launches = [launch for launch in GROUPS[group]() if "split" not in launch.keywords]
+    chosen = launches if SWEEP else spread(launches, 2)
+    for whole, split in dict.fromkeys(pair for launch in chosen for pair in pairs(launch)):
+        found = counted(split.text)
+        assert found.spilled <= SPILLED, (split.text.text[-300:], found)
+        for text, threads in (whole, split):
+            found = counted(text)
+            assert threads * found.words * 4 <= REGISTERS, (text.text[-300:], threads, found)
+            assert found.threadgroup < THREADGROUP, text.text[-300:]
+
+
+BF16 = mx.bfloat16
+FORMS = [("affine", 4, 64), ("nvfp4", 4, 16)]
+
+
+def product(m, of):
+    return partial(kernels.verify_qmm, rows(m, 4096, BF16), weights(of, 64, 4096, BF16))
+
+
+def head(m, of):
+    return partial(kernels.verify_head, rows(m, 4096, BF16), weights(of, 1024, 4096, BF16))
+
+
+def visits(m, of):
+    up, down = weights(of, 128, 512, BF16, 16), weights(of, 512, 128, BF16, 16)
+    logits, routing = mx.zeros((m, 16), BF16), kernels.Routing("sigmoid", 4)
+    return partial(kernels.verify_moe, rows(m, 512, BF16), logits, kernels.Experts(up, up, down), routing)
+
+
+def queries(m, width, bits=None):
+    q = mx.zeros((1, 8, m // 8, width), BF16)
+    k, v = (cached((1, 1, 64, width), BF16, bits, 64) for _ in range(2))
+    return partial(kernels.verify_attention, q, k, v, mx.array([8]), scale=1.0, limit=64, bits=bits)
+
+
+SPILLING = {
+    **{f"qmm {m} {of[0]}": ("verify_qmm", product(m, of)) for m in (6, 12) for of in FORMS},
+    **{f"head {m} {of[0]}": ("verify_head", head(m, of)) for m in (6, 12) for of in FORMS},
+    **{f"moe {m} {of[0]}": ("moe_glu", visits(m, of)) for m in (4, 8) for of in FORMS},
+    **{
+        f"attention {m} x {width} {bits}": ("verify_attention", queries(m, width, bits))
+        for m in (64, 96, 128) for width in (64, 128, 192, 256) for bits in (None, 8)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled([*SPILLING][1::13], SPILLING))
+def test_rows_that_spill_are_those_that_can_be_split(name):
+    kernel, launch = SPILLING[name]
+    ((whole, split),) = [pair for pair in pairs(launch) if pair[0].text.kernel == kernel]
+    assert 0 <= counted(split.text).spilled < counted(whole.text).spilled
+
+
+@pytest.mark.parametrize(
+    ("launch", "threads"),
+    [
+        (partial(kernels.verify_gemv, rows(16, 8192, BF16), mx.zeros((1, 8192), BF16)), 256),
+        (queries(32, 512), 256),
+        (partial(kernels.add_norm, *[rows(1, 16384, BF16)] * 2, mx.zeros((16384,), BF16), 1e-6), 512),
+        (partial(kernels.add_norm, *[rows(1, 12288, BF16)] * 2, mx.zeros((12288,), BF16), 1e-6), 1024),
+    ],
+)
+def test_groups_of_many_registers_are_small(launch, threads):
+    text, found = launched(launch)[0]
+    assert found == threads
+    assert counted(text) < Registers(words=129 if threads < 512 else 65, spilled=0, threadgroup=THREADGROUP)
+
+
+FULL = """
+threadgroup float all[256];
+threadgroup half more[N];
+all[thread_index_in_threadgroup] = x[thread_index_in_threadgroup];
+more[0] = half(all[0]);
+float kept[N];
+for (int i = 0; i < N; i++) { kept[i] = x[i * thread_index_in_threadgroup]; }
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int i = 0; i < N; i++) { y[i] = kept[i] * kept[N - 1 - i] + float(more[0]); }
+"""
+
+
+@pytest.mark.parametrize("n", [20, 300])
+def test_the_proxy_counts_what_a_kernel_keeps(n):
+    """Values that are loaded before a barrier and used behind it, in registers until there are no more."""
+    source = "#define UNROLL\n" + FULL.replace("for (", '_Pragma("clang loop unroll(full)") for (')
+    kernel = text_kernel("full", ["x"], ["y"], source)
+    with collected() as found:
+        kernel(inputs=[mx.zeros(9999)], output_shapes=[(n,)], output_dtypes=[mx.float32], template=[("N", n)])
+    count = registers(found[0].text, "full")
+    assert count.threadgroup == 1024 + -(-2 * n // 16) * 16
+    assert n <= count.words + count.spilled
+    assert (count.spilled >= n - 128 > 0) if n > 128 else count.spilled == 0
+
+
+def test_what_does_not_compile_is_named():
+    text = launched(SPILLING["moe 4 affine"][1])[0].text
+    broken = re.sub(r'(#line (\d+) "kernels/moe_route.metal"\n)', r"\1nothing();", text.text, count=1)
+    with pytest.raises(CompileError, match=r"kernels/moe_route.metal:\d+: use of undeclared identifier 'nothing'"):
+        registers(broken, text.kernel)
+    undefined = broken.replace("nothing()", "starts[0] = int(tanh(float(logits[0])))")
+    with pytest.raises(CompileError, match=r"calls .*tanh.*, which strict/registers\.h has to define"):
+        registers(undefined, text.kernel)

@@ -1,0 +1,164 @@
+"""Sessions of coding agents, of ten tool calls each: nothing is refused, and a prompt begins with the one before it.
+
+The first requests are in `agent_sessions.json`, in the shape that the named version of a program sent (those without
+a version after the program's documentation), with short texts in the place of its own. Later requests are made of
+our answers.
+"""
+
+import json
+import time
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from starlette.testclient import TestClient
+from sweep import paired, sampled
+from templates import OWN, tokenizer_of
+
+from mlx_mtp.cache.prompt_prefix import shared
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve.answer import Splitter
+from mlx_mtp.serve.app import WARNING, Site, application
+from mlx_mtp.serve.engine import Engine, Limits
+from mlx_mtp.serve.fields import Door
+from mlx_mtp.serve.guard import Rules
+from mlx_mtp.serve.job import Begun, End
+from mlx_mtp.serve.metrics import Metrics
+from mlx_mtp.serve.prompts import marks_of
+from mlx_mtp.serve.tool_calls.table import format_of
+
+SESSIONS = json.loads((Path(__file__).parents[1] / "support/fixtures/agent_sessions.json").read_text())
+TEMPLATES = ("json", "members", "short ids", "one system turn", "alternates", "described")
+CALLS = 10
+
+
+def answer_of(tokenizer, number, session):
+    """What the model says at its turn of this number: a call while there is to be one more."""
+    if number >= CALLS:
+        return "All done."
+    text = f"Step {number}.\n"
+    if tool := session.get("tool"):
+        arguments = {session["arguments"]: f"  echo '{number}' </tool_call> \\n\n"}
+        text += f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+    return text
+
+
+class Scripted:
+    """An application whose model says what `answer_of` returns, and the prompts that it was given."""
+
+    def __init__(self, template, monkeypatch):
+        self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
+        self.format = format_of(tokenizer_of(OWN["json"]))
+        monkeypatch.setattr(engines, "answer", self.answer)
+        monkeypatch.setattr(engines, "CALM", 1e9)  # nothing is read ahead
+        together = SimpleNamespace(step=lambda: None, close=lambda: None)
+        served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
+        self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
+        self.site = Site(self.engine, Metrics(self.engine), Rules())
+        self.site.door = Door(
+            ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0
+        )
+
+    def answer(self, served, job, crowded):
+        text = answer_of(self.tokenizer, len(self.prompts), self.session)
+        self.prompts.append(job.ask.prompt)
+        job.tell(Begun(0))
+        job.reading = False
+        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.ask.tools)
+        for letter in text:
+            for part in splitter.feed(letter):
+                job.tell(part)
+            yield
+        for part in splitter.end(cut=False):
+            job.tell(part)
+        job.tell(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
+
+
+@pytest.fixture
+def scripted(request, monkeypatch):
+    app = Scripted(request.param, monkeypatch)
+    app.engine.start()
+    while app.engine.state == "loading":
+        time.sleep(0.001)
+    with TestClient(application(app.site), base_url="http://localhost") as client:
+        app.client = client
+        yield app
+    app.engine.stop(0)
+    app.engine.thread.join(10)
+
+
+def said(text):
+    """The content, and the id, name and arguments of the call that a stream of any of the three APIs has."""
+    content, call = "", {}
+    for event in (json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")):
+        for choice in event.get("choices", ()):
+            content += choice["delta"].get("content") or ""
+            for each in choice["delta"].get("tool_calls", ()):
+                call["$ID"] = call.get("$ID", "") + each.get("id", "")
+                call["$NAME"] = call.get("$NAME", "") + each["function"].get("name", "")
+                call["$ARGUMENTS"] = call.get("$ARGUMENTS", "") + each["function"].get("arguments", "")
+        if event.get("type") == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            call |= {"$ID": event["content_block"]["id"], "$NAME": event["content_block"]["name"], "$ARGUMENTS": ""}
+        if event.get("type") == "content_block_delta":
+            content += event["delta"].get("text", "")
+            if "$ARGUMENTS" in call:
+                call["$ARGUMENTS"] += event["delta"].get("partial_json", "")
+        if event.get("type") == "response.completed":
+            for item in event["response"]["output"]:
+                content += "".join(part["text"] for part in item.get("content", ()))
+                if item["type"] == "function_call":
+                    call = {"$ID": item["call_id"], "$NAME": item["name"], "$ARGUMENTS": item["arguments"]}
+    return content, call
+
+
+def filled(shape, values):
+    """A part of a request with values in the place of their names."""
+    if isinstance(shape, dict):
+        return {key: filled(each, values) for key, each in shape.items()}
+    if isinstance(shape, list):
+        return [filled(each, values) for each in shape]
+    if isinstance(shape, str) and shape in values:
+        return values[shape]
+    return shape.replace("$N", values["$N"]) if isinstance(shape, str) else shape
+
+
+def without_cache_marks(value):
+    """A part of a request without `cache_control`, which clients put on their newest messages only."""
+    if isinstance(value, dict):
+        return {key: without_cache_marks(each) for key, each in value.items() if key != "cache_control"}
+    return [without_cache_marks(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("name", "scripted"),
+    sampled([*((name, "json") for name in SESSIONS), *paired(SESSIONS, TEMPLATES[1:])], product(SESSIONS, TEMPLATES)),
+    indirect=["scripted"],
+)
+def test_a_session_of_ten_calls(scripted, name):
+    session = scripted.session = SESSIONS[name]
+    body, texts = json.loads(json.dumps(session["body"])), []
+    for number in range(CALLS + 1):
+        response = scripted.client.post(session["path"], params=session["query"], json=body)
+        assert response.status_code == 200, response.text
+        warned = response.headers.get(WARNING, "")
+        assert warned.count(";") < 2 * len(session["warned"]) + 1
+        assert all(each in warned for each in session["warned"])
+        assert bool(warned) == bool(session["warned"]), warned
+        content, call = said(response.text)
+        texts.append(content.strip())
+        if session.get("tool") and number < CALLS:
+            expected = f"  echo '{number}' </tool_call> \\n\n"
+            assert (call["$NAME"], json.loads(call["$ARGUMENTS"])) == (
+                session["tool"],
+                {session["arguments"]: expected},
+            )
+            call["$INPUT"] = json.loads(call["$ARGUMENTS"])
+        values = {"$TEXT": content, "$N": str(number), **call}
+        old = body[session["list"]]
+        body[session["list"]] = [*without_cache_marks(old), *filled(session["turn"], values)]
+    assert texts == [*(f"Step {number}." for number in range(CALLS)), "All done."]
+    asked = len(scripted.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
+    for before, prompt in zip(scripted.prompts, scripted.prompts[1:], strict=False):
+        assert shared(before, prompt) >= len(before) - asked, scripted.tokenizer.decode(prompt)[-600:]
