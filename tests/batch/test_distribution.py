@@ -15,15 +15,13 @@ from mlx_mtp.decoding.sampling import Sampling
 PROMPTS = [[1, 0, 1, 1], [0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 0]]
 HOT, COLD = Sampling(temp=0.9), Sampling()
 N = 2
-# How each draws; where drafts are looked up, the third text has nothing to look up.
-CASES = {"two": ([HOT, COLD, Sampling(temp=2.0)], {}), "all": ([HOT, Sampling(temp=2.0), HOT], {})}
-CASES["lookups"] = ([HOT, Sampling(temp=2.0), COLD], {"prompt_lookup": True})
+CASES = {"two": [HOT, COLD, Sampling(temp=2.0)], "all": [HOT, Sampling(temp=2.0), HOT]}  # by the texts that draw
 
 
 @pytest.mark.parametrize("case", sampled(["two"], CASES))
 def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models, monkeypatch, case):
     model, plain = tiny_models(4, vocab_size=2)
-    (samplings, options), pools, kept = CASES[case], [], set()
+    samplings, pools, kept = CASES[case], [], set()
     draws, accept = Draws(), one_step.accept
     draws.stand_in(monkeypatch)
 
@@ -37,7 +35,7 @@ def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models,
     same = [[lambda tokens, logits: logits]] * 3  # cycles are then built when the one before was read: fewer paths
 
     def run():
-        batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False, draft_sampling="greedy", **options)
+        batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False, draft_sampling="greedy")
         batch.insert(PROMPTS, [N] * 3, samplers=samplings, logits_processors=same)
         texts = [[], [], []]
         while responses := batch.next_generated():
