@@ -25,48 +25,53 @@ import mlx_mtp
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.subject import make_prompts
 from mlx_mtp.cache import prompt_cache
-from mlx_mtp.decoding import step as step_module
-from mlx_mtp.decoding.draft import NONE_ACCEPTED, Drafts, _put, draft
+from mlx_mtp.decoding.draft_sampling import Choosers, HeadOutput, joined
+from mlx_mtp.decoding.drafters.drafter import Frame
+from mlx_mtp.decoding.drafters.heads import Heads
+from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.decoding.summary import percentages
 from mlx_mtp.demo import demo_path
 
 LONG, FIRST = 500, 40  # tokens of the second table's prompts, and behind them
 
 
-def draft_without_revisiting(model, cache, run, k: int, chooser) -> Drafts:
-    """`draft`, but depth j starts behind the j slots that it filled from drafts in the last cycle."""
-    rows, base = run.tokens.size, cache.heads[0].offset
-    accepted = NONE_ACCEPTED if run.accepted is None else run.accepted
-    tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
-    first, choices = cache.layers[0].offset + 1, []
-    for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
-        kv.seek(base + depth, kv.limit + depth)
-        output = head(model.embed(tokens[None, depth : rows + depth], depth), hidden[:, depth : rows + depth], kv)
-        answer = mx.take(output, accepted, axis=1)  # row `accepted` + depth of the exact rule
-        choices.append(chooser(model, depth, answer, first + depth))
-        tokens = _put(tokens, accepted + depth + 1, choices[-1].token)
-        if depth + 1 < len(cache.heads):
-            # Rows of the next depth count from the same position, one slot later.
-            skipped = mx.zeros_like(hidden[:, : depth + 1])
-            hidden = mx.concatenate([skipped, head.feedback(output, hidden)], axis=1)
-            kept.append(mx.take(output, accepted, axis=1))
-    cache.kept = kept
-    cache.heads_follow()
-    return Drafts.of(choices[:k])
+class NeverRevisits(Heads):
+    """Depth j starts behind the j slots that it filled from drafts in the last cycle."""
+
+    def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
+        model, cache, choose = frame.model, frame.cache, Choosers(frame.members)
+        rows, base, accepted = run.size, cache.heads[0].offset, run.last
+        tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+        first, choices = cache.layers[0].offset + 1, []
+        for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
+            kv.seek(base + depth, kv.limit + depth)
+            output = head(model.embed(tokens[:, depth : rows + depth], depth), hidden[:, depth : rows + depth], kv)
+            answer = mx.take(output, accepted, axis=1)  # row `accepted` + depth of the exact rule
+            choices.append(choose(HeadOutput(model, depth, answer), first + depth))
+            longer = mx.concatenate([tokens, choices[-1].token], axis=1)
+            tokens = mx.where(mx.arange(longer.shape[1]) == accepted + depth + 1, choices[-1].token, longer)
+            if depth + 1 < len(cache.heads):
+                # Rows of the next depth count from the same position, one slot later.
+                skipped = mx.zeros_like(hidden[:, : depth + 1])
+                hidden = mx.concatenate([skipped, head.feedback(output, hidden)], axis=1)
+                kept.append(mx.take(output, accepted, axis=1))
+        cache.kept = kept
+        cache.heads_follow()
+        return Drafts(*joined(choices[:k]))
 
 
-def measure(model, prompts: list, stops: set[int], n: int, rule) -> tuple[dict, list]:
-    """Stats per category with a drafting rule, and the texts."""
+def measure(model, prompts: list, stops: set[int], n: int, drafter: Heads) -> tuple[dict, list]:
+    """Stats per category with a drafter, and the texts."""
     counts: dict[str, mlx_mtp.Stats] = {}
     texts = []
-    step_module.draft = rule
+    model.drafter = drafter
     for category, prompt in prompts:
         stats = mlx_mtp.Stats()
         steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, stop_tokens=stops, stats=stats, adaptive=False)
         texts.append([token for token, _, _ in steps])
         for name in (category, "all"):
             counts.setdefault(name, mlx_mtp.Stats()).add(stats)
-    step_module.draft = draft
+    model.drafter = None
     return counts, texts
 
 
@@ -92,7 +97,7 @@ def main(model: str, prompts: Path, max_tokens: int) -> None:
     """Acceptance per depth by the exact rule and by the approximation."""
     loaded, tokenizer = mlx_mtp.load(model)
     encoded = read_prompts(tokenizer, prompts)
-    rules = {"exact": draft, "never revisits": draft_without_revisiting}
+    rules = {"exact": Heads(loaded), "never revisits": NeverRevisits(loaded)}
     stops = set(tokenizer.eos_token_ids)
     results, texts = {}, []
     for name, rule in rules.items():

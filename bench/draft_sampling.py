@@ -77,10 +77,10 @@ class Recorder:
     def __exit__(self, *_):
         DraftChooser.__call__, Picker.pick = self.real
 
-    def choose(self, chooser: DraftChooser, model, depth, row, position):
-        logits = model.draft_logits(depth, row)[0]
+    def choose(self, chooser: DraftChooser, output, position):
+        logits = output.logits()
         self.q.append(mx.softmax(chooser.options.scores(logits - mx.logsumexp(logits), chooser.key))[0])
-        return self.real[0](chooser, model, depth, row, position)
+        return self.real[0](chooser, output, position)
 
     def pick(self, picker: Picker, model, hidden, position, history, drafts):
         if drafts.size:

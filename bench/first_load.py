@@ -249,7 +249,13 @@ def cycles(model: Any) -> None:
     """Build cycles behind a prompt, for their launches."""
     cache, width = reached(model, CYCLES[0]), model.no_hidden().shape[-1]
     for rows in CYCLES:
-        built(model, cache, mx.zeros((1, rows, width), mx.bfloat16), mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32))
+        built(
+            model,
+            cache,
+            mx.zeros((1, rows, width), mx.bfloat16),
+            mx.zeros((1, rows), mx.int32),
+            mx.zeros(1, mx.int32),
+        )
 
 
 def simulated(name: str, mac: Mac, typing: float = 20.0) -> tuple[Start, Start]:

@@ -47,10 +47,14 @@ from rich.table import Table
 
 import mlx_mtp
 from mlx_mtp.bench.result import environment
-from mlx_mtp.decoding.draft import NO_DRAFTS, Run
+from mlx_mtp.decoding.drafters import drafter_of
+from mlx_mtp.decoding.drafters.drafter import Frame
+from mlx_mtp.decoding.members import Single
 from mlx_mtp.decoding.replay import Compiled, Recorder
+from mlx_mtp.decoding.run import NO_DRAFTS, Run
 from mlx_mtp.decoding.sampling import Picker
-from mlx_mtp.decoding.step import Frame, step
+from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.decoding.step import step
 from mlx_mtp.layers.expert_rows import number_rows
 from mlx_mtp.tuning import kernel_switch as switch
 from mlx_mtp.tuning.plan import Plan
@@ -253,13 +257,14 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
     if replayed:
         cache.to_device()
     hidden = mx.zeros((1, rows, WIDTH), model.no_hidden().dtype)
-    before = Run(hidden, mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32)).given
-    frame = Frame(model, cache, Plan("heads", k) if k else Plan(), Picker(), base=4)
+    before = Run(hidden, mx.zeros((1, rows), mx.int32), mx.zeros(1, mx.int32)).given
+    drafter = drafter_of(model) if k else None
+    frame = Frame(model, cache, Plan(k=k), drafter, (Single(Picker()),), base=4)
     mx.eval(hidden, before.tokens, cache.arrays)
     compiled, mark = Compiled(Recorder(), CompileChoice(True)), cache.mark()
 
     def run() -> list[mx.array]:
-        recorded = compiled.find(frame, rows) if replayed else None
+        recorded = compiled.find(frame, rows, Stats()) if replayed else None
         new, arrays = (recorded or partial(step, frame))(before, cache.unload(), NO_DRAFTS)
         if recorded:
             cache.load(arrays, 5 + rows, 5)

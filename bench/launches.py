@@ -32,9 +32,12 @@ from rich.table import Table
 from mlx_mtp.bench.decode import twin
 from mlx_mtp.bench.roofline.cost import KERNELS
 from mlx_mtp.cache.prompt_cache import PromptCache, make_prompt_cache
-from mlx_mtp.decoding.draft import Run, prime
+from mlx_mtp.decoding.drafters import drafter_of
+from mlx_mtp.decoding.drafters.drafter import Frame
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
-from mlx_mtp.decoding.step import Frame, step
+from mlx_mtp.decoding.step import step
 from mlx_mtp.layers import gated_delta
 from mlx_mtp.tuning import kernel_switch as switch
 from mlx_mtp.tuning.plan import Plan
@@ -55,7 +58,8 @@ def at_rest(model: Any, rows: int) -> PromptCache:
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     cache.tokens = tokens
     cache.push(hidden)
-    prime(model, cache, tokens, 0, rows - 1, step=rows)
+    if drafter := drafter_of(model):
+        drafter.read(model, cache, tokens, 0, rows - 1, step=rows)
     return cache
 
 
@@ -124,14 +128,15 @@ def cycle_of(model: Any, rows: int) -> tuple[Callable[..., list[mx.array]], list
 
 
 def _before(rows: int) -> list[mx.array]:
-    arrays = [mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros(rows, mx.int32), mx.zeros(1, mx.int32)]
+    arrays = [mx.zeros((1, rows, WIDTH), mx.bfloat16), mx.zeros((1, rows), mx.int32), mx.zeros(1, mx.int32)]
     mx.eval(arrays)
     return arrays
 
 
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
     """A cycle on top of rows that ended at position 4, as many drafts as theirs; all that it computes."""
-    frame = Frame(model, cache, Plan("heads", tokens.size - 1), Picker(), base=4)
+    plan, drafter = Plan(k=tokens.size - 1), drafter_of(model)
+    frame = Frame(model, cache, plan, drafter if plan.k else None, (Single(Picker()),), base=4)
     run, _ = step(frame, Run(hidden, tokens, accepted), cache.unload())
     return [run.packed, *cache.arrays]
 

@@ -17,11 +17,15 @@ from launches_models import MODELS, WIDTH
 from rich.console import Console
 from rich.table import Table
 
-from mlx_mtp.batch.pool import Pool
-from mlx_mtp.batch.replay import Chosen
-from mlx_mtp.batch.step import Frame, Run, step
+from mlx_mtp.cache.pool import Pool
 from mlx_mtp.cache.slots import Span
+from mlx_mtp.decoding.drafters import drafter_of
+from mlx_mtp.decoding.drafters.drafter import Frame
+from mlx_mtp.decoding.members import Single
+from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.step import step
+from mlx_mtp.tuning.plan import Plan
 
 TEXTS, ROWS = 4, 4
 MOST = 1.6  # times the launches of one text's cycle, what all may have
@@ -36,8 +40,9 @@ class Together:
             pool, texts = Pool(cache), [(slot, cache.copy()) for slot in range(TEXTS)]
             pool.regroup(Span(range(TEXTS), TEXTS), range(TEXTS), texts)
             pool.wake(texts)
-            self.frame = Frame(model, pool, ROWS - 1, [Chosen(Picker(), True)] * TEXTS, True, ROWS)
-            _, reached = step(self.frame, Run(*self.rows()), pool.unload(heads=True), None)
+            pool.live, plan = True, Plan(k=ROWS - 1)
+            self.frame = Frame(model, pool, plan, drafter_of(model), [Single(Picker())] * TEXTS, ROWS)
+            _, reached = step(self.frame, Run(*self.rows()), pool.unload())
         blank = {id(part): mx.zeros_like(part) for parts in reached.parts for part in parts}  # some share positions
         parts, kept = [tuple(blank[id(part)] for part in each) for each in reached.parts], reached.kept
         ends = mx.full(TEXTS, ROWS), mx.full(TEXTS, ROWS)
@@ -53,7 +58,7 @@ class Together:
 
     def cycle(self, *rows: mx.array) -> list[mx.array]:
         """Step on from there; all that is computed."""
-        run, arrays = step(self.frame, Run(*rows), self.arrays, None)
+        run, arrays = step(self.frame, Run(*rows), self.arrays)
         return [run.packed, *(part for parts in arrays.parts for part in parts), *arrays.kept]
 
 

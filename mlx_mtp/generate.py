@@ -20,13 +20,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch.generator import BatchGenerator
 from .batch.sequence import Response
-from .cache.from_mlx_lm import from_mlx_lm
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
+from .decoding.drafters import drafters_of
 from .decoding.loop import Yielded, decode
-from .decoding.memory_needs import RESERVED_TOKENS, check_prompt, within
+from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
@@ -89,57 +89,22 @@ def generate_step(
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
-    step = _check(model, sampling, sampler, draft_sampling, prefill_step_size)
+    step = checked.check_step(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, step, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    tokens, k, cache = _open(model, prompt, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout)
-    max_tokens = _make_room(model, cache, len(tokens), max_tokens, step, max_context, check=check_memory)
+    given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, *given)
+    max_tokens = make_room(model, cache, len(tokens), max_tokens, step, max_context, check=check_memory)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
-    tokens, key = _agreed(model, tokens, random_key(seed), same)
+    tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     settings = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
     decoder, keep = _decoder(model, cache, picker, stats, step, k, lookup, **settings)
     steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
     return in_turns(_closed_by(steps, keep))
-
-
-def _check(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, step: int | None) -> int:
-    """Return the tokens per prefill chunk; ValueError for a model of mlx_lm's, or sampling that is not possible."""
-    checked.check_model(model)
-    sampling.validate(model.vocab_size)
-    checked.check_sampling(sampling, sampler, mode)
-    return checked.default_step(model) if step is None else step
-
-
-def _open(
-    model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
-) -> tuple[list[int], int, PromptCache]:
-    """Return the prompt's token ids, the most drafts per cycle, and the cache, a new one where none is given.
-
-    layout: of a new cache, as `cache_for` takes it.
-    """
-    tokens, given = checked.token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
-    k = checked.draft_count(num_draft_tokens, model, given)
-    return tokens, k, checked.cache_for(model, given, k, *layout)
-
-
-def _make_room(
-    model: Target, cache: PromptCache, prompt: int, most: int, step: int, max_context: int | None, *, check: bool
-) -> int:
-    """Reserve the positions of `prompt` tokens and at most `most` new ones (-1: no limit); return how many new ones
-    the context allows. Raises ValueError where memory is short, if that is to be checked."""
-    most = within(max_context, cache.offset, prompt, most)
-    check_prompt(model, cache, prompt, most, step, ignore=not check)
-    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if most == -1 else min(most, RESERVED_TOKENS)))
-    return most
-
-
-def _agreed(model: Target, tokens: list[int], key: mx.array, options: tuple) -> tuple[list[int], mx.array]:
-    """Return the tokens and the key of draws, rank 0's where the model is split over ranks."""
-    return agreed(model.ranks, tokens, key, options) if model.ranks else (tokens, key)
 
 
 def _decoder(
@@ -158,7 +123,7 @@ def _decoder(
     """Make a generation's decoder, and the function that keeps its costs for the next generation."""
     compiled = compiled_for(model, cache, picker, compile_cycles)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=p_min > 0, compiled=compiled)
-    agreement = Agreement(model.ranks, control) if model.ranks else control
+    agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, p_min, compiled)
     return decoder, partial(remember, model, control, compiled)
 

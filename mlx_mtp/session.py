@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from .cache.from_mlx_lm import from_mlx_lm
-from .cache.prompt_cache import Mark, PromptCache, Quantizing, make_prompt_cache
+from .cache.mark import Mark, Quantizing
+from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import render, shared
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -118,3 +119,26 @@ def test_nothing_outside_models_knows_a_family():
         if room_of(file) in ("models", "demo") or file.name == "kernels_cases.py":  # shapes of released models
             continue
         assert not [f for f in families if f in file.read_text()], file
+
+
+def test_no_name_is_defined_both_for_one_sequence_and_for_several():
+    """`decoding/` and `batch/` are one engine: what both need is written once, and a word means one thing."""
+    special = {
+        "fail",
+        "__init__",
+        "__len__",
+        "__post_init__",
+    }  # `fail`: of `decoding.run.Member`, which texts satisfy
+
+    def defined(room: str) -> set[str]:
+        trees = [ast.walk(ast.parse(file.read_text())) for file in FILES if room_of(file) == room]
+        return {node.name for tree in trees for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+    assert defined("decoding") & defined("batch") <= special
+
+
+def test_what_explains_a_token_is_short():
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("**One token, from prompt to screen**")[2]
+    files = re.findall(r"^\d+\. `(\S+)`:", page.partition("What a word means")[0], re.MULTILINE)
+    assert len(files) == 12
+    assert sum((ROOT / file).read_text().count("\n") for file in files) <= 1800

@@ -6,7 +6,7 @@ from ..decoding.memory_needs import UNCHECKED, kv_bytes
 from ..layers.target import Target
 from ..machine import memory
 from .group import layout_of
-from .replay import slots_for
+from .rows import slots_for
 from .sequence import Sequence
 
 

@@ -13,16 +13,17 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
-from ..decoding.prefill import first_tokens, read_chunk, test_heads
+from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
+from ..decoding.text import Text
 from ..layers.target import Target
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_texts
 from .admission import Admission
 from .control import Controls
 from .places import Places
-from .sequence import PromptResponse, Response, Sequence
+from .sequence import PromptResponse, Response, Sequence, first_tokens
 from .settings import Settings
 
 
@@ -62,10 +63,10 @@ class BatchGenerator:
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, step, settings.seed, settings.draft_p_min)
         self._stops = StopSequences(stop_tokens or None)
-        how = {"adaptive": settings.adaptive, "replayed": settings.replays}
+        how = {"adaptive": settings.adaptive, "p_min": settings.draft_p_min > 0, "replayed": settings.replays}
         self._admission = Admission(model, ignore=not settings.check_memory, replayed=settings.replays)
         self._unprocessed: deque[Sequence] = deque()
-        self._places = Places(settings, Controls(model, **how).of)
+        self._places = Places(settings, Controls(model, **how).control)
         self.failed: int | None = None
         self._failed: list[tuple[int, Exception]] = []
         self._uids = 0
@@ -98,7 +99,7 @@ class BatchGenerator:
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the caches of all texts."""
-        return self._places.nbytes + sum(s.cache.nbytes for s in self._texts())
+        return self._places.pool_nbytes + sum(s.cache.nbytes for s in self._texts())
 
     def insert(
         self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any
@@ -166,7 +167,7 @@ class BatchGenerator:
             raise self._failed.pop(0)[1]
         counters, tic, there = self._counters, time.perf_counter(), self._places.texts
         places = len(self._places)
-        shown = self._places.step()
+        shown = self._places.cycle()
         self._note_failed(there)
         counters.generation_steps += places
         counters.decode_time += time.perf_counter() - tic
@@ -202,7 +203,7 @@ class BatchGenerator:
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
         """Copy the caches of texts as they stand, each with the tokens it holds; they go on."""
         found = {}
-        for text in self._chosen(uids):
+        for text in self._texts_of(uids):
             cache = text.cache.copy() if text in self._unprocessed else self._places.cache_of(text)
             found[text.uid] = cache, list(cache.tokens)
         return found
@@ -211,7 +212,7 @@ class BatchGenerator:
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Let texts go before their end; return, if asked for, the cache of each and the tokens it holds."""
         caches = self.extract_cache(uids) if return_prompt_caches else {}
-        for text in self._chosen(uids):
+        for text in self._texts_of(uids):
             if text in self._unprocessed:
                 self._unprocessed.remove(text)
             else:
@@ -219,7 +220,7 @@ class BatchGenerator:
         self._failed = [(uid, error) for uid, error in self._failed if uid not in set(uids)]
         return caches
 
-    def _chosen(self, uids: Any) -> list[Sequence]:
+    def _texts_of(self, uids: Any) -> list[Sequence]:
         return [text for text in self._texts() if text.uid in set(uids)]
 
     def _texts(self) -> list[Sequence]:
@@ -249,7 +250,7 @@ class BatchGenerator:
             text.begun = True
             text.stats.start()
             text.cache.begin(text.cache.offset + text.total)
-        hidden, n = self._read_chunk(text)
+        hidden, n = self._read_piece(text)
         self._counters.prompt_tokens += n
         whole, text.segments = not text.segments[0], [piece for piece in text.segments if piece]
         done = text.total - sum(map(len, text.segments))
@@ -264,7 +265,7 @@ class BatchGenerator:
         there = self._places.texts
         return text.begun or (len(there) < self.completion_batch_size and self._admission.lets_in(text, there))
 
-    def _read_chunk(self, text: Sequence) -> tuple[mx.array, int]:
+    def _read_piece(self, text: Sequence) -> tuple[mx.array, int]:
         step, piece = self.settings.step, text.segments[0]
         hidden, n = read_chunk(self.model, text.cache, piece[:step], heads=text.k > 0, step=step)
         text.segments[0] = piece[n:]
@@ -274,12 +275,13 @@ class BatchGenerator:
         """Choose the first token of a text whose prompt has been read, and let it decode."""
         if text.k:
             test_heads(self.model)
-        run, first = first_tokens(self.model, text.cache, hidden, text.picker)
-        text.tokens = list(text.cache.tokens)
-        shown = text.show(first, 0, run.logprobs)
+        run, first = first_tokens(self.model, text, hidden)
+        text.text = Text(text.cache.tokens)
+        shown = text.show(first, 0, run.logprobs[0] if run.logprobs else None)
         text.stats.begins()
+        text.stats.generation_tokens += 1
         if not text.over:
-            self._places.begin(text, run)
+            self._places.let_in(text, run)
         return text.hand_over(shown)
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Generator
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.cycle import Decoder, newest_row
-from ..decoding.draft import Run
-from ..decoding.loop import Yielded, decode_on
+from ..decoding.cycle import Decoder, follow
+from ..decoding.loop import Yielded, cycles, following
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.policy import compiled_for, control_for, remember
+from ..decoding.recovery import newest_row, settle
+from ..decoding.run import Run
 from .sequence import Response, Sequence
 from .settings import Settings
 
@@ -33,7 +34,7 @@ class Lone:
         self._decoder: Decoder | None = None
         self._steps: Generator[Yielded, None, None]
 
-    def step(self) -> list[Response]:
+    def cycle(self) -> list[Response]:
         """Take a cycle; return its tokens."""
         d, text, shown = self._decoder or self._begun(), self.text, []
         text.stats.crowded, self.hidden = self.hidden, False
@@ -54,7 +55,7 @@ class Lone:
         if self._decoder is None:
             return []
         self._decoder.ended = True
-        shown = self.step()
+        shown = self.cycle()
         self.rest()
         return shown
 
@@ -82,3 +83,17 @@ class Lone:
         self._decoder = d = Decoder(s.model, cache, *own)
         self._steps = decode_on(d, self.run, text.left)
         return d
+
+
+def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
+    """Yield, as `decode` does, what follows a token that was shown and that `run`, of one row, has chosen.
+
+    The cache holds all tokens before it, now and when this ends.
+    """
+    first = follow(d, lambda: run)
+    try:
+        d.text.extend(run.read()[0][0])
+        d.clock.restart()
+        yield from cycles(d, following(d, first, None), max_tokens, ())
+    finally:
+        settle(d)

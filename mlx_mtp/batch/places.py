@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.draft import Run
+from ..decoding.run import Run
 from .control import Control
 from .group import Group, layout_of
 from .lone import Lone, is_lone
@@ -18,10 +18,10 @@ class Places:
 
     Texts whose caches have one layout share a pool; who is the only one of a layout decodes alone. Either is left
     when the company changes, between two cycles, with a cache at rest and the row that chose the last token.
-    controls: `Controls.of`.
+    controls: `Controls.control`.
     """
 
-    def __init__(self, settings: Settings, controls: Callable[[int, int], Control]):
+    def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
         self.settings, self.controls = settings, controls
         self.lone: list[Lone] = []
         self.groups: dict[str, Group] = {}
@@ -35,11 +35,11 @@ class Places:
         return [*pooled, *(lone.text for lone in self.lone)]
 
     @property
-    def nbytes(self) -> int:
+    def pool_nbytes(self) -> int:
         """Bytes of the pools."""
         return sum(group.pool.nbytes for group in self.groups.values() if group.pool)
 
-    def begin(self, text: Sequence, run: Run) -> None:
+    def let_in(self, text: Sequence, run: Run) -> None:
         """Let a text decode that has a cache at rest; `run` has chosen the token behind it, which was shown."""
         layout = None if is_lone(text) else layout_of(text.cache)
         if layout in self.groups or (layout and any(lone.layout == layout for lone in self.lone)):
@@ -47,7 +47,7 @@ class Places:
         else:
             self.lone.append(Lone(text, run, self.settings, layout))
 
-    def step(self) -> list[Response]:
+    def cycle(self) -> list[Response]:
         """Take a cycle of every text, after which some may move; return what was said."""
         shown = []
         for lone in self.lone:
@@ -56,11 +56,11 @@ class Places:
                 if not lone.text.over:
                     self.groups[lone.layout].join(lone.text, lone.run)
             else:
-                shown += lone.step()
+                shown += lone.cycle()
         self.lone = [lone for lone in self.lone if lone.layout not in self.groups]
         for layout, group in [*self.groups.items()]:
             if group.alone < CALM:
-                shown += group.step()
+                shown += group.cycle()
                 continue
             said, left = group.finish()
             shown += said
@@ -102,7 +102,7 @@ class Places:
     def _group(self, layout: str) -> Group:
         if layout not in self.groups:
             settings = self.settings
-            how = {"chunk": settings.step, "compile_cycles": settings.compile_cycles}
+            how = {"chunk": settings.step, "compile_cycles": settings.compile_cycles, "p_min": settings.draft_p_min}
             self.groups[layout] = Group(settings.model, self.controls, settings.stats, **how)
         return self.groups[layout]
 

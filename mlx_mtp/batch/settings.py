@@ -21,10 +21,7 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 
 
 class Settings:
-    """The options of `generate_step` that hold for every text, by name, less those that each text may choose.
-
-    prompt_lookup and draft_p_min, which change the speed alone, serve a text that decodes alone.
-    """
+    """The options of `generate_step` that hold for every text, by name, less those that each text may choose."""
 
     def __init__(
         self,

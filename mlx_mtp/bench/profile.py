@@ -16,10 +16,10 @@ import mlx.core as mx
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding import cycle
 from ..decoding.cycle import Decoder, Flight, prepare
-from ..decoding.draft import prime
+from ..decoding.policy import source_of
 from ..decoding.sampling import Picker
 from ..decoding.stats import Stats
-from ..decoding.step import Frame, propose, verify
+from ..decoding.step import propose, verify
 from ..generate import generate_step
 from ..tuning.plan import Fixed, Plan
 from .timing import interleaved
@@ -83,15 +83,15 @@ Watch = TypeVar("Watch", bound=Timer)
 
 def decode_in_phases(work: Workload, watch: Watch) -> Watch:
     """Generate once, phase by phase; returns the watch, which got tokens, cycles and seconds."""
-    tic = time.perf_counter()
+    tic, plan = time.perf_counter(), Plan(source_of(work.model), work.k) if work.k else Plan()
     with watch.during("prefill"):
         d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
         if work.k:
-            prime(work.model, d.cache, d.text.tokens, last.base - d.cache.behind, last.base, step=work.step)
+            drafter = d.drafters[plan.source]
+            drafter.read(work.model, d.cache, d.text.tokens, last.base - d.behind, last.base, step=work.step)
         mx.eval(last.run.packed, d.cache.arrays)
         last.after.release()
-        newest, accepted = last.run.read()
-    plan = Plan("heads", work.k) if work.k else Plan()
+        ((newest, accepted),) = last.run.read()
     while True:
         with watch.during("commit"):
             watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
@@ -100,7 +100,7 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
             break
         last = _cycle(d, last, plan, accepted, watch)
         with watch.during("commit"):
-            newest, accepted = last.run.read()
+            ((newest, accepted),) = last.run.read()
         watch.cycles += 1
     watch.wall = time.perf_counter() - tic
     return watch
@@ -117,9 +117,8 @@ def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int)
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
     """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
     cache, new = d.cache, Flight(plan, last.after)
-    frame = Frame(d.model, cache, plan, d.picker, last.base)
     with watch.during("build the draft"):
-        prepare(d, last, plan, on_device=False)
+        frame, _ = prepare(d, last, plan, None)
         drafts = propose(frame, last.run.given, cache.unload())
     if plan.k:
         watch.evaluate("draft", cache.heads, drafts.tokens, cache.kept)

@@ -19,12 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..batch import step as together
 from ..checkpoint.files import resolve
 from ..checkpoint.load import load
+from ..decoding import step as one_step
+from ..decoding.members import Members
 from ..decoding.policy import Learned, kernels_of
 from ..decoding.prefill_chunk import prefill_chunk
-from ..decoding.sampling import Picker
 from ..demo import demo_path
 from ..layers.target import Target
 from ..session import render
@@ -172,28 +172,21 @@ def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
 
     Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
     """
-    right, pick, pick_together = draws(rates, 0), Picker.pick, together.pick
+    right, pick = draws(rates, 0), one_step.pick
     mx.eval(right)
 
-    def forced(self: Picker, model: Target, hidden: mx.array, position: Any, history: Any, drafts: mx.array):
-        tokens, logprobs = pick(self, model, hidden, position, history, drafts)
-        if not (k := drafts.size):
-            return tokens, logprobs
-        row = right[mx.array(position).reshape(1) % POSITIONS][0, :k]
-        return mx.concatenate([_forced(tokens[:k], drafts, row, model), tokens[k:]]), logprobs
-
-    def forced_together(model: Target, hidden: mx.array, position: mx.array, drafts: mx.array | None, texts: Any):
-        tokens, logprobs = pick_together(model, hidden, position, drafts, texts)
+    def forced(model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members):
+        tokens, logprobs = pick(model, hidden, position, drafts, members)
         if drafts is None:
             return tokens, logprobs
-        rows, k = right[position % POSITIONS], drafts.shape[1]
+        rows, k = right[mx.array(position).reshape(-1) % POSITIONS], drafts.shape[1]
         return mx.concatenate([_forced(tokens[:, :k], drafts, rows[:, :k], model), tokens[:, k:]], axis=1), logprobs
 
-    Picker.pick, together.pick = forced, forced_together
+    one_step.pick = forced
     try:
         yield
     finally:
-        Picker.pick, together.pick = pick, pick_together
+        one_step.pick = pick
 
 
 def _forced(tokens: mx.array, drafts: mx.array, right: mx.array, model: Target) -> mx.array:

@@ -15,8 +15,10 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..cache.ring import MAX_ROWS
-from ..decoding.draft import NONE_ACCEPTED, Drafts, Run
-from ..decoding.step import Frame, verify
+from ..decoding.drafters.drafter import Frame
+from ..decoding.members import Single
+from ..decoding.run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
+from ..decoding.step import verify
 from ..kernels import on_metal
 from ..layers.port import Port
 from ..tuning.kernel_sites import place
@@ -92,9 +94,10 @@ class VerifyPass:
             c.seek(at, start)
         for c, parts in zip(self.recurrent, self.states[states], strict=True):
             c.parts = parts
-        last = Run(self.d.model.no_hidden(), self.text[start : start + 1], NONE_ACCEPTED)
-        frame = Frame(self.d.model, cache, Plan(), self.d.picker, start)
-        return verify(frame, last, Drafts(self.text[start + 1 : start + rows]))
+        last = Run(self.d.model.no_hidden(), self.text[None, start : start + 1], NONE_ACCEPTED)
+        frame = Frame(self.d.model, cache, Plan(), None, (Single(self.d.picker),), start)
+        drafts = Drafts(self.text[None, start + 1 : start + rows]) if rows > 1 else NO_DRAFTS
+        return verify(frame, last, drafts)
 
     def run(self, rows: int, start: int, states: int) -> float:
         """Seconds of such a pass; its graph is built before."""

@@ -23,7 +23,8 @@ from ..machine.memory import check_room
 from ..machine.stream import in_turn
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
-from .prompt_cache import PromptCache, Quantizing
+from .mark import Quantizing
+from .prompt_cache import PromptCache
 from .prompt_prefix import PromptPrefix
 
 FORMAT = 2

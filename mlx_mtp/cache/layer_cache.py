@@ -128,8 +128,8 @@ class CachedModel(Protocol):
         """Return what each layer that has a cache needs."""
         ...
 
-    def head_windows(self) -> list[int | None]:
-        """Return the attention window of each MTP head, None where it sees all positions."""
+    def head_windows(self) -> list[CacheKind]:
+        """Return what each cache of its drafter needs; of an MTP head its attention's window."""
         ...
 
     def no_hidden(self) -> mx.array:

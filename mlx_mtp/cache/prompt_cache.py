@@ -1,72 +1,51 @@
 """Hold the state of one conversation: the target's caches, its MTP heads' caches, and what joins them.
 
-Depth j's slot p (see `draft.py`) lives at position p + j of its cache, so every cache counts positions alike:
-position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
+Depth j's slot p (see `decoding/drafters/heads.py`) lives at position p + j of its cache, so every cache counts
+positions alike: position i of depth j reads token x_{i+1}, and all heads stand at the same offset, `primed`.
 """
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..machine.stream import in_turn
 from .kinds import from_configs, make_caches
+from .kv_format import check_layout, group_size_for
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
-from .mlx_lm_caches import ListOfOne, MlxLmCaches
+from .mark import Mark, Quantizing
+from .mlx_lm_caches import ListOfOne
 from .prompt_prefix import PromptPrefix
 from .ring import Ring
+from .step_cache import StepCache, seek
 
-GROUP_SIZES = (32, 64, 128)  # that MLX quantizes by
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
 AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
-@dataclass
-class Mark:
-    """A PromptCache's state at one moment, to go back to: references only, nothing is copied.
+class PromptForm(NamedTuple):
+    """What a step on a PromptCache depends on besides its arrays.
 
-    held:   (cache, parts, start) of those that a lower offset does not bring back: states, and where the moment is at
-            rest wrapped windows too, of which the first write after it makes a copy.
-    caches: (cache, offset, limit, parts) of all; None where a later write may be in place.
+    context: the caches' one. layers, heads: their `config`s, no heads where they have no part, and without the starts
+    of these, which are inputs.
     """
 
-    length: int
-    primed: int
-    kept: list[mx.array]
-    backlog: list[mx.array]
-    held: list[tuple]
-    caches: list[tuple] | None
-    quantizing: "Quantizing | None"
+    context: int
+    layers: tuple
+    heads: tuple
 
-    def release(self) -> None:
-        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
-        self.caches = None
-
-
-class CacheArrays(NamedTuple):
-    """The arrays of a PromptCache that a cycle reads and writes; those of idle heads are left out.
-
-    ends: where the target stands, and the heads if they follow it: int32 [1], or an int while the host counts.
-    """
-
-    ends: tuple[Any, Any]
-    parts: list[Any]
-    kept: list[mx.array]
+    def made(self, model: CachedModel) -> "PromptCache":
+        """Make a cache of this form that holds no arrays."""
+        caches, n = from_configs([dict(config) for config in (*self.layers, *self.heads)]), len(self.layers)
+        cache = PromptCache(model, caches[:n], caches[n:], None, [])
+        cache.begin(self.context)
+        cache.live = bool(self.heads)
+        return cache
 
 
-@dataclass(frozen=True)
-class Quantizing:
-    """Quantize the target's caches before position `start` is read."""
-
-    start: int
-    bits: int
-    group_size: int
-
-
-class PromptCache(ListOfOne):
+class PromptCache(StepCache, ListOfOne):
     """Caches of the target (`layers`) and of its heads (`heads`), and the tokens they hold.
 
     After a generation it holds every token of the conversation except the last one yielded, exactly as if the
@@ -122,7 +101,7 @@ class PromptCache(ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Make an empty cache of the same layout; what has been quantized begins so."""
-        heads = [{**c.empty_config, "start": depth} for depth, c in enumerate(self.heads)]
+        heads = [{**c.empty_config, "start": depth * bool(self.kept)} for depth, c in enumerate(self.heads)]
         kept = [self.model.no_hidden() for _ in self.kept]
         layers = from_configs([c.empty_config for c in self.layers])
         new = PromptCache(self.model, layers, from_configs(heads), self.reach, kept)
@@ -188,61 +167,51 @@ class PromptCache(ListOfOne):
         return sum(rows.shape[1] for rows in self.backlog)
 
     def wake(self, base: int) -> None:
-        """Let the heads, which have read all before position `base`, follow the target from now on."""
+        """Let the drafter, which has read all before position `base`, follow the target from now on."""
         self.to_device()
         if not self.live:
-            assert self.primed == base, "rows that the heads have not read"
+            assert self.primed == base or not self.heads, "rows that the drafter has not read"
             self.live = True
-            _seek(self.heads, mx.array([self.primed]), self.primed)
+            seek(self.heads, mx.array([self.primed]), self.primed)
 
     def idle(self, base: int) -> None:
         """Let the heads stand at position `base`, all before which live heads have read."""
         if self.live:
             self.live, self.primed = False, base
-            _seek(self.heads, base, base)
+            seek(self.heads, base, base)
 
     def to_device(self) -> None:
         """Hand the target's position to the device, so that it can roll back there."""
         if isinstance(self.layers[0].offset, int):
             position = self.layers[0].offset
-            _seek(self.layers, mx.array([position]), position)
+            seek(self.layers, mx.array([position]), position)
 
     def to_host(self, position: int) -> None:
         """Take the target's position back from the device, where the host knows it to be `position`."""
         if not isinstance(self.layers[0].offset, int):
-            _seek(self.layers, position, position)
-
-    def rollback(self, n: mx.array) -> None:
-        """Take the last n positions of the target back, for a device-side n."""
-        offset = self.layers[0].offset - n
-        for c in self.layers:
-            c.seek(offset, c.limit)
+            seek(self.layers, position, position)
 
     def advance(self, base: int) -> None:
         """Note that the run now under way began at position `base`; live heads have read all before it."""
         if self.live:
             self.primed = base
 
-    def heads_follow(self) -> None:
-        """Move the heads to where the target stands."""
-        _seek(self.heads, self.layers[0].offset, self.layers[0].limit)
+    @property
+    def starts(self) -> mx.array:
+        """Where the heads' caches that follow the target start, int32 [heads]."""
+        return mx.array([c.start for c in self.heads] if self.live else [], mx.int32)
 
-    def unload(self) -> CacheArrays:
-        """Give out what a cycle reads and writes."""
+    @starts.setter
+    def starts(self, values: mx.array) -> None:
+        for i, c in enumerate(self.heads):
+            c.start = values[i : i + 1]
+
+    def form(self) -> PromptForm:
         heads = self.heads if self.live else []
-        ends = self.layers[0].offset, heads[0].offset if heads else None
-        return CacheArrays(ends, [c.parts for c in (*self.layers, *heads)], self.kept if heads else [])
-
-    def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Take in what `unload` gave out, and bounds of where the target and its heads now stand."""
-        parts = iter(arrays.parts)
-        for c in self.layers:
-            c.seek(arrays.ends[0], limit)
-            c.parts = next(parts)
-        for c in self.heads if self.live else ():
-            c.seek(arrays.ends[1], heads_limit)
-            c.parts = next(parts)
-        self.kept = arrays.kept if self.live else self.kept
+        layers = tuple(tuple(c.config.items()) for c in self.layers)
+        return PromptForm(
+            self.layers[0].context, layers, tuple(tuple({**c.config, "start": 0}.items()) for c in heads)
+        )
 
     def mark(self) -> Mark:
         """Note the state now, in the middle of a generation, to go back to with `restore`."""
@@ -329,13 +298,8 @@ class PromptCache(ListOfOne):
     def settle(self, tokens: list[int]) -> None:
         """Come to rest holding `tokens`: every position is a host integer again."""
         self.tokens, self.live = tokens, False
-        _seek(self.layers, len(tokens), len(tokens))
-        _seek(self.heads, self.primed, self.primed)
-
-
-def _seek(caches: list, offset: int | mx.array, limit: int) -> None:
-    for c in caches:
-        c.seek(offset, limit)
+        seek(self.layers, len(tokens), len(tokens))
+        seek(self.heads, self.primed, self.primed)
 
 
 @in_turn()
@@ -360,41 +324,24 @@ def make_prompt_cache(
         rotating cache when it decodes; no kernel reads it, MLX does. Raises ValueError on a bad value.
     """
     kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
-    if kv_group_size not in GROUP_SIZES:
-        raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
-    for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
-        if bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
-        if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
-            raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
-        head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
-        if head_dim % kv_group_size:
-            raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
-    if max_kv_size is not None and max_kv_size < 1:
-        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
-    if max_kv_size is not None and MlxLmCaches in model.windows():
-        raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
+    check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()
+    chained = getattr(getattr(model, "drafter", None), "chained", True)
     if num_draft_tokens is not None:
-        heads = heads[:num_draft_tokens]
+        heads = heads[:num_draft_tokens] if chained or not num_draft_tokens else heads
     later = kv_bits is not None and quantized_kv_start > 0
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
-        make_caches(heads, starts=list(range(len(heads))), **draft),
-        None if None in heads else min(AT_FIRST, sum(window for window in heads if window)),
-        [model.no_hidden() for _ in heads[1:]],
+        make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
+        min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
+        if all(isinstance(w, int) for w in heads)
+        else None,
+        [model.no_hidden() for _ in heads[1:] if chained],
     )
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
-
-
-def group_size_for(model: CachedModel) -> int:
-    """Find the largest usual group size that quantized keys and values of `model` can have, else 64."""
-    head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention quantizes nothing
-    return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -57,23 +57,22 @@ class PooledKV(LayerCache):
     def __init__(self, ring: Ring | None = None):
         self.ring, self.window = ring, ring and ring.window
         self.limit, self.starts = 0, []
-        self.buffers: Parts = ()
+        self.parts: Parts = ()
         self.offset: Any = None
         self.start: Any = 0
         self.span = Span([0], 1)
         self.once = OncePerPass()
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.buffers)
-
-    @property
     def capacity(self) -> int:
-        return self.buffers[0].shape[2] if self.buffers else 0
+        return self.parts[0].shape[2] if self.parts else 0
 
-    def hold(self, rows: int, like: Parts) -> None:
-        """Have slots for the span of so many rows, by a copy where there are fewer; like: arrays [.., H, .., D]."""
-        have, capacity = (self.buffers[0].shape[0], self.capacity) if self.buffers else (0, 0)
+    def hold(self, rows: int, like: Parts = ()) -> None:
+        """Have slots for the span of so many rows, by a copy where there are fewer.
+
+        like: arrays [.., H, .., D] of its form, where it holds none.
+        """
+        have, capacity = (self.parts[0].shape[0], self.capacity) if self.parts else (0, 0)
         if self.ring:
             rows = self.ring.slots
         elif rows > capacity:
@@ -81,10 +80,10 @@ class PooledKV(LayerCache):
         slots, rows = max(self.span.count, have), max(rows, capacity)
         if (slots, rows) == (have, capacity):
             return
-        blank = [mx.zeros((slots, part.shape[1], rows, part.shape[3]), part.dtype) for part in like]
-        for new, old in zip(blank, self.buffers, strict=False):
+        blank = [mx.zeros((slots, part.shape[1], rows, part.shape[3]), part.dtype) for part in self.parts or like]
+        for new, old in zip(blank, self.parts, strict=False):
             new[:have, :, :capacity] = old
-        self.buffers = tuple(blank)
+        self.parts = tuple(blank)
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
         """Let the next pass be of the texts of a span, as `Pool.regroup`; newcomers: slot, cache, its positions."""
@@ -96,13 +95,13 @@ class PooledKV(LayerCache):
             if cache.parts:
                 self.hold(rows, cache.parts)
                 self._take_in(slot, cache.parts, min(self.ring.slots, rows) if self.ring else rows)
-        if self.buffers:
-            self.hold(0, self.buffers)
+        if self.parts:
+            self.hold(0)
 
     def _take_in(self, slot: int, parts: Parts, rows: int) -> None:
         """Copy the first rows of a text's keys and values to a slot."""
-        self.buffers = tuple([copy.copy(buffer) for buffer in self.buffers])  # others may hold the old contents
-        for buffer, part in zip(self.buffers, parts, strict=True):
+        self.parts = tuple([copy.copy(buffer) for buffer in self.parts])  # others may hold the old contents
+        for buffer, part in zip(self.parts, parts, strict=True):
             buffer[slot : slot + 1, :, :rows] = part[:, :, :rows]
 
     def copied(self, buffers: Parts, slot: int, rows: int) -> Parts:
@@ -124,12 +123,12 @@ class PooledKV(LayerCache):
             self.hold(self.limit + rows, new)
         if fill is not None:
             new = tuple([mx.take(part, fill, axis=0) for part in new])
-        pairs = zip(self.buffers, new, strict=True)
-        self.buffers = tuple([mx.put_along_axis(part, index, r, axis=2) for part, r in pairs])
+        pairs = zip(self.parts, new, strict=True)
+        self.parts = tuple([mx.put_along_axis(part, index, r, axis=2) for part, r in pairs])
         view, end = self.span.view, self._visible(rows)
         self.offset = self.once(operator.add, self.offset, rows)
         self.limit += rows
-        return self._decode(tuple([part[view, :, :end] for part in self.buffers]))
+        return self._decode(tuple([part[view, :, :end] for part in self.parts]))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Make the mask of each text's next N rows, boolean [n, 1, N, visible rows]."""

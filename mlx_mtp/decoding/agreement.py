@@ -2,42 +2,45 @@
 
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import PromptCache
 from ..kernels import KernelRefused
 from ..ranks.group import Ranks
 from ..tuning.controller import Controller
 from ..tuning.plan import Cycle, Fixed, Plan
-from .prompt_lookup import Text
+from .text import Text
 
 T = TypeVar("T", int, list[int])
-SOURCES = ("heads", "lookup")
 CHECKED = 64  # last tokens of the text that are compared before each cycle
 
 
 class Agreement:
     """Stands in for a generation's control on every rank: plans are those of rank 0's, one cycle before their time.
 
-    ended: rank 0's user wants no more tokens.
+    sources: who may draft, in the same order on all ranks. ended: rank 0's user wants no more tokens.
     """
 
-    def __init__(self, ranks: Ranks, control: Controller | Fixed):
+    def __init__(self, ranks: Ranks, control: Controller | Fixed, sources: Iterable[str]):
         self.ranks, self.control, self.ended = ranks, control, False
+        self.sources = [*sources]
         self._plans: deque[Plan] = deque()
 
-    def meet(self, text: Text, cache: PromptCache, refused: KernelRefused | None = None) -> None:
+    def meet(self, text: Text, behind: int, refused: KernelRefused | None = None) -> None:
         """Receive the next cycle's plan, and compare the last tokens, while nothing is computed.
+
+        behind: rows that the drafter has to read before it drafts.
 
         Raises on every rank RuntimeError where they differ, and KernelRefused where a rank has `refused` kernels of
         the cycle that was to begin.
         """
         said = [0, 0, 0, 0]
         if self.ranks.rank == 0:
-            plan = self.control.plan(text.matched(), 0 if cache.live else cache.behind)
-            said = [SOURCES.index(plan.source), plan.k, int(plan.p_min), int(self.ranks.stopping)]
+            plan = self.control.plan(text.matched(), behind)
+            source = self.sources.index(plan.source) if plan.k else 0
+            said = [source, plan.k, int(plan.p_min), int(self.ranks.stopping)]
         tokens = text.tokens
         same = [len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1]
         found = self.ranks.gather([*said, *same, int(refused is not None)])
@@ -49,7 +52,7 @@ class Agreement:
             self._plans.clear()
             raise KernelRefused(refused.refusals if refused else [], voted=True)
         source, k, p_min, ended, *_ = found[0]
-        self._plans.append(Plan(SOURCES[source], k, bool(p_min)))  # type: ignore[arg-type]
+        self._plans.append(Plan(self.sources[source], k, bool(p_min)) if k else Plan())
         self.ended = self.ended or bool(ended)
 
     @property
@@ -65,8 +68,10 @@ class Agreement:
             self.control.observe(cycle)
 
 
-def agreed(ranks: Ranks, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
+def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
     """Take a generation's prompt and key of draws from rank 0; ValueError where options, as text, differ."""
+    if not ranks:
+        return tokens, key
     ranks.check_alike("an option of a generation", options)
     tokens, words = ranks.told([tokens, key.tolist()])
     return tokens, mx.array(words, mx.uint32)

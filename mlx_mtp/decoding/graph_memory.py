@@ -12,7 +12,7 @@ from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
 from ..kernels import KernelRefused
 from ..layers.target import Target
-from .draft import prime
+from .drafters import drafter_of
 
 # Primitives whose output is a view of their first input, or is written into it.
 VIEWS = {
@@ -46,7 +46,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     if not cache.is_mlx_lm:
         if cache.heads:
             cache.push(hidden)
-            prime(model, cache, [0] * (read + 1), 0, read, step=read)
+            _read(model, cache, read)
         cache.to_device()
         model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
     return hidden.nbytes // hidden.shape[1]
@@ -60,8 +60,14 @@ def shaped(blank: PromptCache) -> PromptCache:
     model: Any = blank.model
     cache, rows = blank.like_new(), len(blank.heads) + 2
     cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
-    prime(model, cache, [0] * (rows + 1), 0, rows, step=rows)
+    _read(model, cache, rows)
     return cache
+
+
+def _read(model: Target, cache: PromptCache, rows: int) -> None:
+    """Let what drafts for the model, if anything does, read the first rows, which wait in the backlog."""
+    if drafter := drafter_of(model):
+        drafter.read(model, cache, [0] * (rows + 1), 0, rows, step=rows)
 
 
 def plain_nbytes(cache: Any, context: int) -> int:

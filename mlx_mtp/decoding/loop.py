@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Generator
 import mlx.core as mx
 
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, builds_ahead, follow, learn, read, read_prompt, resume, settle, submit
-from .draft import Run
+from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, submit
 from .prefill import test_heads
+from .recovery import resume, settle
 
 Yielded = tuple[int, mx.array | None, bool]
 
@@ -40,26 +40,12 @@ def decode(
     d.stats.start()
     first = read_prompt(d, prompt, progress)
     try:
-        yield from _cycles(d, first, max_tokens, stop_tokens)
+        yield from cycles(d, first, max_tokens, stop_tokens)
     finally:
         settle(d)
 
 
-def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
-    """Yield as `decode` does what follows a token that has been shown, and that `run`, of one row, has chosen.
-
-    The cache holds all tokens before it, now and when this ends.
-    """
-    first = follow(d, lambda: run)
-    try:
-        d.text.extend(run.read()[0])
-        d.stats.goes_on()
-        yield from _cycles(d, _next(d, first, None), max_tokens, ())
-    finally:
-        settle(d)
-
-
-def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
+def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
     """Yield the tokens of a cycle that is under way and of those after it; left < 0 means no limit."""
     while left != 0:
         try:
@@ -68,15 +54,16 @@ def _cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) 
             d.newest.failed = True
             cycle = _resumed(d, e)
             continue
-        learn(d, cycle, ahead if isinstance(ahead, Flight) else None)
+        learn(d, cycle)
         for i, token in enumerate(tokens):
             d.shown, d.rows = cycle, i + 1
             d.stats.yields()
+            d.clock.leave()
             yield token, cycle.run.logprobs_of(i), i < cycle.accepted
-            d.stats.resumed()
+            d.clock.resume()
         if over:
             return
-        cycle, left = _next(d, cycle, ahead), left - len(tokens)
+        cycle, left = following(d, cycle, ahead), left - len(tokens)
 
 
 def _advance(
@@ -91,7 +78,8 @@ def _advance(
         ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
     except KernelRefused as e:
         ahead = e
-    tokens, over = _cut(read(d, cycle), left, stop_tokens)  # the one wait
+    built = ahead if isinstance(ahead, Flight) else None
+    tokens, over = _cut(read(d, cycle, built), left, stop_tokens)  # the one wait
     over = over or d.ended
     try:
         if isinstance(ahead, Flight) and not over:
@@ -101,7 +89,7 @@ def _advance(
     return ahead, (tokens, over)
 
 
-def _next(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
+def following(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
     """Return the cycle after this one, whose tokens are out: what was built ahead, or a new one."""
     if isinstance(ahead, TROUBLE):
         return _resumed(d, ahead)
@@ -132,11 +120,13 @@ def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[li
 
 def _submit_late(d: Decoder, last: Flight) -> Flight:
     """Build and submit the cycle after `last` when the tokens of that one are out, and its caches can be changed."""
-    d.stats.builds_late(last.late)
+    if last.late:
+        d.stats.built_late[last.late] += 1
     position = last.base + last.accepted + 1
     d.cache.quantize_at(position)
     last.after.release()
     last.after = d.cache.mark()
     new = begin(d, last, d.cache.room(position) - 1)
+    new.began_late = True
     submit(d, last, new)
     return new

@@ -210,3 +210,14 @@ def check_prompt(model: Target, cache: PromptCache, prompt: int, max_tokens: int
     what = f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:"
     step = max(rows, FEWEST)
     check_room(what, needed, ignore=False, largest=lambda room: _largest(model, cache, room + cache.nbytes, step))
+
+
+def make_room(
+    model: Target, cache: PromptCache, prompt: int, most: int, step: int, max_context: int | None, *, check: bool
+) -> int:
+    """Reserve the positions of `prompt` tokens and at most `most` new ones (-1: no limit); return how many new ones
+    the context allows. Raises ValueError where memory is short, if that is to be checked."""
+    most = within(max_context, cache.offset, prompt, most)
+    check_prompt(model, cache, prompt, most, step, ignore=not check)
+    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if most == -1 else min(most, RESERVED_TOKENS)))
+    return most

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
 from .prefill_chunk import CHUNKS, ON_CPU
@@ -121,7 +122,7 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
     most, where = model.max_draft_tokens, "the model"
-    if cache is not None and len(cache.heads) < len(model.mtp):
+    if cache is not None and len(cache.heads) < len(model.head_windows()):
         most, where = len(cache.heads), "prompt_cache"
     if requested is None:
         return min(most, default_draft_tokens(model))
@@ -163,6 +164,26 @@ def cache_for(
         return make_prompt_cache(model, num_draft_tokens=k, **options)
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
-    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.mtp):
+    if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
     return given
+
+
+def check_step(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, step: int | None) -> int:
+    """Return the tokens per prefill chunk; ValueError for a model of mlx_lm's, or sampling that is not possible."""
+    check_model(model)
+    sampling.validate(model.vocab_size)
+    check_sampling(sampling, sampler, mode)
+    return default_step(model) if step is None else step
+
+
+def opened(
+    model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
+) -> tuple[list[int], int, PromptCache]:
+    """Return the prompt's token ids, the most drafts per cycle, and the cache, a new one where none is given.
+
+    layout: of a new cache, as `cache_for` takes it.
+    """
+    tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
+    k = draft_count(num_draft_tokens, model, given)
+    return tokens, k, cache_for(model, given, k, *layout)

@@ -11,8 +11,9 @@ from ..machine.remembered import digest
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs
-from ..tuning.plan import Fixed
+from ..tuning.plan import Fixed, Plan
 from ..tuning.replay_choice import CompileChoice
+from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
@@ -74,8 +75,14 @@ def control_for(
     """Make the control of a generation with at most k drafts of the heads, or max_lookup of the text's, a cycle."""
     if adaptive and (k or max_lookup):
         known = learned(model).recall(replayed=_replayed(compiled))
-        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known)
-    return Fixed(k, max_lookup=max_lookup, p_min=p_min)
+        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, source=source_of(model))
+    return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
+
+
+def source_of(model: Target) -> str:
+    """Name what drafts for a model, as plans do."""
+    drafter = drafter_of(model)
+    return drafter.source if drafter else Plan().source
 
 
 def _replayed(compiled: Compiled | None) -> bool:

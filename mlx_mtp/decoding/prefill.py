@@ -5,12 +5,17 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.mark import Mark
+from ..cache.prompt_cache import PromptCache
 from ..cache.reread import take_over, unread
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
-from .draft import NO_DRAFTS, NONE_ACCEPTED, Run, prime
+from .drafters import drafter_of
+from .members import Single
+from .pick import pick
+from .run import NONE_ACCEPTED, Run
 from .sampling import Picker
+from .text import Text
 
 T = TypeVar("T")
 
@@ -70,7 +75,9 @@ def _read_chunk(
     chunk = chunk[: int(min(len(chunk), cache.room(cache.offset)))]
     hidden = _read_whole(model, cache, chunk)
     if heads and cache.reach is None:
-        prime(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
+        drafter = drafter_of(model)
+        assert drafter
+        drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
     run_first(model)
     mark.release()
     evaluated(mx.eval, hidden, cache.arrays)
@@ -97,17 +104,6 @@ def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
         raise GraphFailed(e) from e
 
 
-def first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
-    """Choose the first new token as `first_run` does, and wait for it."""
-    return without_refused(model, _first_tokens, model, cache, hidden, picker)
-
-
-def _first_tokens(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> tuple[Run, list[int]]:
-    run = first_run(model, cache, hidden, picker)
-    run_first(model)
-    return run, evaluated(run.read)[0]
-
-
 def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
     """Return work(*args), which builds graphs and evaluates them; it is called again without refused kernels."""
     fallback = Fallback(model)
@@ -122,8 +118,9 @@ def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:
     """Choose the first new token behind the last of a prompt's hidden rows [1, L, H]."""
     row = hidden[:, -1:]
-    tokens, logprobs = picker.pick(model, row, cache.offset, cache.tokens, NO_DRAFTS.tokens)
-    return Run.of(row, tokens, NONE_ACCEPTED, NO_DRAFTS.tokens, logprobs)
+    member = Single(picker, Text(cache.tokens if picker.processors else ()))
+    tokens, logprobs = pick(model, row, cache.offset, None, (member,))
+    return Run.of(row, tokens, NONE_ACCEPTED, None, logprobs)
 
 
 def test_heads(model: Target) -> None:

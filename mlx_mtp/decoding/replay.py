@@ -1,14 +1,15 @@
-"""Record a cycle's step once (`mx.compile`) and replay it: the host walks a list of primitives and runs no Python.
+"""Record a step once (`mx.compile`) and replay it: the host walks a list of primitives and runs no Python.
 
 A recorded step depends on its `Kind`; all else is its input. Positions that the host bounds are bounded by the end of
-a buffer's STEP, so that one record serves every cycle until there, in this conversation and in others. What happens
-rarely stays outside: buffers grow, idle heads wake up and read. So does the search of the text.
+a buffer's STEP, so that one record serves every step until there, in this conversation and in others, whoever the
+sequences of a pool are. What happens rarely stays outside: buffers grow, idle heads wake up and read. So does what is
+drafted from text that the host has read.
 """
 
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,19 +17,24 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.growing import round_up
-from ..cache.kinds import from_configs
-from ..cache.prompt_cache import CacheArrays, PromptCache
+from ..cache.prompt_cache import PromptForm
+from ..cache.step_cache import CacheArrays, CacheForm
 from ..kernels import source_held
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
-from .draft import Drafts, Run
+from .drafters import drafter_of
+from .drafters.drafter import Frame
+from .members import Single
+from .run import Drafts, Run
 from .sampling import Picker, Sampling
-from .step import Frame, step
+from .stats import Stats
+from .step import step
 
-OFTEN = 2  # times that a kind of cycle has come when it is recorded: one that comes once is not worth it
-KEPT = 32  # kinds recorded in a thread
+OFTEN = 2  # times that a kind of step has come when it is recorded: one that comes once is not worth it
+KEPT = 32  # kinds recorded in a thread, of one sequence and of several
 HELD = 80 * 2**20  # bytes of launches' sources in all that is recorded: each kind holds 13 MB of Step-3.5's on a GPU
+HELD_TOGETHER = 3 * HELD  # the same of steps of several: few are too few where sequences come and go
 THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
 COUNTED = 256  # kinds whose occurrences are counted
 
@@ -36,32 +42,35 @@ COUNTED = 256  # kinds whose occurrences are counted
 class Kind(NamedTuple):
     """All that a recorded step depends on besides the values of its inputs.
 
-    rows: of the run before. end: a bound of all positions. context: the caches' one. layers, heads: their `config`s,
-    no heads where they are idle, and without the starts of these, which are inputs. shapes: of all caches' arrays.
-    pick: how tokens are chosen.
+    drafts: whether the drafter has a part in it. rows: of the run before. end: a bound of all positions. form: of the
+    caches. shapes: of all their arrays. pick: how tokens are chosen, in each row alike.
     """
 
     plan: Plan
+    drafts: bool
     rows: int
     end: int
-    context: int
-    layers: tuple
-    heads: tuple
+    form: CacheForm
     shapes: tuple
     pick: tuple[Sampling, bool, str]
 
     @classmethod
-    def of(cls, frame: Frame, rows: int, caches: Sequence[Any]) -> "Kind":
+    def of(cls, frame: Frame, rows: int, pick: tuple[Sampling, bool, str]) -> "Kind":
         """Name the step of a frame, and give its caches room, all at once, so that they have one end."""
-        plan, picker, n = frame.plan, frame.picker, len(frame.cache.layers)
-        end = round_up(frame.base + rows + plan.k + 1)
+        end, caches = _end(frame, rows), frame.cache.stepped
         for c in caches:
             c.hold(end)
-        layers = tuple(tuple(c.config.items()) for c in caches[:n])
-        heads = tuple(tuple({**c.config, "start": 0}.items()) for c in caches[n:])
         shapes = tuple(part.shape for c in caches for part in c.parts)
-        pick = picker.options, picker.logprobs, picker.draft_sampling
-        return cls(plan, rows, end, frame.cache.layers[0].context, layers, heads, shapes, pick)
+        return cls(frame.plan, frame.drafter is not None, rows, end, frame.cache.form(), shapes, pick)
+
+
+def rounded(frame: Frame, rows: int) -> Frame:
+    """Bound positions by the end of a STEP, built or replayed, so that both have the same bits."""
+    return frame._replace(base=_end(frame, rows) - rows - frame.plan.k - 1)
+
+
+def _end(frame: Frame, rows: int) -> int:
+    return round_up(frame.base + rows + frame.plan.k + 1)
 
 
 def recorded(
@@ -70,23 +79,22 @@ def recorded(
     run: Run,
     arrays: CacheArrays,
     guesses: Drafts,
+    most: mx.array | None = None,
     *,
-    key: mx.array,
-    starts: mx.array,
+    keys: list[mx.array],
+    starts: Any,
 ) -> tuple[Run, CacheArrays]:
-    """Take the step of a kind on caches of its own, which stand in for a conversation's. starts: [heads], int32."""
-    model, n = model_ref(), len(kind.layers)
+    """Take the step of a kind on caches of its own, which stand in for those of some conversations."""
+    model = model_ref()
     assert model is not None
-    caches = from_configs([dict(config) for config in (*kind.layers, *kind.heads)])
-    cache = PromptCache(model, caches[:n], caches[n:], None, [])
-    cache.begin(kind.context)
-    cache.live = bool(kind.heads)
-    for i, kv in enumerate(cache.heads):
-        kv.start = starts[i : i + 1]
+    cache = kind.form.made(model)
+    cache.starts = starts
     options, logprobs, draft_sampling = kind.pick
-    picker = Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)
+    pickers = [Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling) for key in keys]
     base = kind.end - kind.rows - kind.plan.k - 1
-    return step(Frame(model, cache, kind.plan, picker, base), Run(*run), CacheArrays(*arrays), Drafts(*guesses))
+    drafter = drafter_of(model) if kind.drafts else None
+    frame = Frame(model, cache, kind.plan, drafter, [Single(picker) for picker in pickers], base)
+    return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*guesses), most)
 
 
 class Bounds(NamedTuple):
@@ -140,12 +148,12 @@ class Recorder:
 
     def fit(self, model: Target) -> None:
         """Forget what was recorded of another state of the model, or for another device."""
-        state = [str(mx.default_device()), *_state(model)]
+        state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]
         if len(state) != len(self._state) or not all(map(_same, state, self._state)):
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Target, kind: Any, record: Callable, most: Bounds) -> tuple[Callable | None, bool]:
+    def find(self, model: Target, kind: Kind, record: Callable, most: Bounds) -> tuple[Callable | None, bool]:
         """Find the step of a kind, None where it has not come often enough here, and whether this call records it.
 
         record: the function of (weak reference to the model, kind, arrays ...) that is recorded. most: that is kept
@@ -172,7 +180,7 @@ class Recorder:
 
         The new one is thought to hold as much as any.
         """
-        alike = [key for key in self.cycles if type(key[1]) is type(new[1])]
+        alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
         if len(here) > most.kinds:
             return here[0]
@@ -188,15 +196,24 @@ class Compiled:
         self.recorder, self.choice, self.shapes = recorder, choice, 0
         self._spoilt = 0  # coming cycles whose time holds a recording, or a build for want of one
 
-    def find(self, frame: Frame, rows: int) -> Callable | None:
-        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built."""
-        plan, cache = frame.plan, frame.cache
-        caches = [*cache.layers, *(cache.heads if plan.k and plan.source == "heads" else [])]
-        if plan.p_min or not self.choice.on or not all(c.parts for c in caches):
+    def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
+        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built.
+
+        stats: counts what is recorded for that.
+        """
+        pickers, cache = [member.picker for member in frame.members if member], frame.cache
+        first = pickers[0]
+        pick = first.options, first.logprobs, first.draft_sampling
+        foreign = any(p.sampler or p.processors or (p.options, p.logprobs, p.draft_sampling) != pick for p in pickers)
+        if frame.plan.p_min or foreign or not self.choice.on or not all(c.parts for c in cache.stepped):
             return None
-        found = self.recall(frame.model, Kind.of(frame, rows, caches), recorded, Bounds(KEPT, HELD))
-        starts = mx.array([c.start for c in caches[len(cache.layers) :]], mx.int32)
-        return found and partial(found, key=frame.picker.key, starts=starts)
+        kind = Kind.of(frame, rows, pick)
+        most = Bounds(KEPT, HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER)
+        known = self.shapes
+        found = self.recall(frame.model, kind, recorded, most)
+        stats.replays(0, self.shapes - known)
+        keys = [(member.picker if member else first).key for member in frame.members]
+        return found and partial(found, keys=keys, starts=cache.starts)
 
     def recall(self, model: Target, kind: Any, record: Callable, most: Bounds) -> Callable | None:
         """Find the step of a kind as `Recorder.find` does, or record it."""

@@ -121,6 +121,11 @@ class Picker:
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
     draft_sampling: str = "coupled"
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are the likeliest, and no more is asked."""
+        return self.sampler is None and self.options.greedy and not self.processors and not self.logprobs
+
     def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
         """Choose tokens of hidden rows [1, M, H], without their logits where the model can; see `__call__`."""
         choice = model.choice(hidden) if self._needs_no_logits else None
@@ -147,7 +152,7 @@ class Picker:
 
         Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts.
         """
-        if self.sampler is None and self.options.greedy and not self.processors and not self.logprobs:
+        if self.plain:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
         past = mx.array(history if self.processors else [], mx.int32)
         tokens, logprobs = [], []

@@ -15,7 +15,6 @@ LARGEST, ASKED = (
     ("num_draft_tokens", "peak_memory"),
     ("phases", "max_tokens", "paused", "crowded", "whole"),
 )  # fields that are not summed up
-WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
 
 
 @dataclass
@@ -63,12 +62,8 @@ class Stats:
     crowded: bool = False
     whole: "Stats | None" = field(default=None, repr=False)
     _halves: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    _tic: float = 0.0
-    _prompt_read: bool = False
+    _began: float = 0.0
     _first_token: float = 0.0
-    _arrival: float = 0.0
-    _caller: float = 0.0
-    _late: bool = False
 
     @property
     def prompt_tps(self) -> float:
@@ -150,7 +145,7 @@ class Stats:
         else:
             self.whole.num_draft_tokens = max(self.whole.num_draft_tokens, self.num_draft_tokens)
             self.whole._deepen(self.num_draft_tokens)
-        self._tic = time.perf_counter()
+        self._began = time.perf_counter()
 
     def notes_memory(self) -> None:
         """Note what MLX holds at most, before another generation begins anew with that."""
@@ -158,49 +153,20 @@ class Stats:
 
     def time_phases(self, run: Any) -> None:
         """Every so often compute a cycle here and now, drafts first, to learn what each half costs."""
-        if not self._prompt_read or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
+        if not self._first_token or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
             return
         for half, array in enumerate((run.drafts, run.packed)):
             tic = time.perf_counter()
             mx.eval(array)
             self._halves[half] += time.perf_counter() - tic
 
-    def reads(self, run: Any, source: str) -> tuple[list[int], int, float | None]:
-        """Wait for a run; return its right tokens, how many of them are drafts from `source`, and its seconds.
-
-        The seconds are None where the caller's time hides them, and for the prompt's run, which comes first.
-        """
-        tic = time.perf_counter()
-        tokens, accepted = run.read()
-        now, seconds = time.perf_counter(), None
-        if not self._prompt_read:
-            self._begins(now)
-        else:
-            self.waits += 1
-            self.decode_time += now - self._tic
-            self.wait_time += now - tic
-            self.counts(run.size - 1, accepted, source)
-            seconds = self._seconds(now, now - tic)
-        self._tic = self._arrival = now
-        self._caller, self._late = 0.0, False
-        return tokens, accepted, seconds
-
-    def _begins(self, now: float) -> None:
-        self._prompt_read, self.prefill_time, self._first_token = True, now - self._tic, now
-
     def begins(self) -> None:
-        """Note that the first token of one of several texts has arrived, and is told."""
-        self._begins(time.perf_counter())
-        self.generation_tokens += 1
+        """Note that the first token has arrived."""
+        self._first_token = time.perf_counter()
+        self.prefill_time = self._first_token - self._began
 
-    def goes_on(self) -> None:
-        """Start the clock anew: until now others' cycles took the time, or this text's in a pool."""
-        self._tic = self._arrival = time.perf_counter()
-        self._caller = 0.0
-
-    def shares(self, tokens: int, seconds: float, waited: float) -> None:
-        """Count what a cycle told of this text, and all of its seconds: it is one of several texts."""
-        self.generation_tokens += tokens
+    def spends(self, seconds: float, waited: float) -> None:
+        """Count a read for which the host waited, and a cycle's seconds; of several texts each has all of them."""
         self.waits += 1
         self.decode_time += seconds
         self.wait_time += waited
@@ -239,39 +205,7 @@ class Stats:
         self.compiled_cycles += cycles
         self.compiled_shapes += shapes
 
-    def _seconds(self, now: float, waited: float) -> float | None:
-        """Time a cycle from the last arrival to this one; one under way meanwhile ran in the caller's time, too."""
-        elapsed = now - self._arrival
-        if self.crowded:
-            return None
-        if self._late:
-            return elapsed - self._caller
-        hidden = waited < WAITED * elapsed and self._caller > WAITED * elapsed
-        return None if hidden else elapsed
-
-    def reads_confidence(self, confidence: mx.array, least: float) -> int:
-        """Wait for the heads; count the first drafts that they are sure of."""
-        tic = time.perf_counter()
-        values: Any = confidence.tolist()
-        self.waits += 1
-        self.wait_time += time.perf_counter() - tic
-        return next((i for i, value in enumerate(values) if value < least), len(values))
-
     def yields(self) -> None:
-        """Stop the clock: a token goes to the caller."""
-        now = time.perf_counter()
+        """Note that a token goes to the caller."""
         self.generation_tokens += 1
         self.notes_memory()
-        self.decode_time += now - self._tic
-        self._tic = now
-
-    def resumed(self) -> None:
-        """Start the clock again."""
-        now = time.perf_counter()
-        self._caller, self._tic = self._caller + now - self._tic, now
-
-    def builds_late(self, reason: str | None) -> None:
-        """Note that the next cycle is built only now; there is no reason to note behind the prompt."""
-        self._late = True
-        if reason:
-            self.built_late[reason] += 1

@@ -22,11 +22,6 @@ def cache_format(cache: Any) -> tuple[int, int] | None:
     return (cache.bits, cache.group_size) if hasattr(cache, "bits") else None
 
 
-def buffers_of(cache: Any) -> Sequence[mx.array]:
-    """Find the buffers of a cache: of one text, or of a pool that has slots for several."""
-    return cache.buffers if hasattr(cache, "span") else cache.parts
-
-
 def keys_and_values(parts: Sequence[mx.array]) -> tuple[Any, Any]:
     """Pair up a cache's buffers: two arrays, or two triples of quantized ones."""
     half = len(parts) // 2
@@ -115,7 +110,7 @@ class Attention(CachedAttention):
     def serves(self, q: mx.array, cache: Any) -> bool:
         """Say whether the kernel takes the form of what the cache holds."""
         bits, group_size = self.format or (None, 64)
-        return attention_served(q, *keys_and_values(buffers_of(cache)), group_size=group_size, bits=bits)
+        return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
 
     def fused(
         self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable | None = None
@@ -132,7 +127,7 @@ class Attention(CachedAttention):
             more["start"] = cache.start if isinstance(cache.start, int) else cache.start.flatten()
         if self.format is not None:
             more["bits"], more["group_size"] = self.format
-        scale, stored = self.module.scale, keys_and_values(buffers_of(cache))
+        scale, stored = self.module.scale, keys_and_values(cache.parts)
         return op(q, *stored, on_device(offset), scale=scale, sinks=self.sinks, gate=gate, **more)
 
     def stock(self, x: mx.array) -> list[mx.array]:

@@ -72,6 +72,7 @@ class Port(HasRuntime, nn.Module):
     model: Any
     layers: Any
     mtp: Sequence[Any]
+    drafter: Any = None  # what drafts in place of the heads
 
     def __init_subclass__(cls) -> None:
         if not issubclass(behind := cls.__bases__[-1], Port):
@@ -105,6 +106,8 @@ class Port(HasRuntime, nn.Module):
 
     @property
     def max_draft_tokens(self) -> int:
+        if self.drafter is not None:
+            return self.drafter.most
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
@@ -121,12 +124,18 @@ class Port(HasRuntime, nn.Module):
 
     def captured(self, stream: list[mx.array]) -> mx.array:
         """Select what `hidden` returns from the residual stream before the first layer and after each."""
-        if isinstance(self.spec.capture, str):
-            return stream[-1]
-        return mx.concatenate([stream[-1], *(stream[i] for i in self.spec.capture)], axis=-1)
+        return mx.concatenate([stream[-1], *(stream[i] for i in self.taps)], axis=-1) if self.taps else stream[-1]
 
-    def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        return (self.mtp[depth] if "embed_tokens" in self.mtp[depth] else self.model).embed_tokens(tokens)
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Numbers of layers behind which the residual stream is captured, too."""
+        if self.drafter is not None:
+            return self.drafter.reads
+        return () if isinstance(self.spec.capture, str) else self.spec.capture
+
+    def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:
+        head = None if depth is None else self.mtp[depth]
+        return (self.model if head is None or "embed_tokens" not in head else head).embed_tokens(tokens)
 
     def unembedding(self, depth: int | None = None) -> Any:
         """Find the LM head, the embedding where the two are tied, or what the MTP head of `depth` has for its own."""
@@ -139,16 +148,14 @@ class Port(HasRuntime, nn.Module):
 
     def normed(self, hidden: mx.array) -> mx.array:
         """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""
-        if not isinstance(self.spec.capture, str):
-            hidden = hidden[..., : self.model.norm.weight.size]
-        return self.model.norm(hidden)
+        return self.model.norm(hidden[..., : self.model.norm.weight.size] if self.taps else hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return logits_of(self.unembedding(), self.normed(hidden))
 
     def choice(self, hidden: mx.array) -> Rows | None:
         head = head_on(self.unembedding())
-        return None if head is None else Rows(head, self.normed(hidden)[0])
+        return None if head is None else Rows(head, self.normed(hidden).flatten(0, 1))
 
     def capture(self, hidden: mx.array) -> mx.array:
         """Select or fuse what an MTP head reads of hidden rows: [..., H]."""
@@ -161,11 +168,13 @@ class Port(HasRuntime, nn.Module):
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
         rows = self.draft_rows(depth, output)
-        return mx.argmax(self.draft_logits(depth, output)).astype(mx.int32) if rows is None else rows.greedy()[0]
+        if rows is None:
+            return mx.argmax(self.draft_logits(depth, output), axis=-1).astype(mx.int32)
+        return rows.greedy().reshape(output.shape[:2])
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
         head = head_on(self.unembedding(depth))
-        return None if head is None else Rows(head, self.mtp[depth].norm(output)[0])
+        return None if head is None else Rows(head, self.mtp[depth].norm(output).flatten(0, 1))
 
     def no_hidden(self) -> mx.array:
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
@@ -178,8 +187,8 @@ class Port(HasRuntime, nn.Module):
         """List the windows of `cached_layers`, None for all positions, or their kinds of cache."""
         return [None] * len(self.layers)
 
-    def head_windows(self) -> list[int | None]:
-        return [head.window for head in self.mtp]
+    def head_windows(self) -> list[CacheKind]:
+        return [*self.drafter.windows] if self.drafter is not None else [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
         """List the parameter paths that checkpoint tensor `name` becomes; none where it is dropped."""

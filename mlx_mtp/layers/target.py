@@ -16,10 +16,12 @@ class Target(CachedModel, Protocol):
 
     Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
     max_draft_tokens: most drafts of its heads in a cycle. runtime: its state beside the weights.
+    taps: numbers of layers whose residual stream hidden rows have, too. drafter: drafts in place of heads.
     """
 
     layers: Sequence[Any]
     runtime: Runtime
+    drafter: Any
 
     @property
     def report(self) -> Any: ...
@@ -30,8 +32,11 @@ class Target(CachedModel, Protocol):
     @property
     def max_draft_tokens(self) -> int: ...
 
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Read tokens [1, L] into the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
+        """Read tokens [n, L] into the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -39,7 +44,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Return what chooses tokens of hidden rows [1, M, H] without logits; None where they must be computed."""
+        """Return what chooses the n * M tokens of hidden rows [n, M, H]; None where logits must be computed."""
         ...
 
     def parameters(self) -> Any: ...
@@ -50,12 +55,16 @@ class Target(CachedModel, Protocol):
 
     def get(self, name: str, default: Any = None, /) -> Any: ...
 
+    def normed(self, hidden: mx.array) -> mx.array:
+        """Return hidden rows as the LM head reads them."""
+        ...
+
     def capture(self, hidden: mx.array) -> mx.array:
         """Return what the first head reads, [1, L, H], of the target's hidden rows."""
         ...
 
-    def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+    def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:
+        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them, None: as the target does."""
         ...
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
@@ -63,9 +72,9 @@ class Target(CachedModel, Protocol):
         ...
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """Return the number of the greatest of an output row's `draft_logits`, int32 []."""
+        """Return the numbers, int32 [n, 1], of the greatest of the `draft_logits` of output rows [n, 1, H]."""
         ...
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return what chooses a draft of an output row [1, 1, H] without logits; None where they must be computed."""
+        """Return what chooses drafts of output rows [n, 1, H] without logits; None where they must be computed."""
         ...

@@ -21,8 +21,9 @@ import mlx.core as mx
 from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
+from ..cache.mark import Mark
 from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
-from ..cache.prompt_cache import Mark, PromptCache
+from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
 from ..layers.target import Target

@@ -21,15 +21,23 @@ CURIOUS, DOUBT = 0.25, 0.7  # of its rate, by which a plan, and the plain step, 
 class Controller:
     """The choice of each cycle's plan; `plan` may be asked before the cycle before it was observed.
 
-    max_drafts, max_lookup: the most drafts of the heads and of the text, 0 for none. p_min: whether reading the
-    heads' confidence may be tried. known: what earlier texts taught, which goes on to learn from this one.
+    max_drafts, max_lookup: the most drafts of `source` and of the text, 0 for none. p_min: whether reading the
+    confidence of `source` may be tried. known: what earlier texts taught, which goes on to learn from this one.
     """
 
-    def __init__(self, *, max_drafts: int, max_lookup: int = 0, p_min: bool = False, known: Costs | None = None):
+    def __init__(
+        self,
+        *,
+        max_drafts: int,
+        max_lookup: int = 0,
+        p_min: bool = False,
+        known: Costs | None = None,
+        source: str = "heads",
+    ):
         self.costs = copy.deepcopy(known) or Costs()
-        self.heads = [Plan("heads", k) for k in ladder(max_drafts)]
+        self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
-        self.confident = Plan("heads", max_drafts, p_min=True) if p_min and max_drafts else None
+        self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
         self._began = False  # the first cycle is over, which is slow whatever it does
         self._risk = 0.0  # of the last cycle that was planned, which may not yet be observed
@@ -79,7 +87,7 @@ class Controller:
     def _choices(self, matched: int, behind: int) -> list[Choice]:
         """List all that may be drafted now."""
         costs, rows = self.costs, self.costs.reading(behind)
-        choices = self._expect("heads", self.heads, rows)
+        choices = self._expect(self.source, self.heads, rows)
         if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself
             like = max(choices, key=lambda c: c.rate)
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]

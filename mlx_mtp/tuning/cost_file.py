@@ -70,7 +70,7 @@ def from_json(kept: Any) -> Costs:
         costs.wake = float(kept.get("wake", FEW * costs.row))
         costs.elapsed, costs.again = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
         costs.budget = float(kept.get("budget", LOST))
-        good = all(p.source in ("heads", "lookup") and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
+        good = all(isinstance(p.source, str) and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
         pairs = [pair for kind in costs.counts.values() for pair in kind]
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
         numbers = (costs.wake, costs.row, costs.budget, costs.elapsed, *costs.again.values(), *costs.levels.values())

@@ -1,7 +1,7 @@
 """Say what a cycle is to do, what is expected and what came of it; or decide the same for each."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 SHORTEST = 3  # tokens that have to have occurred before for a lookup
 STAY = 8  # cycles over which a catch-up of the heads is paid off
@@ -11,18 +11,18 @@ STAY = 8  # cycles over which a catch-up of the heads is paid off
 class Plan:
     """The task of one cycle.
 
-    source: who drafts, MTP heads or a lookup in the text. k: most drafts it verifies, 0 is a plain step. p_min: the
-    heads' confidence is read first and only the leading drafts that pass are verified.
+    source: who drafts, "lookup" in the text or the model's own drafter by its name. k: most drafts it verifies, 0 is
+    a plain step. p_min: the drafter's confidence is read first and only the leading drafts that pass are verified.
     """
 
-    source: Literal["heads", "lookup"] = "heads"
+    source: str = "heads"
     k: int = 0
     p_min: bool = False
 
     def kind(self, matched: int) -> str:
         """Name the drafts that are counted together; of lookups those of matches about as long."""
-        if self.source == "heads":
-            return "confident" if self.p_min else "heads"
+        if self.source != "lookup":
+            return "confident" if self.p_min else self.source
         return f"lookup {min(matched, 16).bit_length()}"
 
 
@@ -70,15 +70,15 @@ class Cycle:
 
 
 class Fixed:
-    """The same plan for each cycle: k drafts, or max_lookup of the text where its last tokens occurred before."""
+    """The same plan for each cycle: k drafts of `source`, or max_lookup of the text where its end occurred before."""
 
-    def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False):
-        self.k, self.max_lookup, self.p_min = k, max_lookup, p_min
+    def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
+        self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST:
             return Plan("lookup", self.max_lookup)
-        return Plan("heads", self.k, self.p_min and self.k > 0)
+        return Plan(self.source, self.k, self.p_min and self.k > 0)
 
     def observe(self, cycle: Cycle) -> None:
         pass

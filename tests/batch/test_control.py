@@ -1,17 +1,19 @@
 """Choose drafts by what a cycle of so many texts costs: learned apart for each number, begun from the nearest one."""
 
-import types
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_mtp.batch import control as controls
-from mlx_mtp.batch.control import Clock, Controls, outcome
+from mlx_mtp.batch.control import Controls, outcome
+from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.tuning.plan import PLAIN, Fixed, Plan
 
 
 @pytest.fixture
 def known(monkeypatch):
-    found = types.SimpleNamespace(together={})
+    found = SimpleNamespace(together={})
     monkeypatch.setattr(controls, "learned", lambda model: found)
     return found.together
 
@@ -29,20 +31,20 @@ def drive(control, cost: float, cycles: int = 150) -> list[int]:
 
 def test_drafts_follow_what_so_many_texts_cost(known):
     """Cheap at two texts and dear at eight; another batch knows both, and what drafts are right at five."""
-    batch = Controls(None, adaptive=True)
-    assert drive(batch.of(2, 3), 0.1)[-20:].count(3) >= 16
-    assert drive(batch.of(8, 3), 1.2)[-20:].count(0) >= 16
-    again = Controls(None, adaptive=True)
-    assert again.of(2, 3).plan().k > 0
-    assert again.of(8, 3).plan().k == 0
-    guess = again.of(5, 3).costs
+    batch = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
+    assert drive(batch.control(2, 3), 0.1)[-20:].count(3) >= 16
+    assert drive(batch.control(8, 3), 1.2)[-20:].count(0) >= 16
+    again = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
+    assert again.control(2, 3).plan().k > 0
+    assert again.control(8, 3).plan().k == 0
+    guess = again.control(5, 3).costs
     assert guess.counts["heads"]
     assert (guess.pace, guess.unsure) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 
 def test_a_fixed_number_of_drafts_is_not_learned(known):
-    assert isinstance(Controls(None, adaptive=False).of(4, 3), Fixed)
+    assert isinstance(Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=False).control(4, 3), Fixed)
     assert known == {}
 
 
@@ -56,19 +58,21 @@ def test_the_outcome_of_several_texts():
 
 def test_the_clock_tells_nothing_of_what_is_hidden(monkeypatch):
     """By another's work, or by a caller who takes longer than the device; it tells what it waited for."""
-    clock, now = Clock(), [100.0]
-    monkeypatch.setattr(controls.time, "perf_counter", lambda: now[0])
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    clock.hidden = True
 
-    def cycle(caller: float, device: float, waited: float, following: float | None = 0.0) -> float | None:
+    def cycle(caller: float, device: float, waited: float, *, late: bool = False) -> float | None:
         clock.leave()
         now[0] += caller
         clock.resume()
         now[0] += device
-        return clock.arrived(waited, 0.0, following)
+        return clock.arrived(waited, 0.0, 0.0, late=late)
 
     assert cycle(0, 1, 1) is None  # the first
     assert cycle(0, 2, 1) == pytest.approx(2)
     assert cycle(5, 1, 0) is None
-    assert cycle(5, 1, 1, None) == pytest.approx(1)  # it was built when the caller came back
+    assert cycle(5, 1, 1, late=True) == pytest.approx(1)  # it was built when the caller came back
     clock.hidden = True
     assert cycle(0, 2, 1) is None

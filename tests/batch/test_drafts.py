@@ -6,13 +6,13 @@ from itertools import count as counted
 import mlx.core as mx
 import pytest
 from fuzzing import count
+from oracle import Spy
 from schedules import Case, Whims, run
 from subjects import subjects
 from sweep import sampled
 
 from mlx_mtp import BatchGenerator
-from mlx_mtp.batch import step as pooled_step
-from mlx_mtp.decoding import step as single_step
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.tuning.plan import Fixed, Plan
 
 NAMES = ["step3p5", "qwen3_next", "mimo_v2_flash", "eagle"]
@@ -26,24 +26,10 @@ def subject(tiny_models, tmp_path_factory):
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
     """In the pool, and of who is alone before and after it."""
-    s, together, alone = subject(name), [], []
-    pooled, single = pooled_step.draft, single_step.draft
-
-    def spy(model, pool, given, k, texts):
-        drafts = pooled(model, pool, given, k, texts)
-        if k:
-            together.append((texts, pool.layers[0].offset, drafts))
-        return drafts
-
-    def spy_alone(model, cache, given, k, chooser):
-        drafts = single(model, cache, given, k, chooser)
-        alone.append((cache, cache.layers[0].offset, drafts.tokens))
-        return drafts
-
-    monkeypatch.setattr(pooled_step, "draft", spy)
-    monkeypatch.setattr(single_step, "draft", spy_alone)
+    s = subject(name)
+    spy = Spy(monkeypatch, s.model)
     checked = [0, 0]
-    for seed in range(5, 5 + count(1, 10)):
+    for seed in range(5, 5 + count(2, 10)):
         rng = random.Random(seed)
         cases = [Case(rng, s.model.vocab_size, s.k) for _ in range(4)]
         for case in cases:
@@ -51,17 +37,15 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
             case.k, case.max_tokens = s.k, 30
             case.comes += 12
         cases[0].comes, cases[0].max_tokens = 0, 70
-        together.clear()
-        alone.clear()
+        spy.calls.clear()
         run(s.model, cases, {}, s.k, Whims(rng, s.k))
-        found = [
-            (text.tokens, position, drafts, 0)
-            for texts, offset, every in together
-            for text, position, drafts in zip(texts, offset.tolist(), every.tolist(), strict=True)
-            if text
-        ]
-        text_of = {id(case.cache): case.prompt + case.tokens for case in cases}
-        found += [(text_of[id(cache)], offset.item(), drafts.tolist(), 1) for cache, offset, drafts in alone]
+        found, text_of = [], {id(case.cache): case.prompt + case.tokens for case in cases}
+        for offset, members, drafts, cache in spy.calls:
+            for member, position, row in zip(members, offset.tolist(), drafts.tolist(), strict=True):
+                if member and isinstance(cache, PromptCache):
+                    found.append((text_of[id(cache)], position, row, 1))
+                elif member:
+                    found.append((member.all_tokens, position, row, 0))
         for tokens, position, drafts, where in found:
             if position + 1 <= len(tokens) and rng.random() < (1 if where else 0.6):
                 assert drafts == s.scratch(tokens[: position + 1], len(drafts))
@@ -72,15 +56,8 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
 @pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
 def test_heads_that_were_idle_for_long_draft_as_from_scratch(subject, monkeypatch, name):
     """Two drafting cycles of 30; in the idle ones one text ends and two come, and rows go out more than once."""
-    s, together, pooled, turn = subject(name), [], pooled_step.draft, counted()
-
-    def spy(model, pool, given, k, texts):
-        drafts = pooled(model, pool, given, k, texts)
-        if k:
-            together.append(([*texts], pool.layers[0].offset, drafts))
-        return drafts
-
-    monkeypatch.setattr(pooled_step, "draft", spy)
+    s, turn = subject(name), counted()
+    spy = Spy(monkeypatch, s.model)
     monkeypatch.setattr(Fixed, "plan", lambda *_, **__: Plan(k=s.k * (next(turn) % 30 > 27)))
     batch = BatchGenerator(s.model, num_draft_tokens=s.k, adaptive=False)
     prompts = mx.random.randint(0, s.model.vocab_size, (4, 9), key=mx.random.key(3)).tolist()
@@ -92,9 +69,9 @@ def test_heads_that_were_idle_for_long_draft_as_from_scratch(subject, monkeypatc
     while batch.next_generated():
         pass
     checked = 0
-    for texts, offset, every in together:
-        for text, position, drafts in zip(texts, offset.tolist(), every.tolist(), strict=True):
-            if text and position + 1 <= len(text.tokens):
-                assert drafts == s.scratch(text.tokens[: position + 1], len(drafts))
+    for offset, members, every, _ in spy.calls:
+        for text, position, drafts in zip(members, offset.tolist(), every.tolist(), strict=True):
+            if text and position + 1 <= len(text.text.tokens):
+                assert drafts == s.scratch(text.text.tokens[: position + 1].tolist(), len(drafts))
                 checked += 1
     assert checked >= 8

@@ -52,9 +52,9 @@ def _watched(finish, model, seen: list[int]):
         moved = found[1] if isinstance(place, Group) else [(place.text, place.run)]
         for text, row in moved:
             seen.append(len(found[0] if isinstance(place, Group) else found))
-            hidden = model.hidden(mx.array([text.tokens[:-1]]), mlx_mtp.make_prompt_cache(model).layers)[:, -1:]
+            hidden = model.hidden(mx.array([text.all_tokens[:-1]]), mlx_mtp.make_prompt_cache(model).layers)[:, -1:]
             assert mx.allclose(row.hidden, hidden, atol=1e-4)
-            assert row.tokens.tolist() == text.tokens[-1:]
+            assert row.tokens.tolist() == [text.all_tokens[-1:]]
         return found
 
     return watched

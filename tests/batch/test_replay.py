@@ -11,8 +11,8 @@ from subjects import subjects
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.batch import replay as batch_replay
-from mlx_mtp.batch.replay import slots_for
+from mlx_mtp.batch.rows import slots_for
+from mlx_mtp.cache.pool import Pool
 from mlx_mtp.decoding import policy, replay
 from mlx_mtp.decoding.replay import Recorder
 from mlx_mtp.decoding.sampling import Sampling
@@ -76,11 +76,12 @@ def test_slots_come_in_few_numbers():
 
 
 def test_what_is_built(subject, monkeypatch):
-    """Where a text asks for logprobs, or two draw differently, and nothing on a CPU unless it is asked for."""
+    """Where two draw differently, and nothing on a CPU unless it is asked for."""
     model = fresh(subject("step3p5").model)
     monkeypatch.setattr(replay, "OFTEN", 1)
-    for options in ({"logprobs": True}, {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}):
-        assert session(model, [6, 6], [0, 0], compile_cycles=True, **options)[2].compiled_cycles == 0
+    own = {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
+    assert session(model, [6, 6], [0, 0], compile_cycles=True, **own)[2].compiled_cycles == 0
+    assert session(model, [6, 6], [0, 0], compile_cycles=True, logprobs=True)[2].compiled_cycles > 0
     for asked in (None, False):
         assert session(model, [6, 6], [0, 0], compile_cycles=asked)[2].compiled_cycles == 0
     batch = mlx_mtp.BatchGenerator(model, compile_cycles=True, stats=(stats := mlx_mtp.Stats()))
@@ -117,10 +118,8 @@ def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
     One kind for every 256 positions up to 2,304, and one or two where the last ones are fewer than four.
     """
     model, rng = fresh(subject(name).model), random.Random(name)
-    traced, real, stats = [], batch_replay.step, mlx_mtp.Stats()
-    monkeypatch.setattr(batch_replay, "step", lambda *args: traced.append(args[0]) or real(*args))
-    alone, real_alone = [], replay.step
-    monkeypatch.setattr(replay, "step", lambda *args: alone.append(args[0]) or real_alone(*args))
+    frames, real, stats = [], replay.step, mlx_mtp.Stats()
+    monkeypatch.setattr(replay, "step", lambda *args: frames.append(args[0]) or real(*args))
     options = {"num_draft_tokens": k, "adaptive": False, "compile_cycles": True, "stats": stats}
     batch, turns, said = mlx_mtp.BatchGenerator(model, **options), {}, {}
 
@@ -137,8 +136,10 @@ def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
             said[agent] = said.get(agent, 0) + bool(r.finish_reason)
             if r.finish_reason and said[agent] < 4:
                 ask(agent, r.prompt_cache)
+    traced = [frame for frame in frames if isinstance(frame.cache, Pool)]
+    alone = [frame for frame in frames if not isinstance(frame.cache, Pool)]
     assert len(traced) <= 10
     assert stats.compiled_shapes == len(traced) + len(alone)
     assert len(alone) <= 5  # of the one that is the last
     assert stats.compiled_cycles > 0.98 * stats.cycles
-    assert len(model.runtime.recorder.cycles) <= batch_replay.KEPT + replay.KEPT
+    assert len(model.runtime.recorder.cycles) <= 2 * replay.KEPT

@@ -29,7 +29,7 @@ from mlx_mtp.bench.subject import (
 )
 from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import policy
-from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding import step as one_step
 from mlx_mtp.demo import demo_path
 from mlx_mtp.models import find_port
 from mlx_mtp.tuning.cost_file import RememberedCosts
@@ -266,11 +266,11 @@ def test_the_rates_are_the_shares_that_results_state_and_fall_on(drawn):
 
 
 def test_afterwards_nothing_is_drawn():
-    pick = Picker.pick
+    pick = one_step.pick
     with suppress(KeyboardInterrupt), drawn_acceptance([1.0]):
-        assert Picker.pick is not pick
+        assert one_step.pick is not pick
         raise KeyboardInterrupt
-    assert Picker.pick is pick
+    assert one_step.pick is pick
 
 
 def test_replayed_cycles_draw_anew(drawn):

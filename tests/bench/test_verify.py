@@ -116,7 +116,7 @@ def test_a_pass_is_the_targets_over_the_text_however_often(both):
         whole(rows)
         start = CONTEXT + rows
         found = whole.graph(rows, start, rows)
-        assert found.tokens.tolist() == expected[start : start + rows], rows
+        assert found.tokens.tolist() == [expected[start : start + rows]], rows
         mx.eval(whole.d.cache.arrays)
 
 

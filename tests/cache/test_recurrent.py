@@ -12,7 +12,6 @@ from sweep import SWEEP, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.recurrent import RecurrentCache
-from mlx_mtp.decoding import step as one_step
 from mlx_mtp.layers.mamba2 import STEPPED_ROWS
 
 NAMES = ["nemotron_h", "qwen3_5", "qwen3_next"]
@@ -43,7 +42,7 @@ def test_every_accepted_part(tmp_path, monkeypatch, name):
     for k in sampled((1, 5) if name == NAMES[0] else (2, 3), (1, 2, 3, 5)):
         rng = np.random.default_rng(k)
         wrong = set(np.flatnonzero(rng.random(len(truth)) < 0.2).tolist())
-        monkeypatch.setattr(one_step, "draft", Oracle(truth, wrong, families.V))
+        monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
         stats = mlx_mtp.Stats()
         assert text(model, prompt, 60, k, stats=stats) == truth[len(prompt) :], f"k={k}"
         kept = [stats.drafted[0] - 1, *stats.accepted]  # one at least is wrong, and one is kept to its end
@@ -126,7 +125,7 @@ def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
     tokens = text(model, [1, 2, 3], n := 512 if SWEEP else 128, 0, prompt_cache=single)
     truth = [1, 2, 3, *tokens]
     wrong = set(np.flatnonzero(np.random.default_rng(0).random(len(truth)) < 0.25).tolist())
-    monkeypatch.setattr(one_step, "draft", Oracle(truth, wrong, families.V))
+    monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
     assert text(model, [1, 2, 3], n, 3, prompt_cache=drafted, stats=stats) == tokens
     assert n / 4 < stats.cycles < n / 2
     text(model, [1, 2, 3, *tokens[:-1]], 0, 0, prompt_cache=read)

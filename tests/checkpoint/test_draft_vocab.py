@@ -12,7 +12,7 @@ import tiny
 
 import mlx_mtp
 from mlx_mtp.checkpoint.draft_vocab import reduce_heads
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.layers.lm_head import place_heads, sliced
 
 PROMPT = [1, 3, 2, 4, 0, 1]
@@ -61,14 +61,14 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture
 def drafted(monkeypatch):
     """Every draft that the loop asks for, as arrays."""
-    arrays, real = [], one_step.draft
+    arrays, real = [], Heads.propose
 
     def recording(*args):
         drafts = real(*args)
-        arrays.append(drafts.tokens)
+        arrays.append(drafts.tokens[0])
         return drafts
 
-    monkeypatch.setattr(one_step, "draft", recording)
+    monkeypatch.setattr(Heads, "propose", recording)
     return arrays
 
 

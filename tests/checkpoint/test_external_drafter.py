@@ -11,11 +11,10 @@ import pytest
 import tiny
 from drafters import HEADLESS
 from eagle_scratch import drafts_from_scratch
-from oracle import Oracle
+from oracle import Oracle, Spy
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
 
 V = families.V
 # A prompt whose texts go on past the end of a ring of 40 slots, and show it when a row is not where it belongs.
@@ -91,7 +90,7 @@ def test_right_wrong_and_partly_right_drafts(drafted, truth, monkeypatch, every)
     prompt = LONG
     text = prompt + truth(tuple(prompt))
     wrong = set(range(36, len(text), every)) if every else set()
-    monkeypatch.setattr(one_step, "draft", Oracle(text, wrong, V))
+    monkeypatch.setattr(drafted[0], "drafter", Oracle(drafted[0], text, wrong))
     tokens, stats = ours(drafted[0], prompt, 19, 4)
     assert tokens == text[36:55]
     assert (stats.acceptance == [1.0] * 4) is (not wrong)
@@ -129,24 +128,14 @@ def test_drafts_equal_a_forward_from_scratch(tmp_path, monkeypatch, layout, leng
     model = mlx_mtp.load_model(directory, draft_model=drafter)
     counts = (1, 2, 5) if new else (2, 2, 2)
     assert model.spec.capture == counts
-    calls, real = [], one_step.draft
-
-    def spy(model, cache, run, k, chooser):
-        drafts = real(model, cache, run, k, chooser)
-        calls.append((cache.layers[0].offset, drafts.tokens))
-        return drafts
-
-    monkeypatch.setattr(one_step, "draft", spy)
+    spy = Spy(monkeypatch, model)
     mx.random.seed(length)
     prompt = mx.random.randint(0, V, (length,)).tolist()
     text = prompt + ours(model, prompt, 24, 4, prefill_step_size=7)[0]
-    checked = 0
-    for offset, drafts in calls:
-        if offset.item() < len(text):
-            known = text[: offset.item() + 1]
-            assert drafts.tolist() == drafts_from_scratch(plain, w, known, 4, layer=layer, counts=counts, new=new)
-            checked += 1
-    assert checked > 5
+    found = spy.drafts(text)
+    assert len(found) > 5
+    for known, drafts in found:
+        assert drafts == drafts_from_scratch(plain, w, text[:known], 4, layer=layer, counts=counts, new=new)
 
 
 def test_where_the_target_is_read(tmp_path):

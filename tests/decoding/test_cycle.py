@@ -10,11 +10,10 @@ from plans import Listed, follow
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import cycle
+from mlx_mtp.decoding import clock, cycle
 from mlx_mtp.decoding import loop as decode
 from mlx_mtp.decoding import step as one_step
-from mlx_mtp.decoding.draft import Run
-from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import Plan
 
@@ -90,8 +89,8 @@ class Sneaky(Listed):
         return super().plan(matched, behind)
 
 
-LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Stats, "reads_confidence"))
-READS = ("read", "reads_confidence")
+LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Drafts, "sure"))
+READS = ("read", "sure")
 
 
 def spans_of(monkeypatch, model, control, **options):
@@ -276,7 +275,7 @@ def test_waits_of_a_prompt(monkeypatch, model, step):
     ],
 )
 def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, following, expected):
-    assert cycle.among_its_like(10.0, waited, built, following) == pytest.approx(expected)
+    assert clock.among_its_like(10.0, waited, built, following) == pytest.approx(expected)
 
 
 @pytest.mark.timing

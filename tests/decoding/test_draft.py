@@ -8,7 +8,7 @@ from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import AT_FIRST
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding.drafters.heads import Heads
 
 
 def head_outputs(model, tokens, hidden, drafts):
@@ -42,14 +42,14 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
     model, _ = tiny_models(1, vocab_size=4)
     mx.random.seed(length)
     prompt = mx.random.randint(0, 4, (length,)).tolist()
-    calls, real = [], one_step.draft
+    calls, real = [], Heads.propose
 
-    def spy(model, cache, run, k, chooser):
-        drafts = real(model, cache, run, k, chooser)
-        calls.append((cache.layers[0].offset, drafts.tokens, list(cache.kept)))
+    def spy(heads, frame, run, k):
+        drafts = real(heads, frame, run, k)
+        calls.append((frame.cache.layers[0].offset, drafts.tokens[0], list(frame.cache.kept)))
         return drafts
 
-    monkeypatch.setattr(one_step, "draft", spy)
+    monkeypatch.setattr(Heads, "propose", spy)
     steps = mlx_mtp.generate_step(
         prompt, model, max_tokens=30, num_draft_tokens=3, adaptive=False, prefill_step_size=step
     )
@@ -84,13 +84,14 @@ def test_windows_limit_what_the_heads_read_of_a_prompt(tiny_models):
 def test_heads_of_wide_windows_begin_shortly_before_their_first_draft(tiny_models, monkeypatch):
     """Their drafts are those of heads to which the text begins there."""
     model, _ = tiny_models(1, vocab_size=4, sliding_window=64)
-    prompt, calls, real = mx.random.randint(0, 4, (100,), key=mx.random.key(0)).tolist(), [], one_step.draft
+    prompt, calls, real = mx.random.randint(0, 4, (100,), key=mx.random.key(0)).tolist(), [], Heads.propose
 
-    def spy(model, cache, run, k, chooser):
-        calls.append((cache.layers[0].offset, real(model, cache, run, k, chooser), [c.start for c in cache.heads]))
-        return calls[-1][1]
+    def spy(heads, frame, run, k):
+        drafts, cache = real(heads, frame, run, k), frame.cache
+        calls.append((cache.layers[0].offset, drafts.tokens[0], [c.start for c in cache.heads]))
+        return drafts
 
-    monkeypatch.setattr(one_step, "draft", spy)
+    monkeypatch.setattr(Heads, "propose", spy)
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=12, num_draft_tokens=3, adaptive=False)
     text = prompt + [token for token, _, _ in steps]
     for offset, drafts, (first, *others) in calls[:3]:
@@ -98,9 +99,9 @@ def test_heads_of_wide_windows_begin_shortly_before_their_first_draft(tiny_model
         assert others == [first + 1, first + 2]
         assert 100 - first == AT_FIRST
         rows = plain_hidden(model, known[:-1])[:, first:]
-        outputs = head_outputs(model, known[first:], rows, drafts.tokens.tolist())
+        outputs = head_outputs(model, known[first:], rows, drafts.tolist())
         answers = [mx.argmax(model.draft_logits(j, output[:, -1:])).item() for j, output in enumerate(outputs)]
-        assert answers == drafts.tokens.tolist()
+        assert answers == drafts.tolist()
 
 
 def test_parked_heads_catch_up(tiny_models):

@@ -13,8 +13,9 @@ from draws import SAMPLERS
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
-from mlx_mtp.decoding.draft_sampling import DraftChooser
+from mlx_mtp.decoding import draft_sampling
+from mlx_mtp.decoding.draft_sampling import DraftChooser, HeadOutput
+from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.sampling import Picker, Sampling, key_at
 from mlx_mtp.demo import demo_path
 from mlx_mtp.kernels import draw_ref
@@ -150,7 +151,7 @@ def test_a_draft_of_a_reduced_vocabulary(eagle, mode, options, fused):
             kept[order[1:][np.cumsum(probabilities[order])[:-1] >= sampling.top_p]] = -np.inf
         expected = int(np.argmax(kept / sampling.temp + noise)) if options else int(np.argmax(logits))
         for confidence in (False, True):
-            choice = DraftChooser(mode, sampling, KEY, confidence)(eagle, 0, row, mx.array([position]))
+            choice = DraftChooser(mode, sampling, KEY, confidence)(HeadOutput(eagle, 0, row), mx.array([position]))
             assert choice.token.item() == expected
             if confidence:
                 assert choice.confidence.item() == pytest.approx(probabilities[expected], rel=1e-4)
@@ -164,16 +165,16 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
     positions, rows = [], []
 
     class Noting(DraftChooser):
-        def __call__(self, model, depth, row, position):
+        def __call__(self, output, position):
             positions.append(position)
-            return super().__call__(model, depth, row, position)
+            return super().__call__(output, position)
 
     def pick(picker, model, hidden, position, history, drafts):
         rows.extend([position + i] for i in range(drafts.size))
         return real(picker, model, hidden, position, history, drafts)
 
     real = Picker.pick
-    monkeypatch.setattr(one_step, "DraftChooser", Noting)
+    monkeypatch.setattr(draft_sampling, "DraftChooser", Noting)
     monkeypatch.setattr(Picker, "pick", pick)
     decoded(model, k, n=20, temp=1.0)
     assert [p.item() for p in positions] == [p.item() for (p,) in rows]
@@ -181,19 +182,19 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
 
 
 def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
-    """`draft` returns one probability a draft, of recycled ones too."""
-    found, real = [], one_step.draft
+    """Heads return one probability a draft, recycled ones too."""
+    found, real = [], Heads.propose
 
-    def spy(model, cache, run, k, chooser):
-        found.append(real(model, cache, run, k, chooser))
+    def spy(*args):
+        found.append(real(*args))
         return found[-1]
 
-    monkeypatch.setattr(one_step, "draft", spy)
+    monkeypatch.setattr(Heads, "propose", spy)
     for model, k in ((eagle, 4), (tiny_models(0)[0], 2)):
         for mode in ("greedy", "coupled"):
             decoded(model, k, n=5, temp=1.0, draft_sampling=mode, draft_p_min=0.01)
             drafts = found[-1]
-            assert drafts.tokens.shape == drafts.confidence.shape == (k,)
+            assert drafts.tokens.shape == drafts.confidence.shape == (1, k)
             assert 0 < drafts.confidence.min().item() <= drafts.confidence.max().item() <= 1
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from plans import Listed, Spy, follow
+from oracle import Spy
+from plans import Listed, follow
 from subjects import PLANS, PROMPT, Subject, assert_same_rows, quantizable_model, steps, subjects, text_of
 from sweep import sweep
 
@@ -12,12 +13,12 @@ import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.decoding import cycle
 from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import prefill as reading
 from mlx_mtp.decoding import step as one_step
-from mlx_mtp.decoding.draft import Run
-from mlx_mtp.decoding.prompt_lookup import Text
-from mlx_mtp.decoding.sampling import Picker
-from mlx_mtp.decoding.stats import Stats
+from mlx_mtp.decoding.clock import Clock
+from mlx_mtp.decoding.drafters.heads import Heads
+from mlx_mtp.decoding.drafters.lookup import Lookup
+from mlx_mtp.decoding.run import Drafts, Run
+from mlx_mtp.decoding.text import Text
 from mlx_mtp.tuning.plan import Plan
 
 
@@ -32,19 +33,18 @@ def quantizable(tiny_models):
 
 
 POINTS = [
-    (one_step, "draft"),
-    (cycle, "prime"),
-    (reading, "prime"),
+    (Heads, "propose"),
+    (Heads, "read"),
     (one_step, "accept"),
     (mx, "eval"),
     (mx, "async_eval"),
     (Run, "read"),
-    (Text, "continued"),
+    (Lookup, "propose"),
     (Text, "matched"),
     (Text, "extend"),
-    (Stats, "reads_confidence"),
-    (Stats, "builds_late"),
-    (Picker, "pick"),
+    (Drafts, "sure"),
+    (Clock, "arrived"),
+    (one_step, "pick"),
     (Listed, "plan"),
     (Listed, "observe"),
     *(
@@ -117,7 +117,7 @@ def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, 
         assert cache.primed + cache.behind == held
     rest = (PROMPT + shown)[held:] or [truth[len(shown)]]
     with monkeypatch.context() as patch:
-        spy = Spy(patch)
+        spy = Spy(patch, s.model)
         follow(patch, Listed([PLANS["heads"] if s.k == 3 else Plan("heads", s.k)]))
         goes_on = text_of(s.model, rest, s.k, max_tokens=8, prompt_cache=cache)
     begun = (PROMPT + truth)[: held + len(rest)]
@@ -182,7 +182,7 @@ def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypat
 
 
 @pytest.mark.parametrize("where", ["before", pytest.param("behind", marks=sweep)])
-@pytest.mark.parametrize("name", ["draft", "start"])
+@pytest.mark.parametrize("name", ["propose", "start"])
 def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, where):
     """A cache that goes back to before it was quantized is still to be."""
     model, plain = quantizable
@@ -191,7 +191,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
     for at in range(2, 8):
         cache, shown, calls = mlx_mtp.make_prompt_cache(model, **options), [], []
         with monkeypatch.context() as patch:
-            owner = one_step if name == "draft" else cycle
+            owner = Heads if name == "propose" else cycle
             real = getattr(owner, name)
 
             def interrupt(*args, real=real, calls=calls, at=at):

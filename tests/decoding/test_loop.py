@@ -7,11 +7,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
-from oracle import Oracle, real
+from oracle import Oracle
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
 
 SIZE = {"max_kv_size": 9}
 
@@ -64,11 +63,11 @@ def test_every_accept_length(tiny_models_for_hypothesis, data, k, length):
         truths[length] = tiny.greedy(plain, prompt, n)
     truth = prompt + truths[length]
     wrong = data.draw(st.sets(st.integers(length, length + n)))
-    one_step.draft = Oracle(truth, wrong, 5)
+    model.drafter = Oracle(model, truth, wrong)
     try:
         tokens, stats = ours(model, prompt, n, k)
     finally:
-        one_step.draft = real
+        model.drafter = None
     assert tokens == truths[length]
     if not wrong:
         assert stats.acceptance == [1.0] * k
@@ -86,7 +85,7 @@ def test_constant_accept_length(tiny_models, monkeypatch, accepted):
     truth = prompt + tiny.greedy(plain, prompt, 50)
     # A cycle that keeps `accepted` drafts yields accepted + 1 tokens; every one of those last ones was wrong.
     wrong = set(range(len(prompt) + 1 + accepted, len(truth), accepted + 1)) if accepted < 3 else set()
-    monkeypatch.setattr(one_step, "draft", Oracle(truth, wrong, 5))
+    monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
     tokens, stats = ours(model, prompt, 40, 3)
     assert tokens == truth[len(prompt) :][:40]
     assert stats.acceptance == [1.0] * accepted + [0.0] * (3 - accepted)

@@ -13,6 +13,7 @@ from plans import Listed, follow
 from sweep import sweep
 
 import mlx_mtp
+from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.demo import demo_path
@@ -196,9 +197,9 @@ def test_adaptive_whatever_the_clock_says_at_length(demo, trace, p_min, k):
 def assert_any_clock(demo, trace, p_min: float, k: int) -> None:
     """The controller wanders with seconds that mean nothing, or that are missing; the text does not."""
     model, prompt, truth = demo
-    seconds, real, stats = itertools.cycle(trace), Stats.reads, Stats()
+    seconds, real, stats = itertools.cycle(trace), Clock.arrived, Stats()
     options = {"max_tokens": 40, "num_draft_tokens": k, "draft_p_min": p_min, "stats": stats}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stats, "reads", lambda *args: (*real(*args)[:2], next(seconds)))
+        patch.setattr(Clock, "arrived", lambda *args, **how: (real(*args, **how), next(seconds))[1])
         assert [token for token, _, _ in mlx_mtp.generate_step(prompt, model, **options)] == truth
     assert sum(stats.lengths.values()) == stats.cycles

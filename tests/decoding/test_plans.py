@@ -5,7 +5,8 @@ import itertools
 import families
 import mlx.core as mx
 import pytest
-from plans import Listed, Script, Spy, follow
+from oracle import Spy
+from plans import Listed, Script, follow
 from subjects import PLANS, PROMPT, assert_same_rows, quantizable_model, steps, subjects, text_of
 from sweep import sampled, sweep
 
@@ -24,7 +25,7 @@ def test_any_plan_follows_any_plan(subject, monkeypatch, length, seed):
     s = subject("step3p5")
     mx.random.seed(length)
     prompt = mx.random.randint(0, 5, (length,)).tolist()
-    script, spy, stats = Script(seed, max_drafts=3, p_min=True), Spy(monkeypatch), Stats()
+    script, spy, stats = Script(seed, max_drafts=3, p_min=True), Spy(monkeypatch, s.model), Stats()
     follow(monkeypatch, script)
     text = text_of(s.model, prompt, 3, prefill_step_size=(5, 2048)[seed % 2], stats=stats)
     assert text == s.truth(tuple(prompt))
@@ -42,7 +43,7 @@ OTHERS = [name for name in families.FAMILIES if name not in NAMES]
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=sweep) for name in OTHERS)])
 def test_every_family(subject, monkeypatch, name):
     s = subject(name)
-    script, spy = Script(len(name), max_drafts=s.k, p_min=True), Spy(monkeypatch)
+    script, spy = Script(len(name), max_drafts=s.k, p_min=True), Spy(monkeypatch, s.model)
     follow(monkeypatch, script)
     text = text_of(s.model, PROMPT, s.k, max_tokens=30, prefill_step_size=4)
     assert text == s.truth(tuple(PROMPT), 30)
@@ -61,7 +62,8 @@ def test_heads_that_were_idle_draft_as_if_they_had_not_been(subject, monkeypatch
     """More rows than the windows of 8 see, than their rings have room for, and than one chunk of reading; of 88 rows
     all are dropped but the 24 that the windows can see.
     """
-    s, spy = subject("step3p5"), Spy(monkeypatch)
+    s = subject("step3p5")
+    spy = Spy(monkeypatch, s.model)
     plans = [PLANS["heads"]] * 2 + [PLANS[by]] * idle
     control = Listed(plans)
     follow(monkeypatch, control)
@@ -131,7 +133,8 @@ def test_a_window_on_full_attention(subject, monkeypatch, seed):
 @pytest.mark.parametrize("name", sampled(["qwen3_5", "mimo_v2_flash"], ["step3p5", "qwen3_5", "mimo_v2_flash"]))
 def test_turns_that_end_anywhere(subject, monkeypatch, name):
     """By a limit, by the caller, by a stop token: each turn goes on from what was shown, with exact drafts."""
-    s, spy, text = subject(name), Spy(monkeypatch), list(PROMPT)
+    s, text = subject(name), list(PROMPT)
+    spy = Spy(monkeypatch, s.model)
     cache = mlx_mtp.make_prompt_cache(s.model)
     for turn, n in enumerate((1, 9, 4, 11, 2)):
         follow(monkeypatch, Script(turn, max_drafts=s.k, p_min=True))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.decoding.prompt_lookup import LONGEST, SHORTEST, Text
+from mlx_mtp.decoding.text import LONGEST, Text
+from mlx_mtp.tuning.plan import SHORTEST
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 2**18 - 1]), max_size=40)
 

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import drafters
 import families
@@ -24,8 +25,8 @@ from mlx_mtp.cache import growing
 from mlx_mtp.cache import kinds as caches
 from mlx_mtp.decoding import policy
 from mlx_mtp.decoding import replay as compiled
-from mlx_mtp.decoding import step as one_step
 from mlx_mtp.decoding.replay import Compiled, Recorder
+from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
@@ -41,20 +42,20 @@ def _own(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "OFTEN", 1)
 
 
-class Seen(mlx_mtp.Stats):
-    """Stats that note each cycle's drafts, as heads that read the wrong rows draft other tokens."""
+def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
+    """Tokens, and stats with each cycle's drafts as `runs`: heads that read the wrong rows draft other tokens."""
+    stats, real = mlx_mtp.Stats(), Run.read
+    stats.runs = []
 
-    def reads(self, run, source):
-        found = super().reads(run, source)
-        self.runs = [*getattr(self, "runs", ()), (source, run.drafts.tolist(), found[1])]
+    def read(run):
+        found = real(run)
+        stats.runs.append((None if run.drafts is None else run.drafts.tolist(), found))
         return found
 
-
-def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
-    stats = Seen()
     options = {"adaptive": False, "compile_cycles": replay, **options}
-    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
-    return [token for token, _, _ in steps], stats
+    with mock.patch.object(Run, "read", read):
+        steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, stats=stats, **options)
+        return [token for token, _, _ in steps], stats
 
 
 def check(model, n, k, *, share=0.8, **options):
@@ -89,7 +90,7 @@ def test_every_accepted_part(tiny_models, monkeypatch):
     truth = PROMPT + run(model, 50, 0, replay=False)[0]
     rng = random.Random(0)
     wrong = {i for i in range(len(truth)) if rng.random() < 0.25}
-    monkeypatch.setattr(one_step, "draft", Oracle(truth, wrong, 5))
+    monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
     stats = check(model, 50, 3)
     assert all(0 < stats.accepted[i] < stats.drafted[i] for i in range(3))
 
@@ -287,11 +288,12 @@ def test_cycles_built_for_want_of_a_record_tell_no_time(cheap, monkeypatch):
     """They take longer than replayed ones, of which there is none of that kind yet."""
     monkeypatch.setattr(compiled, "OFTEN", 2)
     replay, most = compiled.Compiled(Recorder(), CompileChoice(True)), compiled.Bounds(4, 100)
+    kind = compiled.Kind(Plan(), False, 1, 256, None, (), ())
     for new, recorded in ((0, False), (1, True)):
-        assert (replay.recall(cheap, "a kind", len, most) is not None) is recorded
+        assert (replay.recall(cheap, kind, len, most) is not None) is recorded
         assert replay.shapes == new
         assert [replay.observe(Plan(), 1, recorded, 0.1) for _ in range(3)] == [None, None, 0.1]
-    assert replay.recall(cheap, "a kind", len, most)
+    assert replay.recall(cheap, kind, len, most)
     assert replay.observe(Plan(), 1, True, 0.1) == 0.1
 
 

@@ -15,7 +15,6 @@ from sweep import paired, sampled
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.growing import LinearKVCache
-from mlx_mtp.decoding import step as one_step
 from mlx_mtp.layers import sparse_mla
 from mlx_mtp.layers.sparse_mla import ChosenAttention
 from mlx_mtp.models import deepseek_v32, glm_moe_dsa
@@ -161,7 +160,7 @@ def test_greedy_text_whatever_is_drafted(family, monkeypatch, k, wrong):
     model, _, prompt, truth = family
     text = prompt + truth
     places = {"none": set(), "all": set(range(len(text))), "some": {14, 17, 18, 23, 31, 32, 33, 39}}[wrong]
-    monkeypatch.setattr(one_step, "draft", Oracle(text, places, families.V))
+    monkeypatch.setattr(model, "drafter", Oracle(model, text, places))
     tokens, stats = ours(model, prompt, 29, k)
     assert tokens == truth[:29]
     assert {"none": stats.cycles <= 29 // k, "all": not any(stats.accepted), "some": any(stats.accepted)}[wrong]
@@ -175,7 +174,7 @@ def test_stops_leave_the_rows_of_decoding_one_by_one(family, monkeypatch, tmp_pa
         plainly, drafting = (mlx_mtp.make_prompt_cache(model) for _ in range(2))
         ours(model, prompt, n, 0, prompt_cache=plainly)
         with monkeypatch.context() as patch:
-            patch.setattr(one_step, "draft", Oracle(prompt + truth, {15, 20}, families.V))
+            patch.setattr(model, "drafter", Oracle(model, prompt + truth, {15, 20}))
             steps = mlx_mtp.generate_step(prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=drafting)
             assert [next(steps)[0] for _ in range(n)] == truth[:n]
             steps.close()

@@ -97,11 +97,11 @@ def test_documents_wrap_the_rings(model):
 
 
 def accept_one_more(drafts, tokens):
-    return mx.minimum(REAL_ACCEPT(drafts, tokens) + 1, drafts.size)
+    return mx.minimum(REAL_ACCEPT(drafts, tokens) + 1, drafts.shape[1])
 
 
 REAL_ACCEPT, REAL_MASK, REAL_INDEX = one_step.accept, Ring.mask, Ring.index
-REAL_CUT, REAL_ROLLBACK, REAL_PICK = decode._cut, PromptCache.rollback, sampling.Picker.pick
+REAL_CUT, REAL_ROLLBACK, REAL_PICK = decode._cut, PromptCache.rollback, one_step.pick
 REAL_KEY = sampling.key_at
 
 
@@ -131,7 +131,7 @@ def drawn_elsewhere(key, position):
 
 GREEDY_PLANTS = {
     "accepts one draft too many": (one_step, "accept", accept_one_more),
-    "accepts all drafts": (one_step, "accept", lambda drafts, tokens: mx.array([drafts.size])),
+    "accepts all drafts": (one_step, "accept", lambda drafts, tokens: mx.array([drafts.shape[1]])),
     "rolls nothing back": (PromptCache, "rollback", lambda cache, n: None),
     "rolls one row too few back": (PromptCache, "rollback", rollback_of_one_less),
     "a window one short": (Ring, "mask", one_mask_less),
@@ -221,17 +221,17 @@ def twins(tmp_path_factory):
     return mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("twins"), config, weights))
 
 
-def other_twin(picker, model, hidden, position, history, drafts):
+def other_twin(model, hidden, position, drafts, members):
     """Of 4 and 5 always 5 in a cycle with drafts."""
-    tokens, logprobs = REAL_PICK(picker, model, hidden, position, history, drafts)
-    return (mx.where(tokens == 4, 5, tokens) if drafts.size else tokens), logprobs
+    tokens, logprobs = REAL_PICK(model, hidden, position, drafts, members)
+    return (tokens if drafts is None else mx.where(tokens == 4, 5, tokens)), logprobs
 
 
 def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
     texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), NEW, ()) for seed in range(4, 10))
     reference = next(r for r in texts if r.text[1:].count(4) > 3)
     fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
-    monkeypatch.setattr(sampling.Picker, "pick", other_twin)
+    monkeypatch.setattr(one_step, "pick", other_twin)
     comparison = found([reference], all_ways()[0])
     # A token that is the first of a run is chosen without drafts.
     assert {d.position for d in comparison.differences} <= set(fours)
@@ -243,12 +243,13 @@ def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
 
     later = comparison.differences[1].position + 1
 
-    def and_a_wrong_one(picker, model, hidden, position, history, drafts):
-        tokens, logprobs = other_twin(picker, model, hidden, position, history, drafts)
-        places = position + mx.arange(tokens.size)
+    def and_a_wrong_one(model, hidden, position, drafts, members):
+        tokens, logprobs = other_twin(model, hidden, position, drafts, members)
+        places = position + mx.arange(tokens.shape[1])
         return mx.where(places == len(reference.prompt.tokens) + later, (tokens + 1) % 4, tokens), logprobs
 
-    monkeypatch.setattr(sampling.Picker, "pick", and_a_wrong_one)
+    for module in (one_step, prefill):
+        monkeypatch.setattr(module, "pick", and_a_wrong_one)
     comparison = found([reference], all_ways()[0])
     assert [d.near_tie for d in comparison.differences] == [True, True, False]
     assert comparison.differences[-1].position == later
@@ -309,4 +310,3 @@ def test_what_is_broken_is_said(model):
         "the first head's guess is the target's token in 1.0% of cases",
         "depth 2's guess is the target's token in 0.0% of cases",
     ]
-    assert prefill.NO_DRAFTS.tokens.size == 0

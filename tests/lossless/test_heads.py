@@ -9,8 +9,8 @@ import trained
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
-from mlx_mtp.decoding.draft import Drafts
+from mlx_mtp.decoding.drafters.heads import Heads
+from mlx_mtp.decoding.run import Drafts
 from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known, right
@@ -173,18 +173,18 @@ def shifted(rows):
 
 # The loop's own drafts beside those of a head that reads the whole text.
 
-REAL_DRAFT = one_step.draft
+
+class OneRowOff(Heads):
+    def propose(self, frame, run, k):
+        return super().propose(frame, run._replace(hidden=shifted(run.hidden)), k)
 
 
-def one_row_off(model, cache, run, *args):
-    return REAL_DRAFT(model, cache, run._replace(hidden=shifted(run.hidden)), *args)
+class LastFirst(Heads):
+    def propose(self, frame, run, k):
+        return Drafts(super().propose(frame, run, k).tokens[:, ::-1])
 
 
-LOOPS = {
-    "right": None,
-    "hidden states one row off": (one_step, "draft", one_row_off),
-    "the last draft first": (one_step, "draft", lambda *args: Drafts(REAL_DRAFT(*args).tokens[::-1])),
-}
+LOOPS = {"right": Heads, "hidden states one row off": OneRowOff, "the last draft first": LastFirst}
 
 
 PAIRS = paired(LOOPS, trained.NAMES[::2])
@@ -199,8 +199,7 @@ def test_a_loop_that_drafts_worse_than_its_heads_is_found(right_models, monkeypa
     references = [Reference(model, prompt, 48, ()) for prompt in prompts]
     k = len(model.mtp)
     way = ways(k, adaptive=False, p_min=0.5, lookup=False, compiled=False)[k - 1]
-    if LOOPS[plant]:
-        monkeypatch.setattr(*LOOPS[plant])
+    monkeypatch.setattr(model, "drafter", LOOPS[plant](model))
     comparison = Comparison(way.name)
     for reference in references:
         compare(reference, way, comparison)

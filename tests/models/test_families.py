@@ -7,12 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from oracle import Oracle
+from oracle import Oracle, Spy
 from scratch import drafts_from_scratch
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
 
 # Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
@@ -63,7 +62,7 @@ def test_right_wrong_and_partly_right_drafts(family, truth, monkeypatch, every):
     model, prompt = family[0], LONG
     text = prompt + truth(tuple(prompt))
     wrong = set(range(36, len(text), every)) if every else set()
-    monkeypatch.setattr(one_step, "draft", Oracle(text, wrong, families.V))
+    monkeypatch.setattr(model, "drafter", Oracle(model, text, wrong))
     tokens, stats = ours(model, prompt, 19, 3)
     assert tokens == text[36:55]
     assert (stats.acceptance == [1.0] * 3) is (not wrong)
@@ -74,23 +73,12 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
     model, plain = family
     mx.random.seed(length)
     prompt = mx.random.randint(0, families.V, (length,)).tolist()
-    calls, real = [], one_step.draft
-
-    def spy(model, cache, run, k, chooser):
-        drafts = real(model, cache, run, k, chooser)
-        calls.append((cache.layers[0].offset, drafts.tokens))
-        return drafts
-
-    monkeypatch.setattr(one_step, "draft", spy)
-    k = 3
+    k, spy = 3, Spy(monkeypatch, model)
     text = prompt + ours(model, prompt, 16, k, prefill_step_size=7)[0]
-    assert len(calls) > 5
-    checked = 0
-    for offset, drafts in calls:
-        if offset.item() < len(text):  # otherwise built ahead of the last cycle and never used
-            assert drafts.tolist() == drafts_from_scratch(model, plain, text[: offset.item() + 1], k)
-            checked += 1
-    assert checked > 5
+    found = spy.drafts(text)
+    assert len(found) > 5
+    for known, drafts in found:
+        assert drafts == drafts_from_scratch(model, plain, text[:known], k)
 
 
 @in_families("stop", [(3, 2), (0, 4), (3, 9), (3, 1), (3, 4)], [*NAMES[1::3], NAMES[-1]])
@@ -100,7 +88,7 @@ def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, s
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)
     with monkeypatch.context() as patch:
-        patch.setattr(one_step, "draft", Oracle(prompt + expected, {42}, families.V))
+        patch.setattr(model, "drafter", Oracle(model, prompt + expected, {42}))
         steps = mlx_mtp.generate_step(
             prompt, model, num_draft_tokens=k, adaptive=False, prompt_cache=cache, max_tokens=20
         )

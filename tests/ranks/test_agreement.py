@@ -3,8 +3,10 @@
 import pytest
 
 from mlx_mtp.decoding.agreement import Agreement
-from mlx_mtp.decoding.prompt_lookup import Text
+from mlx_mtp.decoding.text import Text
 from mlx_mtp.tuning.plan import Cycle, Plan
+
+SOURCES = "heads", "lookup"
 
 
 class Control:
@@ -18,10 +20,6 @@ class Control:
 
     def observe(self, cycle):
         self.cycles.append(cycle)
-
-
-class Cache:
-    live, behind = True, 0
 
 
 class Two:
@@ -41,15 +39,15 @@ class Two:
 def test_the_plans_and_the_end_are_rank_0s():
     plans = [Plan("lookup", 7), Plan("heads", 3, p_min=True), Plan()]
     first = Two(0)
-    lead = Agreement(first, Control(*plans))
+    lead = Agreement(first, Control(*plans), SOURCES)
     second = Two(1)
     control = Control()
-    follower = Agreement(second, control)
+    follower = Agreement(second, control, SOURCES)
     for i, plan in enumerate(plans):
         first.stopping = i == 2
-        lead.meet(Text([1, 2, 3, i]), Cache())
+        lead.meet(Text([1, 2, 3, i]), 0)
         second.others = first.said
-        follower.meet(Text([1, 2, 3, i]), Cache())
+        follower.meet(Text([1, 2, 3, i]), 0)
         assert lead.plan() == follower.plan() == plan
         assert lead.ended == follower.ended == (i == 2)
     follower.observe(Cycle(Plan(), 0, 0, 0.1))
@@ -61,6 +59,6 @@ def test_the_plans_and_the_end_are_rank_0s():
 @pytest.mark.parametrize("tokens", [[1, 2, 4], [1, 2]])
 def test_other_tokens_end_all(tokens):
     first = Two(0)
-    Agreement(first, Control(Plan())).meet(Text([1, 2, 3]), Cache())
+    Agreement(first, Control(Plan()), SOURCES).meet(Text([1, 2, 3]), 0)
     with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
-        Agreement(Two(1, first.said), Control()).meet(Text(tokens), Cache())
+        Agreement(Two(1, first.said), Control(), SOURCES).meet(Text(tokens), 0)

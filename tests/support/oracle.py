@@ -1,20 +1,40 @@
-"""Make drafts of a test's choosing, through the real drafting call."""
+"""Make drafts of a test's choosing, in place of those that a model's heads make."""
 
 import mlx.core as mx
 
-from mlx_mtp.decoding import step as one_step
-from mlx_mtp.decoding.draft import Drafts
-
-real = one_step.draft
+from mlx_mtp.decoding.drafters.heads import Heads
+from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
 
 
-class Oracle:
-    """Drafts the true continuation, but wrong at the positions in `wrong`; stands in for `step.draft`."""
+class Oracle(Heads):
+    """Drafts the true continuation, but wrong at the positions in `wrong`; the heads' caches move as always."""
 
-    def __init__(self, truth: list[int], wrong: set[int], vocab: int):
-        drafts = [(t + 1) % vocab if i in wrong else t for i, t in enumerate(truth)]
+    def __init__(self, model, truth: list[int], wrong: set[int]):
+        super().__init__(model)
+        drafts = [(t + 1) % model.vocab_size if i in wrong else t for i, t in enumerate(truth)]
         self.drafts = mx.array(drafts + [0] * 64, mx.int32)
 
-    def __call__(self, model, cache, run, k, chooser):
-        real(model, cache, run, k, chooser)  # the heads' caches move as they always do
-        return Drafts(mx.take(self.drafts, cache.layers[0].offset + 1 + mx.arange(k)))
+    def propose(self, frame, run, k):
+        super().propose(frame, run, k)
+        at = frame.cache.layers[0].offset[:, None] + 1 + mx.arange(k)
+        return Drafts(mx.take(self.drafts, at)) if k else NO_DRAFTS
+
+
+class Spy(Heads):
+    """Notes (the target's positions on the device, members, drafts, cache) of each time that the heads draft."""
+
+    def __init__(self, monkeypatch, model):
+        super().__init__(model)
+        self.calls: list = []
+        monkeypatch.setattr(model, "drafter", self)
+
+    def propose(self, frame, run, k):
+        drafts = super().propose(frame, run, k)
+        if k:
+            self.calls.append((frame.cache.layers[0].offset, [*frame.members], drafts.tokens, frame.cache))
+        return drafts
+
+    def drafts(self, text: list[int]) -> list[tuple[int, list[int]]]:
+        """(tokens before, drafts) of the calls whose cycles were submitted, in order; `text`: prompt and answer."""
+        found = [(offset.item() + 1, tokens.tolist()[0]) for offset, _, tokens, _ in self.calls]
+        return [(known, drafts) for known, drafts in found if known <= len(text)]

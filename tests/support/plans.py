@@ -3,7 +3,6 @@
 import importlib
 import random
 
-from mlx_mtp.decoding import step as one_step
 from mlx_mtp.tuning.plan import Plan
 
 
@@ -49,22 +48,3 @@ class Listed:
 def follow(monkeypatch, control) -> None:
     """Let generations be controlled by `control`."""
     monkeypatch.setattr(importlib.import_module("mlx_mtp.generate"), "control_for", lambda *_, **__: control)
-
-
-class Spy:
-    """Stands in for `step.draft` and notes (the target's position on the device, drafts) of each call."""
-
-    def __init__(self, monkeypatch):
-        self.calls: list = []
-        self.real = one_step.draft
-        monkeypatch.setattr(one_step, "draft", self)
-
-    def __call__(self, model, cache, run, k, chooser):
-        drafts = self.real(model, cache, run, k, chooser)
-        self.calls.append((cache.layers[0].offset, drafts.tokens))
-        return drafts
-
-    def drafts(self, text: list[int]) -> list[tuple[int, list[int]]]:
-        """(tokens before, drafts) of the calls whose cycles were submitted, in order; `text`: prompt and answer."""
-        found = [(offset.item() + 1, tokens.tolist()) for offset, tokens in self.calls]
-        return [(known, drafts) for known, drafts in found if known <= len(text)]

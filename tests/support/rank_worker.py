@@ -13,7 +13,6 @@ from oracle import Oracle
 from stand_in import standing_in, switched_on
 
 import mlx_mtp
-from mlx_mtp.decoding import step as one_step
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 4, 4, 1]
 
@@ -64,14 +63,14 @@ def texts(path: str, group, *, few: bool = False) -> dict:
         wrong |= {"right": set(), "wrong": set(range(99))}
     plain = generated(model, n, num_draft_tokens=0)
     found = {"plain": plain, "seeded": generated(model, n, num_draft_tokens=0, temp=1.0, seed=7)}
-    real, start = one_step.draft, len(PROMPT)
+    start = len(PROMPT)
     for k in {min(3, most), *({} if few else {1})} if most else ():
         found[f"seeded {k}"] = generated(model, n, num_draft_tokens=k, temp=1.0, seed=7)
         for name, positions in wrong.items():
             guesses = [0] * start + plain
-            one_step.draft = Oracle(guesses, {start + i for i in positions}, model.vocab_size)
+            model.drafter = Oracle(model, guesses, {start + i for i in positions})
             found[f"plain {k} {name}"] = generated(model, n, num_draft_tokens=k)
-        one_step.draft = real
+        model.drafter = None
     if not few:
         found |= continued(model, Path(path) / "cache", plain, min(3, most))
         found["plain looked up"] = generated(

@@ -75,13 +75,16 @@ class Whims:
 
 
 class Bounded:
-    """Plans of others, with at most so many drafts."""
+    """Plans of others, with at most so many drafts; of lookups and cycles that read the confidence, too."""
 
-    def __init__(self, plans: Whims, most: int):
-        self.plans, self.most, self.observe = plans, most, plans.observe
+    def __init__(self, plans: Whims, most: int, max_lookup: int):
+        self.plans, self.most, self.max_lookup, self.observe = plans, most, max_lookup, plans.observe
 
     def plan(self, matched: int = 0, behind: int = 0) -> Plan:
-        return Plan(k=min(self.plans.plan().k, self.most))
+        k, rng = min(self.plans.plan().k, self.most), self.plans.rng
+        if self.max_lookup and rng.random() < 0.3:
+            return Plan("lookup", rng.randint(1, self.max_lookup))
+        return Plan(k=k, p_min=k > 0 and rng.random() < 0.2)
 
 
 def alike(cases: list[Case]) -> None:
@@ -123,7 +126,7 @@ def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **o
             fixed |= {"prompt_lookup": k > 0, "draft_p_min": 0.3}
         batch = BatchGenerator(model, prefill_step_size=16, **fixed, **layout, **options)
         if whims:
-            batch._places.controls = lambda _, most: Bounded(whims, most)
+            batch._places.controls = lambda _, most, max_lookup: Bounded(whims, most, max_lookup)
         drive(batch, cases)
         batch.close()
 

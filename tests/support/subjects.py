@@ -7,7 +7,7 @@ import eagle_scratch
 import families
 import mlx.core as mx
 import tiny
-from plans import Spy
+from oracle import Spy
 from scratch import drafts_from_scratch
 
 import mlx_mtp

@@ -1,13 +1,7 @@
-"""Draft from the text's own past: what followed where the last tokens have occurred before (prompt lookup).
-
-The search runs on the device, behind tokens that the host has not read yet, so that such a cycle is built ahead like
-any other. The host searches the text it knows only to tell whether a lookup promises anything. Source of the idea:
-Saxena, "Prompt Lookup Decoding" (2023).
-"""
+"""Keep the tokens of a conversation that the host knows, and find out whether the last ones have occurred before."""
 
 from collections.abc import Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from ..tuning.plan import SHORTEST
@@ -52,27 +46,6 @@ class Text:
         before = ends[:, None] - np.arange(1, last.size + 1)
         same = (self.tokens[before] == last) & (before >= 0)
         return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
-
-    def continued(self, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
-        """Draft what followed the longest match's last occurrence, int32 [k], behind `end` tokens and `tokens` [R].
-
-        right: int32 [1] on the device, how many of the latter belong to the text. Where the match reaches the end its
-        continuation repeats itself; where nothing matches, the drafts are arbitrary.
-        """
-        blank = mx.full((LONGEST,), -1, mx.int32)
-        padded = mx.concatenate([blank, mx.array(self._buffer[:end]), tokens])
-        size, length = padded.size - LONGEST, end + right
-        same = mx.ones((size,), mx.int32)
-        matched = mx.zeros((size,), mx.int32)
-        for i in range(LONGEST):  # end e: the i-th token before it is padded[LONGEST + e - 1 - i]
-            first = LONGEST - 1 - i
-            same = same * (padded[first : first + size] == mx.take(padded, length + first))
-            matched = matched + same
-        ends = mx.arange(size)
-        found = (ends < length) & (matched >= SHORTEST)
-        source = mx.argmax(mx.where(found, matched * size + ends, -1), keepdims=True)
-        ahead = mx.arange(k) % mx.maximum(length - source, 1)
-        return mx.take(padded, LONGEST + source + ahead)
 
 
 def _runs(tokens: np.ndarray) -> np.ndarray:

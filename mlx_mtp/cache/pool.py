@@ -5,36 +5,50 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..cache.layer_cache import OncePerPass
-from ..cache.prompt_cache import PromptCache
-from ..cache.slots import Span, gather, pooled
+from .kinds import from_configs
+from .layer_cache import CachedModel, OncePerPass
+from .prompt_cache import PromptCache
+from .slots import Span, gather, pooled
+from .step_cache import StepCache
 
 
-class Mark(NamedTuple):
-    """A pool's arrays at one moment, by cache, and what joins its heads if it has them, and what these missed."""
+class PoolMark(NamedTuple):
+    """A pool at one moment: positions and arrays by cache, and what goes with its heads, if it has them."""
 
+    ends: list[Any]
     arrays: list[tuple[mx.array, ...]]
     kept: list[mx.array]
     missed: list[tuple[mx.array, mx.array]]
-    live: bool
+    has_heads: bool
 
 
-class PoolArrays(NamedTuple):
-    """The arrays of a pool that a cycle reads and writes; those of heads that have no part in it are left out.
+class PoolForm(NamedTuple):
+    """What a step on a pool depends on besides its arrays.
 
-    ends: where the target's texts stand, int32 [n], and where the heads do, None without them.
+    layers, heads: the `config`s of a text's own caches, no heads where they have no part. span: the slots of a pass,
+    and how many there are. starts: which caches hold nothing before some positions.
     """
 
-    ends: tuple[Any, Any]
-    parts: list[tuple[mx.array, ...]]
-    kept: list[mx.array]
+    layers: tuple
+    heads: tuple
+    span: tuple[range, int]
+    starts: tuple[bool, ...]
+
+    def made(self, model: CachedModel) -> "Pool":
+        """Make a pool of this form that holds no arrays."""
+        layers, heads = (from_configs([dict(config) for config in configs]) for configs in (self.layers, self.heads))
+        pool = Pool(PromptCache(model, layers, heads, None, []))
+        pool.live = pool.has_heads = bool(heads)
+        for c in pool.stepped:
+            c.span = Span(*self.span)
+        return pool
 
 
-class Pool:
+class Pool(StepCache):
     """A pooled cache for each of the target's layers and, while they follow it, of its heads.
 
-    kept: as in PromptCache, [n, 1, H] each. live: the heads are in the pool. missed: the hidden rows [n, 1, H], and
-    the tokens [n, 1] behind them, of plain cycles that they have not read. configs: of a text's own layers and heads.
+    has_heads: the heads are in the pool. missed: the hidden rows [n, 1, H], and the tokens [n, 1] behind them, of
+    plain cycles that they have not read. configs: of a text's own layers and heads.
     """
 
     def __init__(self, like: PromptCache):
@@ -43,67 +57,70 @@ class Pool:
         self.kept: list[mx.array] = []
         self.missed: list[tuple[mx.array, mx.array]] = []
         self.span = Span([0], 1)
-        self.live = False
+        self.live = self.has_heads = False
 
     @property
     def caches(self) -> list[Any]:
-        return [*self.layers, *self.heads] if self.live else self.layers
+        return [*self.layers, *self.heads] if self.has_heads else self.layers
 
     @property
     def slots(self) -> int:
         """Count the slots of the buffers."""
-        return max((c.buffers[0].shape[0] for c in self.caches if not c.is_state and c.buffers), default=0)
+        return max((c.parts[0].shape[0] for c in self.caches if not c.is_state and c.parts), default=0)
 
     @property
     def arrays(self) -> list[mx.array]:
         """Every array of the pool, for `mx.eval`."""
-        return [part for c in self.caches for part in _arrays(c)] + (self.kept if self.live else [])
+        return [part for c in self.caches for part in c.parts] + (self.kept if self.has_heads else [])
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.arrays)
 
-    def unload(self, *, heads: bool) -> PoolArrays:
-        """Give out what a cycle reads and writes, the heads' if they have a part in it."""
-        part = self.heads if heads else []
-        ends = self.layers[0].offset, part[0].offset if part else None
-        return PoolArrays(ends, [_arrays(c) for c in (*self.layers, *part)], self.kept if part else [])
+    @property
+    def starts(self) -> list[Any]:
+        return [c.start for c in self.stepped]
 
-    def load(self, arrays: PoolArrays) -> None:
-        """Take in what `unload` gave out."""
-        every, heads = iter(arrays.parts), arrays.ends[1] is not None
-        for c in self.layers:
-            c.offset = arrays.ends[0]
-            _hold(c, next(every))
-        for c in self.heads if heads else ():
-            c.offset = arrays.ends[1]
-            _hold(c, next(every))
-        self.kept = arrays.kept if heads else self.kept
+    @starts.setter
+    def starts(self, values: list[Any]) -> None:
+        for c, start in zip(self.stepped, values, strict=True):
+            c.start = start
 
-    def mark(self) -> Mark:
-        """Note what the pool holds now; keys and values are not written in place while this is held."""
-        return Mark([_arrays(c) for c in self.caches], self.kept, [*self.missed], self.live)
+    def form(self) -> PoolForm:
+        layers, heads = self.configs
+        starts = tuple(not isinstance(start, int) for start in self.starts)
+        return PoolForm(layers, heads if self.live else (), (self.span.slots, self.span.count), starts)
 
-    def copy_out(self, mark: Mark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
+    def mark(self) -> PoolMark:
+        caches = self.caches
+        arrays = [c.parts for c in caches]
+        return PoolMark([c.offset for c in caches], arrays, self.kept, [*self.missed], self.has_heads)
+
+    def restore(self, mark: PoolMark) -> None:
+        self.has_heads, self.kept, self.missed = mark.has_heads, mark.kept, [*mark.missed]
+        for c, offset, arrays in zip(self.caches, mark.ends, mark.arrays, strict=True):
+            c.offset, c.parts = offset, arrays
+
+    def copy_out(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
         """Copy a text's state to its own cache: what a pass left that began at position `base`, and `rows` of it."""
         arrays = iter(mark.arrays)
         for c, mine in zip(self.layers, cache.layers, strict=True):
             mine.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
-        if mark.live:
+        if mark.has_heads:
             self._copy_out_heads(mark, cache, slot, row, base)
 
     def retire_heads(self, texts: Sequence[tuple[int, int, int, PromptCache]]) -> None:
         """Give each text its heads back, with what they missed; texts: row, slot, position of the last pass's first
         row, and own cache.
         """
-        mark, self.live = self.mark(), False
+        mark, self.has_heads = self.mark(), False
         for row, slot, base, cache in texts:
             self._copy_out_heads(mark, cache, slot, row, base)
         self.kept, self.missed = [], []
         for c in self.heads:
-            c.buffers, c.starts, c.offset = (), [], None
+            c.parts, c.starts, c.offset = (), [], None
 
-    def _copy_out_heads(self, mark: Mark, cache: PromptCache, slot: int, row: int, base: int) -> None:
+    def _copy_out_heads(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, base: int) -> None:
         cache.primed = base - len(mark.missed)
         for c, mine, arrays in zip(self.heads, cache.heads, mark.arrays[len(self.layers) :], strict=True):
             mine.parts = c.copied(arrays, slot, cache.primed)
@@ -111,24 +128,6 @@ class Pool:
         cache.backlog = []
         if mark.missed:
             cache.push(mx.concatenate([hidden[row : row + 1] for hidden, _ in mark.missed], axis=1))
-
-    def rollback(self, n: mx.array) -> None:
-        """Take back each text's last n positions, int32 [n] on the device."""
-        offset = self.layers[0].offset - n
-        for c in self.layers:
-            c.offset = offset
-
-    def heads_follow(self) -> None:
-        """Move the heads to where the target stands."""
-        for c in self.heads:
-            c.offset = self.layers[0].offset
-
-    def bound(self, limit: int, heads_limit: int) -> None:
-        """Note the most positions that a text of the target and of its heads may hold."""
-        for c in self.layers:
-            c.limit = limit
-        for c in self.heads:
-            c.limit = heads_limit
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, PromptCache]]) -> None:
         """Let the next pass be of other texts.
@@ -138,23 +137,25 @@ class Pool:
         """
         self.span, index = span, mx.array(list(order))
         self._regroup(self.layers, [(slot, c.layers, c.offset) for slot, c in newcomers], order, index)
-        if self.live:
+        if self.has_heads:
             self._regroup_heads(order, index, newcomers)
 
     def wake(self, texts: Sequence[tuple[int, PromptCache]]) -> None:
         """Take in the heads of all texts, by slot, which have read all but their last position."""
         places = {slot: row for row, (slot, _) in enumerate(texts)}
-        order, self.live = [places.get(slot, 0) for slot in self.span.slots], True
+        order, self.has_heads = [places.get(slot, 0) for slot in self.span.slots], True
         self._regroup_heads(order, mx.array(order), texts)
 
     def _regroup_heads(
         self, order: Sequence[int], index: mx.array, newcomers: Sequence[tuple[int, PromptCache]]
     ) -> None:
         self._regroup(self.heads, [(slot, c.heads, c.primed) for slot, c in newcomers], order, index)
-        kept = self.kept or [None] * (len(self.heads) - 1)
+        kept = self.kept or [None] * (len(newcomers[0][1].kept) if newcomers else 0)
         self.kept = [gather(old, [c.kept[i] for _, c in newcomers], index) for i, old in enumerate(kept)]
 
     def _regroup(self, caches: list[Any], newcomers: list[Any], order: Sequence[int], index: mx.array) -> None:
+        if not caches:  # of a drafter that has none
+            return
         offset = gather(caches[0].offset, [mx.array([rows]) for _, _, rows in newcomers], index)
         for i, c in enumerate(caches):
             c.offset = offset
@@ -176,14 +177,3 @@ def _pooled(caches: list[Any]) -> list[Any]:
 def _config(cache: Any) -> tuple:
     """Return a cache's `config` without its start, of which each text has its own."""
     return tuple((name, value) for name, value in cache.config.items() if name != "start")
-
-
-def _arrays(c: Any) -> tuple[mx.array, ...]:
-    return c.parts if c.is_state else c.buffers
-
-
-def _hold(c: Any, arrays: tuple[mx.array, ...]) -> None:
-    if c.is_state:
-        c.parts = arrays
-    else:
-        c.buffers = arrays

@@ -1,0 +1,119 @@
+"""Let the MTP heads draft the next tokens, and read committed rows after a pause.
+
+x_t is the token at position t, h_t the target's hidden state after reading it. Slot p of depth j reads x_{p+1+j}
+and, at depth 0, h_p, at depth j > 0 depth j-1's output at slot p; its logits guess x_{p+2+j}. The rule for the
+caches is exact: a slot that was computed from drafted tokens is computed again from the committed ones, so drafts
+and hidden states equal a recomputation from scratch (DeepSeek-V3, arXiv 2412.19437; transformers'
+`MTPCandidateGenerator` does the same).
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.prompt_cache import PromptCache
+from ...cache.step_cache import StepCache
+from ...layers.target import Target
+from ..draft_sampling import Choice, Choosers, HeadOutput, joined
+from ..run import Drafts, Run, rows_at
+from .drafter import Drafter, Frame
+
+
+class Heads(Drafter):
+    """MTP heads, chained, all reading the target, or one that is recycled; and EAGLE-3's head, which is recycled.
+
+    They read hidden rows through `Target.capture`, and have a cache each.
+    """
+
+    source = "heads"
+    chained = True
+
+    def __init__(self, model: Target):
+        self.most, self.windows, self.reads = model.max_draft_tokens, model.head_windows(), model.taps
+
+    @classmethod
+    def of(cls, model: Target) -> "Heads | None":
+        """Make the drafter of a model that has heads."""
+        return cls(model) if getattr(model, "mtp", None) else None
+
+    def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
+        """Feed every head the run's rows and return k drafts of each sequence.
+
+        All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
+        row `last` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the rest from its
+        own output. Leaves the heads' offset at the target's: the next call overwrites rejected and drafted rows.
+        """
+        model, cache, choose = frame.model, frame.cache, Choosers(frame.members, confidence=frame.plan.p_min)
+        rows, accepted, choices = run.size, run.last, list[Choice]()
+        tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
+        first, row = cache.layers[0].offset + 1, hidden
+        for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
+            fed = rows + depth if depth < k else rows
+            output = head(model.embed(tokens[:, :fed], depth), hidden[:, :fed], kv)
+            feedback = head.feedback(output, hidden[:, :fed])
+            if depth < k:
+                answer = accepted + depth
+                row = rows_at(output, answer)
+                choices.append(choose(HeadOutput(model, depth, row), first + depth))
+                if depth + 1 < min(k, len(cache.heads)):
+                    tokens = _put(tokens, answer + 1, choices[-1].token)
+            if depth + 1 < len(cache.heads):
+                hidden = mx.concatenate([cache.kept[depth], feedback], axis=1)
+                kept.append(rows_at(feedback, accepted))
+        cache.kept = kept
+        if k > len(choices):
+            choices += _recycled(model, cache, row, choices[0], k, choose)
+        cache.heads_follow()
+        return Drafts(*joined(choices))
+
+    def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
+        """Empty the heads, which then read `rows` rows from position `first` on.
+
+        Depth j reads what depth j-1 gave, so it starts behind it: by a whole window if there are rows enough, so that
+        all it reads is as exact as if nothing had been skipped, else by one row.
+        """
+        exact = rows >= sum(kv.window for kv in cache.heads)
+        for kv in cache.heads:
+            kv.start = first
+            first += kv.window if exact else 1
+
+    def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
+        """Let all depths read."""
+        end = first + hidden.shape[1]
+        hidden, tokens = model.capture(hidden), mx.array(tokens)[None]
+        kept, base = [], first
+        for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=False)):
+            begin = min(max(base, kv.start), end)
+            kv.seek(begin, begin)
+            if begin < end:
+                rows = hidden[:, begin - base : end - base]
+                output = head(model.embed(tokens[:, begin - first :], depth), rows, kv)
+                feedback = head.feedback(output, rows)
+            else:
+                feedback = hidden[:, :0]
+            kv.seek(end, end)
+            if depth + 1 < len(cache.heads):
+                # Position i of the next depth reads this depth's output at i - 1.
+                hidden, base = mx.concatenate([cache.kept[depth], feedback], axis=1), begin
+                kept.append(hidden[:, -1:])
+        cache.kept = kept
+
+
+def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: int, choose: Choosers) -> list[Choice]:
+    """Draft on with the one head: its last output [n, 1, H] and draft are its next input; k - 1 more drafts."""
+    (head,), (kv,) = model.mtp, cache.heads
+    offset, more = cache.layers[0].offset, []
+    kv.seek(offset, kv.limit)  # right behind the accepted rows
+    for depth in range(1, k):
+        hidden = head.feedback(row, row)
+        row = head(model.embed(last.token, 0), hidden, kv)
+        last = choose(HeadOutput(model, 0, row), offset + 1 + depth)
+        more.append(last)
+    return more
+
+
+def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
+    """Put each sequence's `token` [n, 1] into tokens [n, R] at its own index, int32 [n] <= R: [n, R + 1]."""
+    longer = mx.concatenate([tokens, token], axis=1)
+    index = index if index.size == 1 else index[:, None]
+    return mx.where(mx.arange(longer.shape[1]) == index, token, longer)
