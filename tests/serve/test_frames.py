@@ -177,7 +177,8 @@ def test_calls_that_cannot_be_read_are_named():
 
 
 @pytest.mark.parametrize(("ask", "kind"), [
-    ({"chat": True}, None), ({"chat": True, "continues": True}, CONTENT), ({"chat": True, "thinking": True}, REASONING),
+    ({"chat": True}, None), ({"chat": True, "continues": True}, CONTENT),
+    ({"chat": True, "thinking": True}, REASONING),
 ])  # fmt: skip
 def test_a_request_is_split_by_the_models_frames(ask, kind):
     tokenizer = SimpleNamespace(has_thinking=True, decode=lambda _: "<|channel|>final<|message|>It beg")
