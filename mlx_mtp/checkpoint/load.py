@@ -153,7 +153,7 @@ def _checked(
 ) -> Options:
     """Check what can be without the checkpoint; ValueError for what is not allowed."""
     check_wired_limit(wired_limit)
-    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=drafting.heads), ranks_of(group)
+    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=drafting.mtp), ranks_of(group)
     if ranks and adapter_path is not None:
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
     return Options(drafting, vocab, lane, budget, wired_limit, ranks, lazy, adapter_path)
