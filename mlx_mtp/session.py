@@ -129,7 +129,7 @@ class ChatSession:
 
     def _continue(self, cache: PromptCache, system_prompt: str | None) -> str | None:
         """Take over what a given cache holds; return the system prompt."""
-        if len(cache.heads) < len(self.model.mtp):
+        if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         prefix = cache.prefix
         if prefix is None and not cache.offset:
@@ -194,7 +194,7 @@ class ChatSession:
         self._at_rest = False
         options: dict[str, Any] = {**self.options, "check_memory": False}  # of each part of the prompt
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
-        if not self.num_draft_tokens and self.model.mtp:
+        if not self.num_draft_tokens and self.model.max_draft_tokens:
             options["prompt_lookup"] = False  # switched off with the heads
         if first:
             tic = time.perf_counter()

@@ -24,7 +24,7 @@ from ..machine.stream import in_turn
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
 from .mark import Quantizing
-from .prompt_cache import PromptCache
+from .prompt_cache import PromptCache, is_chained
 from .prompt_prefix import PromptPrefix
 
 FORMAT = 2
@@ -83,7 +83,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             raise ValueError(f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}")
         if state.get("model") != fingerprint(model, heads=False):
             raise ValueError(f"{file}: made with another model, or in another precision")
-        if model.mtp and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
+        if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
             raise ValueError(f"{file}: made with other MTP heads")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
@@ -150,7 +150,7 @@ def _part(model: Any) -> list[int]:
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
     """Rebuild the cache; for a model that was loaded without heads without their state."""
-    layers, heads = state["layers"], state["heads"] if model.mtp else []
+    layers, heads = state["layers"], state["heads"] if model.head_windows() else []
     numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
     if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
         raise ValueError("a number in it is none")
@@ -158,7 +158,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)
-    kept = [arrays[f"kept.{i}"] for i in range(max(0, len(heads) - 1))]
+    kept = [arrays[f"kept.{i}"] for i in range(max(0, len(heads) - 1) * is_chained(model))]
     cache = PromptCache(model, caches[: len(layers)], caches[len(layers) :], state["reach"], kept)
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
@@ -186,7 +186,7 @@ def _check(cache: PromptCache) -> None:
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
         raise ValueError("its tokens are not the model's")
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
-    if len(cache.heads) > len(model.mtp) or not all(_suits(window, c) for window, c in pairs):
+    if len(cache.heads) > len(model.head_windows()) or not all(_suits(window, c) for window, c in pairs):
         raise ValueError("its layers are not the model's")
     if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
         raise ValueError("its heads have read more than it holds")
@@ -256,12 +256,12 @@ SAMPLED = 256  # values of each tensor: another finetune changes some of nearly 
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Digest a model's configuration and of its parameters' names, shapes, types and a sample of their values.
 
-    So a saved cache is known to be this model's. heads: of its draft heads, without their LM heads, on which no state
-    depends; else of the target. Of a model that is split all ranks have the same one, and
-    have to ask for it together.
+    So a saved cache is known to be this model's. heads: of its drafter or its draft heads, without their LM heads, on
+    which no state depends; else of the target. Of a model that is split all ranks have the same one, and have to ask
+    for it together.
     """
     arrays: Any = tree_flatten(model.parameters())
-    other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!mtp\.)" if heads else r"mtp\.")
+    other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")
     own = sorted((name, array) for name, array in arrays if not other.match(name))
     facts: list[Any] = [f"{name} {array.shape} {array.dtype}" for name, array in own]
     if heads:

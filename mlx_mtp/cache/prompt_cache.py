@@ -327,7 +327,7 @@ def make_prompt_cache(
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()
-    chained = getattr(getattr(model, "drafter", None), "chained", True)
+    chained = is_chained(model)
     if num_draft_tokens is not None:
         heads = heads[:num_draft_tokens] if chained or not num_draft_tokens else heads
     later = kv_bits is not None and quantized_kv_start > 0
@@ -345,3 +345,8 @@ def make_prompt_cache(
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
+
+
+def is_chained(model: Any) -> bool:
+    """Tell whether what drafts for a model are heads that read each other's outputs, or may (`Drafter.chained`)."""
+    return getattr(getattr(model, "drafter", None), "chained", True)

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import drafters
 import families
 import mlx.core as mx
 import pytest
@@ -81,19 +82,12 @@ def made(tmp_path_factory):
     def make(name):
         if name not in found:
             path = tmp_path_factory.mktemp("toy")
-            heads = {} if name != "headless" else {"model_type": "llama"}
-            found[name] = (
-                families.headless(path, {**heads, **families_gqa()})[0] if heads else families.build(name, path)[0]
-            )
+            llama = {"model_type": "llama", **drafters.GQA}
+            made = families.headless(path, llama) if name == "headless" else families.build(name, path)
+            found[name] = made[0]
         return mlx_mtp.load_model(found[name])
 
     return make
-
-
-def families_gqa() -> dict:
-    from drafters import GQA
-
-    return GQA
 
 
 def alone(model, prompt, k, n=24, **options):
@@ -113,7 +107,7 @@ def together(model, k, n=24, **options):
 
 
 KINDS = {"written": lambda model: written()(), "small": Small}
-NAMES = ["glm4_moe_untied", "headless", "step3p5", "qwen3_5"]
+NAMES = ["glm4_moe_untied", "headless", *sorted({*families.FAMILIES} - {"glm4_moe_untied"})]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,15 +153,19 @@ def test_drafts_of_one_with_a_cache_are_those_from_scratch(made, monkeypatch, na
     model.drafter = None
 
 
-def test_a_conversation_stops_and_goes_on(made):
-    model = made("glm4_moe_untied")
+@pytest.mark.parametrize("name", ["glm4_moe_untied", "headless"])
+def test_a_conversation_stops_and_goes_on(made, tmp_path, name):
+    """With the cache that is there, and with its copy from a file."""
+    model = made(name)
     truth, model.drafter = alone(model, PROMPTS[0], 0), Small(model)
     for n in (1, 4, 9):
         cache = mlx_mtp.make_prompt_cache(model)
         first = alone(model, PROMPTS[0], 3, n, prompt_cache=cache)
-        model.drafter.calls.clear()
-        rest = alone(model, first[-1:], 3, 12, prompt_cache=cache)
-        assert first + rest == truth[: n + 12]
-        known = (PROMPTS[0] + truth)[: model.drafter.calls[0][0].item() + 1]
-        assert model.drafter.calls[0][2].tolist()[0] == model.drafter.scratch(model, known, 3)
+        mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+        for each in (cache, mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)):
+            model.drafter.calls.clear()
+            rest = alone(model, first[-1:], 3, 12, prompt_cache=each)
+            assert first + rest == truth[: n + 12]
+            known = (PROMPTS[0] + truth)[: model.drafter.calls[0][0].item() + 1]
+            assert model.drafter.calls[0][2].tolist()[0] == model.drafter.scratch(model, known, 3)
     model.drafter = None
