@@ -157,6 +157,6 @@ def transcode(prepared: Prepared, path: str | Path, progress: Progress | None = 
 
 def _index(prepared: Prepared) -> str:
     places = {name: file for file, tensors in prepared.files.items() for name in tensors}
-    return json.dumps({"metadata": {"total_size": prepared.nbytes}, "weight_map": dict(sorted(places.items()))}, indent=4)
-
-
+    return json.dumps(
+        {"metadata": {"total_size": prepared.nbytes}, "weight_map": dict(sorted(places.items()))}, indent=4
+    )
