@@ -41,6 +41,7 @@ from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, read_tensors, resolve, weights_apart
+from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
 from .parameters import check_numbers, named
@@ -76,6 +77,7 @@ def load(
 
     On a CPU the heads of a large model are read, checked and tested before they first draft.
     Any thread may load, when it is its turn, and any may use what has been loaded.
+    A GGUF file, also one of heads as `mtp_path`, is transcoded once into the user's cache folder.
 
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters, PEFT's too, change the target, not its heads).
     model_config: values to use in place of config.json's. return_config: return what then was used, too.
@@ -103,7 +105,7 @@ def load(
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     if ranks and adapter_path is not None:
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
-    path = resolve(path_or_hf_repo, revision, code=trust_remote_code)
+    path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
@@ -135,10 +137,10 @@ def load_model(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
+    """Do as `load` for the model alone, from a directory or GGUF file; a draft vocabulary's tokenizer is not checked."""
     check_wired_limit(wired_limit)
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
-    path = resolve(path)
+    path = find_checkpoint(path)
     with in_turn():
         drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
         model = _load(path, read_config(path), drafting, budget, ranks, lazy=lazy)
@@ -169,6 +171,7 @@ def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
 
 def _load(path: Path, config: dict, drafting: Drafting, budget: Budget, ranks: Ranks | None, *, lazy: bool) -> Any:
     drafting.check()
+    drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
     port = find_port(config)

@@ -4,7 +4,6 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from mlx_lm.utils import save_config
 
 from ...machine import atomic
+from ...models import find_port
 from .. import convert_writer as writer
 from ..build import read_port
 from ..files import CONVERTED, SMALL_FILES, resolve
@@ -30,7 +30,10 @@ NOT_COPIED = ("config.json", INDEX)
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before anything is written: what becomes of each type, files, config.json and tokenizer."""
+    """All that is known before anything is written: what becomes of each type, files, config.json and tokenizer.
+
+    measured: whether the losses of `rows` were.
+    """
 
     source: Source
     parameters: list[Parameter]
@@ -39,7 +42,7 @@ class Prepared:
     config: dict[str, Any]
     tokenizer: Tokenizer | None
     copied: tuple[Path, ...]
-    options: Options
+    measured: bool
 
     @property
     def nbytes(self) -> int:
@@ -68,29 +71,35 @@ def prepare(
     *,
     config_from: str | Path | None = None,
     heads_from: str | Path | None = None,
-    mtp: bool = True,
+    heads_for: Path | None = None,
     shard_bytes: int = writer.SHARD_BYTES,
+    measure: bool = True,
 ) -> Prepared:
     """Open a GGUF file and plan its transcoding; ValueError, in one line, where it cannot be loaded afterwards.
 
     config_from: directory or repository whose config.json and tokenizer are used. heads_from: GGUF file of heads.
+    heads_for: directory of the checkpoint that only the heads are wanted for. measure: read samples of the weights
+    to measure losses, and make the tokenizer.
     """
     options = options or Options()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
-    source = open_source(file, config_from=small, heads_from=heads_from, mtp=mtp)
+    source = open_source(
+        file, config_from=heads_for or small, heads_from=heads_from, heads_only=heads_for is not None
+    )
     parameters = make_plan(source, options)
     trunk = [p for p in parameters if not p.path.startswith("mtp.")]
     heads = [p for p in parameters if p.path.startswith("mtp.")]
-    files = writer.shards(outputs(trunk), shard_bytes) | ({SIDECAR: outputs(heads)} if heads else {})
-    made = None if small else make_tokenizer(source.meta)
-    copied = () if small is None else _copied(small)
+    files = writer.shards(outputs(trunk), shard_bytes) if trunk else {}
+    files |= {SIDECAR: outputs(heads)} if heads else {}
+    made = make_tokenizer(source.meta) if trunk and measure and small is None else None
     config = _config(source, options, parameters, made)
-    _check_loads(files, config, source)
+    if trunk:
+        _check_loads(files, config, source)
     try:
-        rows = summarize(parameters)
+        rows = summarize(parameters, measure=measure)
     except ValueError as e:
         raise ValueError(f"{source.path}: {e}") from None
-    return Prepared(source, parameters, rows, files, config, made, copied, options)
+    return Prepared(source, parameters, rows, files, config, made, () if small is None else _copied(small), measure)
 
 
 def _copied(directory: Path) -> tuple[Path, ...]:
@@ -114,8 +123,6 @@ def _config(
 
 def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: Source) -> None:
     """Build the model from files of holes, as a load of the conversion will; ValueError where that fails."""
-    from ...models import find_port
-
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         write_holes(Path(name), files, config)
         port = find_port(config)
@@ -148,8 +155,9 @@ def transcode(prepared: Prepared, path: str | Path, progress: Progress | None = 
             shutil.copyfile(file, folder / file.name)
         for name, content in extra.items():
             (folder / name).write_bytes(content)
-        save_config(dict(prepared.config), folder / "config.json")
-        (folder / INDEX).write_text(_index(prepared))
+        if SIDECAR not in prepared.files or len(prepared.files) > 1:
+            save_config(dict(prepared.config), folder / "config.json")
+            (folder / INDEX).write_text(_index(prepared))
         files = {folder / name: tensors for name, tensors in prepared.files.items()}
         total = writing.write(files, prepared.parameters, progress)
     return Transcoded(new, total, prepared, time.monotonic() - began)

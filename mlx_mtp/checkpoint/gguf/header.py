@@ -84,13 +84,19 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
         raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MOST_SPLITS}")
     if count <= 1:
         return [path]
-    match = SPLIT.fullmatch(path.name)
-    if not match or int(match[3]) != count:
+    files = split_names(path)
+    if len(files) != count:
         raise ValueError(f"{path}: one of {count} splits; expected a name ending in -00001-of-{count:05d}.gguf")
-    files = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits")
     return files
+
+
+def split_names(path: Path) -> list[Path]:
+    """List the files of a set of splits by the name of one; a file of another name is alone."""
+    match = SPLIT.fullmatch(path.name)
+    count = min(int(match[3]), MOST_SPLITS) if match else 0
+    return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
 
 
 def _read_one(path: Path) -> Contents:

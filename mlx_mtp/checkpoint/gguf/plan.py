@@ -127,15 +127,18 @@ def make_plan(source: Source, options: Options) -> list[Parameter]:
     found = []
     for path, what in source.made.items():
         entries, shape = tuple(source.entries[name] for name in what.tensors), shape_of(source, what)
+        change = what.change
+        if len(entries[0].shape) == 1 and change.rows is not None:  # a vector is stored as one row
+            change = change._replace(rows=None, columns=change.rows)
         module, _, kind = path.rpartition(".")
         form = None
         if kind == "weight" and hasattr(modules.get(module), "to_quantized"):
             wide = dtype == mx.float32 or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
-            form = _groups(entries, what.change, options, mx.float32 if wide else mx.float16)
+            form = _groups(entries, change, options, mx.float32 if wide else mx.float16)
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))
             form = Form(0, "", mx.float32 if kept else dtype)
-        found.append(Parameter(path, source.stored_name(path), entries, what.change, shape, form))
+        found.append(Parameter(path, source.stored_name(path), entries, change, shape, form))
     return found
 
 
@@ -161,21 +164,21 @@ def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
     return requantized(entry.kind, rows, bits)
 
 
-def summarize(parameters: list[Parameter]) -> list[Row]:
-    """Sum up by type and form, the most bytes first, and measure losses on rows of a few tensors of each."""
+def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
+    """Sum up by type and form, the most bytes first; measure losses on rows of a few tensors of each."""
     alike: dict[tuple[str, Form], list[Parameter]] = {}
     for parameter in parameters:
         if len(parameter.shape) > 1 or parameter.form.bits:
             alike.setdefault((parameter.entries[0].kind, parameter.form), []).append(parameter)
-    rows = [_row(kind, form, found) for (kind, form), found in alike.items()]
+    rows = [_row(kind, form, found, measure) for (kind, form), found in alike.items()]
     return sorted(rows, key=lambda row: -row.before)
 
 
-def _row(kind: str, form: Form, found: list[Parameter]) -> Row:
+def _row(kind: str, form: Form, found: list[Parameter], measure: bool) -> Row:
     entries = [entry for parameter in found for entry in parameter.entries]
     before = sum(entry.nbytes for entry in entries)
     after = sum(_nbytes(*output) for parameter in found for output in parameter.outputs().values())
-    return Row(kind, form, len(entries), before, after, _measured(kind, form, entries))
+    return Row(kind, form, len(entries), before, after, _measured(kind, form, entries) if measure else None)
 
 
 def _nbytes(shape: tuple[int, ...], dtype: mx.Dtype) -> int:

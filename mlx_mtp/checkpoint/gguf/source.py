@@ -57,30 +57,43 @@ class Source:
 
 
 def open_source(
-    file: str | Path, *, config_from: Path | None = None, heads_from: str | Path | None = None, mtp: bool = True
+    file: str | Path,
+    *,
+    config_from: Path | None = None,
+    heads_from: str | Path | None = None,
+    heads_only: bool = False,
 ) -> Source:
     """Open a file, or the first of its splits; ValueError, in one line, where it cannot be transcoded.
 
     config_from: directory whose config.json is used in place of what the metadata say. heads_from: another GGUF file
-    with MTP heads. mtp: False leaves heads out.
+    with MTP heads. heads_only: the file's heads are wanted, for the model of `config_from`.
     """
     contents = header.read(file)
     entries, meta = _with_heads(contents, heads_from)
     family = find_family(meta)
-    own = family.config(meta)
-    if config_from is None:
-        meta.refuse_unread()
-        config = checked_config(own, Path(meta.file))
-    else:
-        config = read_config(config_from)
-        _compare(own, config, config_from)
     made = family.parameters(meta)
-    if not mtp:
-        made = {path: what for path, what in made.items() if not path.startswith("mtp.")}
+    if heads_only:
+        assert config_from is not None
+        made = {path: what for path, what in made.items() if path.startswith("mtp.")}
+        if not made:
+            raise ValueError(f"{meta.file}: no MTP heads in it (blocks behind the target's, nextn.*)")
+    config = _config(family, meta, config_from, compare=not heads_only)
     model = _build(config, made, config_from or Path(meta.file))
     source = Source(contents, entries, meta, family, config, model, made)
-    _check_shapes(source)
+    _check_shapes(source, heads_only=heads_only)
     return source
+
+
+def _config(family: Family, meta: Meta, config_from: Path | None, *, compare: bool) -> dict[str, Any]:
+    """Make config.json of the metadata, or read that of a directory."""
+    if config_from is None:
+        own = family.config(meta)
+        meta.refuse_unread()
+        return checked_config(own, Path(meta.file))
+    config = read_config(config_from)
+    if compare:
+        _compare(family.config(meta), config, config_from)
+    return config
 
 
 def _with_heads(contents: Contents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
@@ -152,9 +165,10 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     return model
 
 
-def _check_shapes(source: Source) -> None:
+def _check_shapes(source: Source, *, heads_only: bool) -> None:
     """Raise for a parameter without a tensor, a tensor that the model has no place for, and other shapes."""
-    expected = {path: array.shape for path, array in named(source.model).items()}
+    wanted = named(source.model).items()
+    expected = {path: array.shape for path, array in wanted if path.startswith("mtp.") or not heads_only}
     file = source.meta.file
     for path, what in source.made.items():
         if path not in expected:
