@@ -47,17 +47,32 @@ def written(name, path, config, weights, kind=gguf_files.KINDS.F32):
     return gguf_files.write(path, arch, metadata(arch, config, heads), tensors, kind, tokenizer=tokenizer)
 
 
-def logits(model, tokens):
-    return np.array(model.logits(model.hidden(mx.array([tokens]), mlx_mtp.make_prompt_cache(model).target)))
+PROMPT = np.random.default_rng(0).integers(0, 13, 20).tolist()
 
 
-@pytest.mark.parametrize("name", WITH_HEADS)
-def test_parameters_equal_those_of_the_checkpoint(name, tmp_path):
-    directory, config, weights = checkpoint(name, tmp_path / "hub")
-    file = written(name, tmp_path / "x.gguf", config, weights)
-    transcode(prepare(file), tmp_path / "new")
-    ours, hub = (named(mlx_mtp.load_model(path)) for path in (tmp_path / "new", directory))
+def drafted(model):
+    """Tokens of a greedy text with drafts, their log-probabilities, and how many drafts were right."""
+    stats = mlx_mtp.Stats()
+    options = {"max_tokens": 8, "logprobs": True, "num_draft_tokens": min(3, model.max_draft_tokens), "adaptive": False}
+    steps = list(mlx_mtp.generate_step(PROMPT, model, stats=stats, **options))
+    return [token for token, _, _ in steps], np.stack([np.array(logits) for _, logits, _ in steps]), stats.acceptance
+
+
+def same_parameters(ours, hub):
+    ours, hub = named(ours), named(hub)
     assert ours.keys() == hub.keys()
     for path, w in hub.items():
         tolerance = 1e-6 if path.endswith("A_log") else 0
         assert np.allclose(np.array(ours[path]), np.array(w), rtol=tolerance, atol=tolerance), path
+
+
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
+    directory, config, weights = checkpoint(name, tmp_path / "hub")
+    file = written(name, tmp_path / "x.gguf", config, weights)
+    transcode(prepare(file), tmp_path / "new")
+    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    same_parameters(ours, hub)
+    (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(hub)
+    assert (tokens, right) == (expected, rights)
+    assert np.allclose(found, logits, atol=1e-5)
