@@ -6,11 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from drafters import EXPERTS, GQA, HEADLESS
 from gguf_metadata import metadata
+from mlx.utils import tree_flatten
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.plan import Options
 from mlx_mtp.checkpoint.parameters import named
 
 WITH_HEADS = {
@@ -28,6 +29,16 @@ WITH_HEADS = {
     "nemotron_h_latent": ("nemotron_h_moe", 1),
     "step3p5": ("step35", 3),
 }
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
 
 
 def checkpoint(name, path):
@@ -64,6 +75,45 @@ def same_parameters(ours, hub):
     for path, w in hub.items():
         tolerance = 1e-6 if path.endswith("A_log") else 0
         assert np.allclose(np.array(ours[path]), np.array(w), rtol=tolerance, atol=tolerance), path
+
+
+DENSE = {
+    "llama": ("llama", {"rope_theta": 5e5}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 64, "tie_word_embeddings": True}),
+    "yarn": ("qwen3", {"rope_scaling": YARN, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("qwen3moe", {"head_dim": 16, **EXPERTS}),
+    "gemma3_text": ("gemma3", {**HEADLESS["gemma3_text"], "num_hidden_layers": 7, "tie_word_embeddings": True}),
+}
+
+
+def dense(name, path):
+    """(directory, config, architecture, tensors) of a tiny checkpoint of a family without heads."""
+    arch, changes = DENSE[name]
+    model_type = name if name in HEADLESS else arch
+    config = {**GQA, "model_type": model_type, **changes}
+    _, plain = families.headless(path, config)
+    weights = {n: w.astype(mx.bfloat16).astype(mx.float32) for n, w in tree_flatten(plain.parameters())}
+    if config.get("tie_word_embeddings"):
+        weights.pop("lm_head.weight", None)
+    directory = tiny.save(path, config, weights)
+    return directory, config, arch, gguf_files.tensors_of(config, weights)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_families_without_heads(name, tmp_path):
+    directory, config, arch, tensors = dense(name, tmp_path / "hub")
+    if config.get("rope_scaling") == LLAMA3:
+        tensors["rope_freqs.weight"] = gguf_files.llama3_factors(config)
+    file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors)
+    transcode(prepare(file), tmp_path / "new")
+    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    same_parameters(ours, hub)
+    (tokens, found, _), (expected, logits, _) = drafted(ours), drafted(hub)
+    assert tokens == expected
+    assert np.allclose(found, logits, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", WITH_HEADS)

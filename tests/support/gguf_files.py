@@ -41,7 +41,7 @@ LAYER = {
     "self_attn.indexer.k_norm": "indexer.k_norm",
     **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
     **{f"mlp.experts.{n}_proj": f"ffn_{n}_exps" for n in ("gate", "up", "down", "gate_up")},
-    **{f"moe.{n}_proj": f"ffn_{n}_exps" for n in ("gate", "up", "down")},
+    **{f"{at}.{n}_proj": f"ffn_{n}_exps" for n in ("gate", "up", "down") for at in ("moe", "mlp.switch_mlp")},
     **{
         f"{at}.{n}_proj": f"ffn_{n}_shexp"
         for n in ("gate", "up", "down")
@@ -273,3 +273,16 @@ def letters(pre: str = "qwen2") -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 10,
         "tokenizer.ggml.eos_token_id": 11,
     }
+
+
+def llama3_factors(config: dict) -> np.ndarray:
+    """What each frequency of a rotary embedding is divided by."""
+    scaling, dim = config["rope_scaling"], config["head_dim"]
+    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    found = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * config["rope_theta"] ** (i / dim)
+        smooth = (length / wavelength - low) / (high - low)
+        found.append(1 / ((1 - smooth) / factor + smooth) if 0 <= smooth <= 1 else 1 if smooth > 1 else factor)
+    return np.array(found, np.float32)

@@ -22,6 +22,11 @@ def basics(config: dict, heads: int = 0) -> dict[str, Any]:
         found["rope.freq_base"] = rope["rope_theta"]
     if head_dim := text.get("head_dim"):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    scaling = text.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn":
+        names = {"type": "rope_type", "original_context_length": "original_max_position_embeddings"}
+        names |= {"factor": "factor", "yarn_beta_fast": "beta_fast"}
+        found |= {f"rope.scaling.{key}": scaling[name] for key, name in names.items()}
     return found | ({"nextn_predict_layers": heads} if heads else {})
 
 

@@ -116,7 +116,7 @@ def activations(source: Source, options: Options) -> mx.Dtype:
     if not kinds - FLOATS.keys():
         alone = FLOATS[kinds.pop()] if len(kinds) == 1 else mx.float32
         return mx.float32 if alone == mx.float16 and not source.family.float16 else alone
-    return mx.float16 if source.family.float16 and "BF16" not in kinds else mx.bfloat16
+    return mx.float16 if source.family.float16 and "BF16" not in kinds else mx.float32
 
 
 def make_plan(source: Source, options: Options) -> list[Parameter]:
@@ -133,7 +133,7 @@ def make_plan(source: Source, options: Options) -> list[Parameter]:
         module, _, kind = path.rpartition(".")
         form = None
         if kind == "weight" and hasattr(modules.get(module), "to_quantized"):
-            wide = dtype == mx.float32 or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
+            wide = options.scales or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
             form = _groups(entries, change, options, mx.float32 if wide else mx.float16)
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))

@@ -30,9 +30,9 @@ def computes(prepared: Prepared) -> str:
     mixed = kinds - {dtype}
     if not mixed:
         return f"in {dtype}"
-    other = ", ".join(sorted(mixed))
-    advice = "" if dtype == "float32" else "; --dtype float16 computes in half precision"
-    return f"in float32: scales are {other} and activations {dtype}{advice}"
+    other, fits = ", ".join(sorted(mixed)), prepared.source.family.float16
+    why = "" if fits or dtype != "float32" else ", because this family's may not fit float16 (--dtype float16 tries it)"
+    return f"in float32: scales are {other} and activations {dtype}{why}"
 
 
 def _row(row: Row, prepared: Prepared) -> str:
