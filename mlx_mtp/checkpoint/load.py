@@ -137,7 +137,7 @@ def load_model(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Do as `load` for the model alone, from a directory or GGUF file; a draft vocabulary's tokenizer is not checked."""
+    """Do as `load` for the model alone, from a local path; a draft vocabulary's tokenizer is not checked."""
     check_wired_limit(wired_limit)
     lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=mtp), ranks_of(tensor_group)
     path = find_checkpoint(path)

@@ -110,7 +110,12 @@ def stacked(weights: Arrays) -> Arrays:
 
 def in_layers(weights: Arrays, layers: int, model_type: str) -> Arrays:
     """Name heads as layers behind the target's."""
-    places = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    places = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head.norm",
+    }
     found = {}
     for name, w in weights.items():
         name = name.replace("model.language_model.", "model.").replace(".transformer.", ".")
@@ -202,7 +207,9 @@ def renamed(name: str, model_type: str) -> str:
     rest = match[2]
     if rest in tables:
         place = tables[rest]
-        return f"blk.{match[1]}.{place}" + (".weight" if rest.endswith("experts.down_proj") or "gate_up" in rest else "")
+        return f"blk.{match[1]}.{place}" + (
+            ".weight" if rest.endswith("experts.down_proj") or "gate_up" in rest else ""
+        )
     return f"blk.{match[1]}.{tables[rest.rpartition('.')[0]]}.{suffix}"
 
 
@@ -214,7 +221,7 @@ def tensors_of(config: dict, weights: dict[str, mx.array]) -> Arrays:
     for name, w in in_layers(arrays, text["num_hidden_layers"], config["model_type"]).items():
         for part, changed_w in changed(name, w, config).items():
             target = renamed(part, config["model_type"])
-            found[target if target.count(".") > 2 or not target.endswith("ssm_a.A_log") else target] = changed_w
+            found[target] = changed_w
     return {re.sub(r"\.(A_log|D|dt_bias|router_bias|e_score_correction_bias)$", "", n): w for n, w in found.items()}
 
 

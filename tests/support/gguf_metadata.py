@@ -124,7 +124,10 @@ def step(config: dict) -> dict[str, Any]:
         "rope.freq_base_swa": float(config["rope_theta"][1]),
         "rope.dimension_count": config["head_dim"],
         "expert_gating_func": 2,
-        **{f"swiglu_clamp_{n}": [float(v) for v in list_] + [0.0] * (total - len(list_)) for n, list_ in limits.items()},
+        **{
+            f"swiglu_clamp_{n}": [float(v) for v in list_] + [0.0] * (total - len(list_))
+            for n, list_ in limits.items()
+        },
     }
 
 

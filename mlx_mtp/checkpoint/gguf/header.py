@@ -194,18 +194,18 @@ class _Reader:
             raise ValueError(f"{self.path}: truncated or damaged (it claims {value} entries)")
         return value
 
-    def string(self) -> str:
+    def string(self, errors: str = "strict") -> str:
         """Read a string."""
         begin = self.at + 8
         self.at = begin + self.count("Q", 1)
-        return str(self.data[begin : self.at], "utf-8", "strict" if self.at - begin < 64 else "replace")
+        return str(self.data[begin : self.at], "utf-8", errors)
 
     def value(self, kind: int, depth: int) -> Any:
         """Read a value of metadata; arrays of numbers are NumPy arrays, others lists."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
-            return self.string()
+            return self.string("replace")
         if kind != ARRAY or depth >= MOST_NESTED:
             raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind})")
         inner = self.scalar("I")

@@ -31,7 +31,9 @@ def computes(prepared: Prepared) -> str:
     if not mixed:
         return f"in {dtype}"
     other, fits = ", ".join(sorted(mixed)), prepared.source.family.float16
-    why = "" if fits or dtype != "float32" else ", because this family's may not fit float16 (--dtype float16 tries it)"
+    why = (
+        "" if fits or dtype != "float32" else ", because this family's may not fit float16 (--dtype float16 tries it)"
+    )
     return f"in float32: scales are {other} and activations {dtype}{why}"
 
 

@@ -156,7 +156,7 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     if port is None:
         raise ValueError(f"{place}: model_type {config['model_type']!r} has no port")
     heads = [path.split(".", 2) for path in made if path.startswith("mtp.")]
-    with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError), keep=True):
+    with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError, RuntimeError, OverflowError), keep=True):
         args = read_args(port, place, config)
         spec = port.Model.SPEC.resolve([inside for _, _, inside in heads])
         model = port.Model(args, max((int(depth) + 1 for _, depth, _ in heads), default=0), spec)

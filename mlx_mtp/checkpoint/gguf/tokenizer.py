@@ -85,8 +85,11 @@ def _read(meta: Meta) -> _Vocabulary:
         raise ValueError(f"{meta.file}: it has no tokenizer; {ADVICE}")
     kinds = meta.values.get(PREFIX + "ggml.token_type")
     kinds = [NORMAL] * len(tokens) if kinds is None else kinds
-    if not isinstance(kinds, np.ndarray | list) or len(kinds) != len(tokens):
-        raise ValueError(f"{meta.file}: {len(tokens)} tokens and other than {len(tokens)} token types")
+    numbers = isinstance(kinds, list) or (isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu")
+    if not numbers or len(kinds) != len(tokens):
+        raise ValueError(
+            f"{meta.file}: tokenizer.ggml.token_type: expected an integer for each of {len(tokens)} tokens"
+        )
     return _Vocabulary(meta.file, dict(meta.values), tokens, [int(kind) for kind in kinds])
 
 

@@ -118,10 +118,10 @@ def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
         raise ValueError(f"{meta.file}: {v} value heads; expected a multiple of {k} key heads")
     before = 2 * k * key if "in_proj_qkv" in path or "conv1d" in path else 0
     size = 1 if path.endswith((".A_log", ".dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else value
+    columns = path.endswith("out_proj.weight")
+    _check_size(meta, path, before + v * size, shape[columns])
     order = untiled(before, k, v, size)
-    if path.endswith("out_proj.weight"):
-        return change._replace(columns=_fitting(meta, path, order, shape[1]))
-    return change._replace(rows=_fitting(meta, path, order, shape[0]))
+    return change._replace(columns=order) if columns else change._replace(rows=order)
 
 
 def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
@@ -131,15 +131,15 @@ def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
         sizes = recurrent(meta)
         k, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
         value = sizes["linear_num_value_heads"] // k * sizes["linear_value_head_dim"]
-        return Change(rows=_fitting(meta, path, interleaved(k, key, key, value, value), shape[0]))
+        _check_size(meta, path, 2 * k * (key + value), shape[0])
+        return Change(rows=interleaved(k, key, key, value, value))
     return recurrent_changes(meta, path, shape)
 
 
-def _fitting(meta: Meta, path: str, order: np.ndarray, size: int) -> np.ndarray:
-    """Return an order of `size` rows or columns; ValueError where the metadata give another number."""
-    if len(order) != size:
-        raise ValueError(f"{meta.file}: {path} has {size} rows or columns; its metadata give {len(order)}")
-    return order
+def _check_size(meta: Meta, path: str, expected: int, size: int) -> None:
+    """Raise where a tensor has another number of rows or columns than the metadata give it."""
+    if expected != size:
+        raise ValueError(f"{meta.file}: {path} has {size} rows or columns; its metadata give {expected}")
 
 
 NEMOTRON_MIXER = {

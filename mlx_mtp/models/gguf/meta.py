@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 REQUIRED = object()
+MOST_BLOCKS = 1024
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that change logits, and values under which they do not
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -58,10 +59,16 @@ class Meta:
     @property
     def layers(self) -> int:
         """Number of the target's layers."""
-        layers = self.integer("block_count") - self.heads
-        if layers < 1:
-            raise ValueError(f"{self.file}: block_count is {layers + self.heads}, of which {self.heads} are heads")
-        return layers
+        if self.heads >= self.blocks:
+            raise ValueError(f"{self.file}: block_count is {self.blocks}, of which {self.heads} are heads")
+        return self.blocks - self.heads
+
+    @property
+    def blocks(self) -> int:
+        """Number of the target's layers and heads."""
+        if (blocks := self.integer("block_count")) > MOST_BLOCKS:
+            raise ValueError(f"{self.file}: metadata block_count is {blocks}; expected at most {MOST_BLOCKS}")
+        return blocks
 
     def has(self, key: str) -> bool:
         """Whether the architecture's key is there."""
@@ -98,15 +105,16 @@ class Meta:
 
     def each(self, key: str, default: Any = REQUIRED) -> list[Any]:
         """Read one value for each block, heads included: a list, or one that holds for all."""
-        full, count = f"{self.architecture}.{key}", self.integer("block_count")
+        full, count = f"{self.architecture}.{key}", self.blocks
         self.read.add(full)
         value = self.values.get(full, default)
         if value is REQUIRED:
             raise ValueError(f"{self.file}: metadata {full} is missing")
-        values = [_plain(v) for v in value] if isinstance(value, np.ndarray | list) else [_plain(value)] * count
-        if len(values) < self.layers or not all(isinstance(v, int | float) for v in values):
+        values = value if isinstance(value, np.ndarray | list) else [value] * count
+        found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
+        if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
             raise ValueError(f"{self.file}: metadata {full} has {len(values)} values; expected {count} numbers")
-        return values
+        return found
 
     def refuse_unread(self) -> None:
         """Raise for a key that changes logits, is not neutral, and was not read."""

@@ -191,13 +191,14 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 def mimo_config(meta: Meta) -> dict[str, Any]:
     """Make config.json of MiMo-V2-Flash."""
     found = {**basics(meta, "mimo_v2_flash"), **rotary(meta), **routed(meta, "n_routed_experts"), **grouped(meta)}
-    hybrid = [int(bool(v)) for v in meta.each("attention.sliding_window_pattern")][: meta.layers]
+    every = [int(bool(v)) for v in meta.each("attention.sliding_window_pattern")]
+    hybrid = every[: meta.layers]
     groups, sparse = meta.each("attention.head_count_kv"), sparse_layers(meta)
     full, slid = (hybrid.index(kind) if kind in hybrid else 0 for kind in (0, 1))
     sizes = {"head_dim": found["head_dim"], "v_head_dim": meta.size("attention.value_length")}
     sizes["num_attention_heads"] = found["num_attention_heads"]
     rotated = meta.size("rope.dimension_count", found["head_dim"]) / found["head_dim"]
-    sinks = [f"blk.{i}.attn_sinks.weight" in meta.shapes for i in range(meta.layers)]
+    sinks = {kind for i, kind in enumerate(every) if f"blk.{i}.attn_sinks.weight" in meta.shapes}
     found["layernorm_epsilon"] = found.pop("rms_norm_eps")
     if found["routed_scaling_factor"] == 1.0:
         found["routed_scaling_factor"] = None
@@ -215,8 +216,8 @@ def mimo_config(meta: Meta) -> dict[str, Any]:
             "partial_rotary_factor": math.ceil(rotated * 1000) / 1000,
             "attention_value_scale": meta.number("attention.value_scale", 1.0),
             "swa_rope_theta": meta.number("rope.freq_base_swa", 10000.0),
-            "add_swa_attention_sink_bias": any(s for s, kind in zip(sinks, hybrid, strict=True) if kind),
-            "add_full_attention_sink_bias": any(s for s, kind in zip(sinks, hybrid, strict=True) if not kind),
+            "add_swa_attention_sink_bias": 1 in sinks,
+            "add_full_attention_sink_bias": 0 in sinks,
         }
     )
 

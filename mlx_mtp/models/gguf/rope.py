@@ -39,10 +39,10 @@ def from_factors(meta: Meta, factors: np.ndarray, base: float) -> dict[str, Any]
     is a straight line in the inverse wavelength, which two of them fix. ValueError where none fits.
     """
     factor, pairs = float(factors.max()), len(factors)
-    turns = base ** (-np.arange(pairs) / pairs) / (2 * math.pi)  # per position
+    turns = max(base, 1e-9) ** (-np.arange(pairs) / pairs) / (2 * math.pi)  # per position
     between = (factors > 1 + CLOSE) & (factors < factor * (1 - CLOSE))
     refused = ValueError(f"{meta.file}: rope_freqs.weight is no scaling of Llama 3's; give --config-from REPO")
-    if between.sum() < 2 or factor <= 1 or not np.isfinite(factors).all():
+    if base <= 0 or between.sum() < 2 or factor <= 1 or not np.isfinite(factors).all():
         raise refused
     smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
     slope, shift = np.polyfit(turns[between], smooth, 1)
