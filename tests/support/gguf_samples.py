@@ -65,11 +65,11 @@ DENSE = {
 }
 
 
-def dense(name, path):
+def dense(name, path, **more):
     """(directory, config, architecture, tensors) of a tiny checkpoint of a family without heads."""
     arch, changes = DENSE[name]
     model_type = name if name in HEADLESS else arch
-    config = {**GQA, "model_type": model_type, **changes}
+    config = {**GQA, "model_type": model_type, **changes, **more}
     _, plain = families.headless(path, config)
     weights = {n: w.astype(mx.bfloat16).astype(mx.float32) for n, w in tree_flatten(plain.parameters())}
     if config.get("tie_word_embeddings"):

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...machine.errors import one_line
+from ...machine.errors import first_line, one_line
 from ...models import find_port
 from ...models.gguf.family import Family, Made
 from ...models.gguf.meta import Meta
@@ -71,7 +73,8 @@ def open_source(
     contents = header.read(file)
     entries, meta = _with_heads(contents, heads_from)
     family = find_family(meta)
-    made = family.parameters(meta)
+    with _naming(meta):
+        made = family.parameters(meta)
     if heads_only:
         assert config_from is not None
         made = {path: what for path, what in made.items() if path.startswith("mtp.")}
@@ -87,13 +90,27 @@ def open_source(
 def _config(family: Family, meta: Meta, config_from: Path | None, *, compare: bool) -> dict[str, Any]:
     """Make config.json of the metadata, or read that of a directory."""
     if config_from is None:
-        own = family.config(meta)
+        with _naming(meta):
+            own = family.config(meta)
         meta.refuse_unread()
         return checked_config(own, Path(meta.file))
     config = read_config(config_from)
     if compare:
-        _compare(family.config(meta), config, config_from)
+        with _naming(meta):
+            own = family.config(meta)
+        _compare(own, config, config_from)
     return config
+
+
+@contextmanager
+def _naming(meta: Meta) -> Iterator[None]:
+    """Name the file in an error that metadata of impossible values lead to."""
+    try:
+        yield
+    except MISBUILT as e:
+        if meta.file in str(e):
+            raise
+        raise ValueError(f"{meta.file}: its metadata fit no model ({first_line(e)})") from e
 
 
 def _with_heads(contents: Contents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
@@ -156,8 +173,8 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     if port is None:
         raise ValueError(f"{place}: model_type {config['model_type']!r} has no port")
     heads = [path.split(".", 2) for path in made if path.startswith("mtp.")]
-    with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError, RuntimeError, OverflowError), keep=True):
-        args = read_args(port, place, config)
+    args = read_args(port, place, config)
+    with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError, RuntimeError, OverflowError)):
         spec = port.Model.SPEC.resolve([inside for _, _, inside in heads])
         model = port.Model(args, max((int(depth) + 1 for _, depth, _ in heads), default=0), spec)
     if config.get("tie_word_embeddings") and not any(path.endswith("lm_head.weight") for path in made):

@@ -111,7 +111,7 @@ class Family:
         match = rests[names[0]]
         place = self.block.get(match[2].rpartition(".")[0]) or self.block.get(match[2]) if match else None
         if isinstance(place, tuple) and len(shape) == 3:
-            parts = [path.endswith(p) or path.endswith(f"{p}.weight") for p in place]
+            parts = [f".{p}." in f".{path}." for p in place]
             return Made(tuple(names), part_of_rows(shape, parts.index(True), len(place)))
         return Made(tuple(names), self.changes(meta, path, shape))
 
