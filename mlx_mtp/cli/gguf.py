@@ -7,8 +7,6 @@ from typing import Any
 import click
 from click import Choice, option
 
-from .progress import bar, loading, shows_progress
-
 gguf_options = (
     option("--config-from", help="Of a GGUF file: directory or repository to take config.json and tokenizer from."),
     option(
@@ -22,6 +20,8 @@ gguf_options = (
 
 def convert_gguf(flags: dict[str, Any]) -> None:
     """Convert the file of --gguf to the new directory of --mlx-path, and report."""
+    from .progress import loading, shows_progress
+
     shown = shows_progress(quiet=False)
     with loading(shown=shown):
         from ..checkpoint.gguf.convert import prepare, transcode
@@ -41,6 +41,7 @@ def convert_gguf(flags: dict[str, Any]) -> None:
 def transcoded(file: str, flags: dict[str, Any]) -> Path:
     """Return the checkpoint of a GGUF file in the cache folder; make it, announced, where there is none."""
     from ..checkpoint.gguf.cached import cached
+    from .progress import shows_progress
 
     shown = shows_progress(quiet=bool(flags.get("quiet")))
     announce = None if flags.get("quiet") else _announce
@@ -69,6 +70,8 @@ def _options(flags: dict[str, Any]) -> Any:
 
 def _bar(*, shown: bool) -> Any:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+    from .progress import bar
 
     return bar(
         TextColumn("Transcoding"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn(), shown=shown

@@ -9,7 +9,16 @@ from tokenizers import Tokenizer as Backend
 
 from ...machine.errors import one_line
 from ...models.gguf.meta import Meta
-from ...models.gguf.pre import BEGIN, END_TOKENS, MORE_ENDS, NFC, PRE, WHOLE_TOKENS
+from ...models.gguf.pre import (
+    BEGIN,
+    BYTE_LEVEL,
+    END_TOKENS,
+    MORE_ENDS,
+    NFC,
+    PRE,
+    SENTENCEPIECE,
+    WHOLE_TOKENS,
+)
 from .merges import merges_by_score
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -68,9 +77,9 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
     """Make the tokenizer; ValueError where the file has none, or one whose splitting of text is not known."""
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
-    if kind == "gpt2":
+    if kind == BYTE_LEVEL:
         backend = _byte_level(vocabulary)
-    elif kind == "llama":  # as SentencePiece's BPE is named
+    elif kind == SENTENCEPIECE:
         backend = _sentencepiece(vocabulary)
     else:
         raise ValueError(f"{meta.file}: a tokenizer of kind {kind!r} is not supported; {ADVICE}")

@@ -5,6 +5,7 @@ Sources: released tokenizer.json files, Kimi's `tokenization_kimi.py`; llama.cpp
 
 from typing import Any
 
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # kinds of BPE by the names that files have for them
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
