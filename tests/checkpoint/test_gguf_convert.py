@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from command_line import call, one_line_error
 from gguf_metadata import metadata
-from gguf_samples import WITH_HEADS, checkpoint, dense, written
+from gguf_samples import WITH_HEADS, checkpoint, dense, dequantized, written
 from mlx.utils import tree_flatten
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.checkpoint.gguf import header
 from mlx_mtp.checkpoint.gguf.cached import fingerprint
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
@@ -37,18 +36,6 @@ def step(tmp_path_factory):
     directory, config, weights = checkpoint("step3p5", folder / "hub")
     file = written("step3p5", folder / "x.gguf", config, weights, KINDS.Q8_0)
     return directory, config, gguf_files.tensors_of(config, weights), file
-
-
-def dequantized(file, path):
-    """The same file, every tensor in float32."""
-    contents, tensors = header.read(file), {}
-    for name, entry in contents.tensors.items():
-        blocks = np.array(entry.blocks())
-        tensors[name] = gguf.quants.dequantize(blocks, KINDS[entry.kind]).reshape(entry.shape)
-    arch = contents.metadata["general.architecture"]
-    kept = {k: v for k, v in contents.metadata.items() if k.startswith(f"{arch}.")}
-    plain = {k.removeprefix(f"{arch}."): v.tolist() if isinstance(v, np.ndarray) else v for k, v in kept.items()}
-    return gguf_files.write(path, arch, plain, tensors)
 
 
 def values(model):

@@ -1,12 +1,16 @@
 """Make tiny checkpoints of all families and the GGUF files that converters make of them."""
 
 import families
+import gguf
 import gguf_files
 import mlx.core as mx
+import numpy as np
 import tiny
 from drafters import EXPERTS, GQA, HEADLESS
 from gguf_metadata import metadata
 from mlx.utils import tree_flatten
+
+from mlx_mtp.checkpoint.gguf import header
 
 WITH_HEADS = {
     "qwen3_5": ("qwen35", 1),
@@ -76,3 +80,16 @@ def dense(name, path, **more):
         weights.pop("lm_head.weight", None)
     directory = tiny.save(path, config, weights)
     return directory, config, arch, gguf_files.tensors_of(config, weights)
+
+
+def dequantized(file, path):
+    """The same file, every tensor in float32, by the gguf package."""
+    contents, tensors = header.read(file), {}
+    for name, entry in contents.tensors.items():
+        blocks, kind = np.array(entry.blocks()), gguf_files.KINDS[entry.kind]
+        tensors[name] = gguf.quants.dequantize(blocks, kind).reshape(entry.shape)
+    arch = contents.metadata["general.architecture"]
+    plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in contents.metadata.items()}
+    own = {k.removeprefix(f"{arch}."): v for k, v in plain.items() if k.startswith(f"{arch}.")}
+    tokenizer = {k: v for k, v in plain.items() if k.startswith("tokenizer.") and v != []}
+    return gguf_files.write(path, arch, own, tensors, tokenizer=tokenizer)
