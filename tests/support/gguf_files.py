@@ -17,6 +17,7 @@ HEAD = {
     "embed_tokens": "nextn.embed_tokens",
     "shared_head.norm": "nextn.shared_head_norm",
     "shared_head.head": "nextn.shared_head_head",
+    "layer_output_norm": "layer_output_norm",
 }
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -129,7 +130,7 @@ def in_layers(weights: Arrays, layers: int, model_type: str) -> Arrays:
         name = name.replace("mtp.layers.0.", f"model.layers.{layers}.") if name.startswith("mtp.") else name
         if match := re.match(r"model\.mtp\.layers\.(\d+)\.(.+)", name):
             inside = match[2].replace("pre_mlp_layernorm", "post_attention_layernorm")
-            inside = inside.replace("final_layernorm", "shared_head.norm")
+            inside = inside.replace("final_layernorm", "layer_output_norm")
             name = f"model.layers.{layers + int(match[1])}.{inside}"
         found[name] = w
     return found

@@ -88,11 +88,17 @@ def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
         pieces = _quantized(parameter, begin, end) if parameter.form.bits else [_floats(parameter, begin, end)]
         for i, piece in enumerate(pieces):
             place = places[names[i]]
-            data = memoryview(np.ascontiguousarray(piece)).cast("B")
-            with naming(parameter.name):
-                os.pwrite(place.handle, data, place.begin + written[i])
-            written[i] += len(data)
+            _put(place.handle, piece, place.begin + written[i])
+            written[i] += piece.nbytes
         yield sum(piece.nbytes for piece in pieces)
+
+
+def _put(handle: int, piece: np.ndarray, begin: int) -> None:
+    """Write all of an array's bytes at a place in a file."""
+    data = np.ascontiguousarray(piece).data.cast("B")
+    while data:
+        done = os.pwrite(handle, data, begin)
+        data, begin = data[done:], begin + done
 
 
 def _rows(parameter: Parameter, begin: int, end: int) -> Any:

@@ -22,7 +22,7 @@ from .common import (
     sparse_layers,
 )
 from .dense import factors
-from .family import NO_CHANGE, Change, Family
+from .family import HEAD, NO_CHANGE, Change, Family
 from .meta import Meta
 from .rope import scaling
 
@@ -161,8 +161,10 @@ def glm_dsa_config(meta: Meta) -> dict[str, Any]:
     }
     rope = {"rope_type": "default", "rope_theta": meta.number("rope.freq_base", 10000.0)}
     found["rope_parameters"] = rope | (scaling(meta) or {})
+    full = [f"blk.{i}.indexer.attn_k.weight" in meta.shapes for i in range(meta.layers)]
     if meta.has("attention.indexer.types"):
-        full = meta.each("attention.indexer.types")[: meta.layers]
+        full = [bool(kind) for kind in meta.each("attention.indexer.types")[: meta.layers]]
+    if not all(full) and any(full):
         found["indexer_types"] = ["full" if kind else "shared" for kind in full]
     return found
 
@@ -236,4 +238,5 @@ MIMO = Family(
         **CORRECTION,
         "attn_sinks.weight": "self_attn.attention_sink_bias",
     },
+    head={**HEAD, "layer_output_norm": "norm"},
 )
