@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ...machine.errors import first_line, one_line
@@ -177,6 +178,7 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError, RuntimeError, OverflowError)):
         spec = port.Model.SPEC.resolve([inside for _, _, inside in heads])
         model = port.Model(args, max((int(depth) + 1 for _, depth, _ in heads), default=0), spec)
+    mx.eval(mx.random.state)  # type: ignore[arg-type] - each module lengthens the graph that it is computed from
     if config.get("tie_word_embeddings") and not any(path.endswith("lm_head.weight") for path in made):
         model.language.pop("lm_head", None)
     return model
