@@ -59,7 +59,7 @@ def test_weights_are_those_of_the_file(kind, tmp_path):
         _, config, weights = checkpoint(name, tmp_path / "hub")
         file = written(name, tmp_path / "x.gguf", config, weights, kind)
         plain = dequantized(file, tmp_path / "plain.gguf")
-        transcode(prepare(file, Options(scales=True)), tmp_path / name)
+        transcode(prepare(file, Options(float32=True)), tmp_path / name)
         transcode(prepare(plain), tmp_path / f"{name}-plain")
         ours, true = (values(mlx_mtp.load_model(tmp_path / n)) for n in (name, f"{name}-plain"))
         assert ours.keys() == true.keys()
@@ -78,7 +78,7 @@ def test_columns_of_whole_groups_keep_their_codes(tmp_path):
     weights = families.random_weights(qwen.qwen_trunk(config) | qwen.qwen_heads(config), 0, zero_centred=True)
     tensors = gguf_files.tensors_of(config, weights)
     file = gguf_files.write(tmp_path / "x.gguf", "qwen35", metadata("qwen35", config, 1), tensors, KINDS.Q4_1)
-    transcode(prepare(file, Options(scales=True)), tmp_path / "new")
+    transcode(prepare(file, Options(float32=True)), tmp_path / "new")
     model = mlx_mtp.load_model(tmp_path / "new")
     module = model.layers[0].linear_attn.out_proj
     assert module.bits == 4
@@ -128,7 +128,7 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
 def test_inspect(step, tmp_path):
     result = call("inspect", step[3])
     assert result.returncode == 0, result.stderr
-    for said in ("step35", "3 MTP heads", "Q8_0", "family     step3p5, 4 layers", "memory "):
+    for said in ("step35", "3 MTP heads", "Q8_0", "family     step3p5, 4 layers", "memory ", "gpt2, pre-tokenizer"):
         assert said in result.stdout, said
     facts = json.loads(call("inspect", step[3], "--json").stdout)
     assert facts["gguf"]["heads"] == facts["depths"] == 3
@@ -283,7 +283,7 @@ def test_plans(coded, tmp_path):
             assert rows["IQ4_XS"].form.bits == rows["Q6_K"].form.bits == 8
             assert rows["IQ4_XS"].loss.worst < 8e-4
             assert 1e-3 < rows["Q6_K"].loss.rms < 5e-3
-            exact = {row.kind: row for row in prepare(coded, Options(plan, scales=True)).rows}
+            exact = {row.kind: row for row in prepare(coded, Options(plan, float32=True)).rows}
             assert exact["IQ4_XS"].loss is None
         else:
             assert (rows["IQ4_XS"].form.bits, rows["Q6_K"].form.bits) == (5, 6)
@@ -332,7 +332,7 @@ def test_activations(step, tmp_path):
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors, KINDS.Q8_0)
     for source, options, dtype in (
         (file, Options(), mx.float16),
-        (file, Options(scales=True), mx.float32),
+        (file, Options(float32=True), mx.float32),
         (file, Options(dtype="bfloat16"), mx.bfloat16),
         (step[3], Options(), mx.float32),
     ):
@@ -342,5 +342,5 @@ def test_activations(step, tmp_path):
         arrays = dict(tree_flatten(mlx_mtp.load_model(new).parameters()))
         assert arrays["model.norm.weight"].dtype == dtype
         scales = arrays["model.layers.0.self_attn.q_proj.scales"].dtype
-        assert scales == (mx.float32 if options.scales else mx.float16)
+        assert scales == (mx.float32 if options.float32 else mx.float16)
         shutil.rmtree(new)

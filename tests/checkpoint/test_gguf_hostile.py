@@ -226,7 +226,7 @@ def test_scales_beyond_float16(tmp_path):
         ValueError, match=r"tensor blk\.0\.attn_q\.weight holds scales beyond float16; use --gguf-exact"
     ):
         transcode(prepare(file), tmp_path / "new")
-    transcode(prepare(file, Options(scales=True)), tmp_path / "new")
+    transcode(prepare(file, Options(float32=True)), tmp_path / "new")
 
 
 def test_unread_metadata_that_changes_logits(tmp_path):

@@ -55,7 +55,7 @@ def cached(
     made. Raises ValueError.
     """
     options, path = options or Options(), Path(file).expanduser()
-    slug = "-".join(filter(None, (options.plan, "f32" * options.scales, options.dtype)))
+    slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
     if config_from is not None:
         slug += "-" + hashlib.sha256(str(config_from).encode()).hexdigest()[:8]
     new = cache_directory(KIND) / f"{fingerprint(path)}-{slug}{suffix}"

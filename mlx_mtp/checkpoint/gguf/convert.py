@@ -24,7 +24,7 @@ from .tokenizer import Tokenizer, make_tokenizer
 from .write import Progress, outputs
 
 SIDECAR = "mtp.safetensors"
-RATE = 60e6  # bytes of a GGUF file that one core transcodes in a second, cautiously
+RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second, cautiously
 NOT_COPIED = ("config.json", INDEX)
 
 

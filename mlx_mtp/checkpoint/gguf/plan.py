@@ -18,7 +18,7 @@ Choice = Literal["exact", "small"]
 CHOICES = ("exact", "small")
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 LARGEST_BITS = 8
-SMALL = {"IQ4_NL": 5, "IQ4_XS": 5, "Q6_K": 6, "Q5_K": 5}  # bits of what is requantized; of all others 4
+SMALL = {"IQ4_NL": 5, "IQ4_XS": 5, "Q6_K": 6}  # bits of what is requantized; of all others 4
 SMALL_BITS = 4
 KEPT_FLOAT32 = (".A_log", ".dt_bias")
 SAMPLED_ROWS, SAMPLED_TENSORS = 32, 4
@@ -26,13 +26,13 @@ SAMPLED_ROWS, SAMPLED_TENSORS = 32, 4
 
 @dataclass(frozen=True)
 class Options:
-    """How to transcode. plan: what to do with types that are no groups of MLX's. scales: float32 scales and values.
+    """How to transcode. plan: what to do with types that are no groups of MLX's. float32: scales and values in it.
 
     dtype: of what is not quantized; None is the family's.
     """
 
     plan: Choice = "exact"
-    scales: bool = False
+    float32: bool = False
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Options:
             raise ValueError(f"gguf_plan={self.plan!r}: allowed are {', '.join(CHOICES)}")
         if self.dtype not in (None, "float16", "bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r}: allowed are float16, bfloat16, float32")
-        if self.scales and self.dtype not in (None, "float32"):
+        if self.float32 and self.dtype not in (None, "float32"):
             raise ValueError(f"dtype={self.dtype!r}: not together with gguf_exact, whose values are float32")
 
 
@@ -108,7 +108,7 @@ def bits_of(kind: str, plan: Choice) -> int:
 
 def activations(source: Source, options: Options) -> mx.Dtype:
     """Choose the type of what is not quantized: float16 where the family's activations fit and no matrix is wider."""
-    if options.scales:
+    if options.float32:
         return mx.float32
     if options.dtype:
         return getattr(mx, options.dtype)
@@ -133,7 +133,7 @@ def make_plan(source: Source, options: Options) -> list[Parameter]:
         module, _, kind = path.rpartition(".")
         form = None
         if kind == "weight" and hasattr(modules.get(module), "to_quantized"):
-            wide = options.scales or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
+            wide = options.float32 or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
             form = _groups(entries, change, options, mx.float32 if wide else mx.float16)
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))

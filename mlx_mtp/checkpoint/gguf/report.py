@@ -5,6 +5,7 @@ from typing import Any
 from ..report import size, table
 from .convert import Prepared
 from .plan import Row
+from .tokenizer import described
 
 EXACT = "exact"
 
@@ -20,6 +21,7 @@ def as_text(prepared: Prepared) -> str:
         ("heads", f"{count} MTP head{'s' * (count != 1)} in it" if count else "none in it"),
         *((name or " ", text) for name, text in rows),
         ("computes", computes(prepared)),
+        ("tokenizer", prepared.tokenizer is None and not prepared.copied and described(source.meta)),
     )
 
 

@@ -88,6 +88,13 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
     return Tokenizer(backend, _config(vocabulary, meta), _end_tokens(vocabulary))
 
 
+def described(meta: Meta) -> str:
+    """Name a file's tokenizer, and say where it is not supported."""
+    kind, pre = (meta.values.get(f"{PREFIX}ggml.{key}") for key in ("model", "pre"))
+    known = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in PRE)
+    return f"{kind}, pre-tokenizer {pre}" + ("" if known else f"; not supported: {ADVICE}")
+
+
 def _read(meta: Meta) -> _Vocabulary:
     tokens = meta.values.get(PREFIX + "ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):

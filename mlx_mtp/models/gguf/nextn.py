@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,11 +184,12 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     if path.endswith(".unembed_out.weight"):
         return Change(rows=rows[:, nope:].reshape(-1), shape=(heads, shape[0] // heads - nope, shape[1]))
     turned = (heads, shape[1], nope)
+    return Change(rows=rows[:, :nope].reshape(-1), values=partial(_transposed, heads, nope), shape=turned)
 
-    def transposed(values: np.ndarray) -> np.ndarray:
-        return values.reshape(heads, nope, -1).swapaxes(1, 2).reshape(-1, nope)
 
-    return Change(rows=rows[:, :nope].reshape(-1), values=transposed, shape=turned)
+def _transposed(heads: int, rows: int, values: np.ndarray) -> np.ndarray:
+    """Transpose the matrix of each attention head: [heads * rows, columns] to [heads * columns, rows]."""
+    return values.reshape(heads, rows, -1).swapaxes(1, 2).reshape(-1, rows)
 
 
 def mimo_config(meta: Meta) -> dict[str, Any]:
