@@ -39,10 +39,10 @@ def gemma(folder):
     return folder / "gemma.gguf"
 
 
-def logprobs(model, tokenizer):
+def logprobs(model, tokenizer, prompts=PROMPTS):
     """Log-probabilities [positions, V] of the prompts' tokens, in float32."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         tokens = mx.array([tokenizer.encode(prompt)])
         logits = model(tokens).astype(mx.float32)[0]
         found.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
@@ -50,7 +50,7 @@ def logprobs(model, tokenizer):
 
 
 def text(model, tokenizer, prompt):
-    return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=12)
+    return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=8)
 
 
 def loaded(file, path, options=None):
@@ -68,16 +68,16 @@ def test_smollm(tmp_path):
     file = smollm(tmp_path)
     model, tokenizer = loaded(file, tmp_path / "exact", Options(float32=True))
     plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:2]:
         assert text(model, tokenizer, prompt) == text(plain, tokenizer, prompt)
-    true = logprobs(plain, tokenizer)
-    assert np.abs(logprobs(model, tokenizer) - true).max() < 2e-3
+    assert np.abs(logprobs(model, tokenizer) - logprobs(plain, tokenizer)).max() < 1e-4
     half, _ = loaded(file, tmp_path / "half")
     assert all(row.loss is None for row in prepare(file).rows)
-    assert divergence(true, logprobs(half, tokenizer)) < 1e-4
+    first = PROMPTS[:1]  # a CPU is slow in float16
+    assert divergence(logprobs(plain, tokenizer, first), logprobs(half, tokenizer, first)) < 1e-4
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert "Paris" in mlx_mtp.generate(half, tokenizer, tokens, max_tokens=12)
+    assert "Paris" in mlx_mtp.generate(model, tokenizer, tokens, max_tokens=8)
     assert tokenizer.eos_token_ids == {0, 2}
 
 
