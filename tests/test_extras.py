@@ -19,11 +19,11 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING
 
 
 def test_the_tests_have_every_extra_of_users():
-    assert EXTRAS["test"][0] == "mlx-mtp[plot,serve,emulate]"
+    assert EXTRAS["test"][0] == "mlx-mtp[plot,serve,emulate,gguf]"
     assert EXTRAS["emulate"][0].startswith("ziglang")
 
 
-@pytest.mark.parametrize("extra", ["serve", "plot", "emulate"])
+@pytest.mark.parametrize("extra", ["serve", "plot", "emulate", "gguf"])
 def test_the_instruction(extra):
     assert extra in EXTRAS
     assert install(extra).startswith(f"pip install -e '.[{extra}]'")

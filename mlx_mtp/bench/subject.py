@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..checkpoint.files import resolve
+from ..checkpoint.gguf.cached import find_checkpoint
 from ..checkpoint.load import load
 from ..decoding import step as one_step
 from ..decoding.members import Members
@@ -112,7 +112,7 @@ def open_subject(
     else:
         if layers is not None:
             raise ValueError(f"layers={layers}: of random weights only; allowed with config alone")
-        path = demo_path() if model in (None, DEMO) else resolve(model)  # type: ignore[arg-type]
+        path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given: dict[str, Any] = {"mtp": mtp, "draft_model": draft_model, "kernels": kernels}

@@ -135,6 +135,8 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str
     try:
         config = load_config(path)
     except FileNotFoundError:
+        if file := next(iter(sorted(path.glob("*.gguf"))), None):
+            raise ValueError(f"{path}: a directory with a GGUF file; name the file itself: {file}") from None
         raise ValueError(f"{path}/config.json: not found; not a checkpoint directory") from None
     except OSError as e:
         raise ValueError(f"{path}/config.json: cannot be read ({e.strerror})") from None

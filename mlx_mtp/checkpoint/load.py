@@ -34,6 +34,7 @@ from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config, resolve
+from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
 from .load_plain import load_plain
@@ -66,6 +67,7 @@ def load(
 
     On a CPU the heads of a large model are read, checked and tested before they first draft.
     Any thread may load, when it is its turn, and any may use what has been loaded.
+    A GGUF file, also one of heads as `mtp_path`, is transcoded once into the user's cache folder.
 
     tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters, PEFT's too, change the target, not its heads).
     model_config: values to use in place of config.json's. return_config: return what then was used, too.
@@ -91,7 +93,7 @@ def load(
     """
     drafting, shared = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (budget, wired_limit, tensor_group)
     options = _checked(drafting, draft_vocab, kernels, *shared, lazy=lazy, adapter_path=adapter_path)
-    path = resolve(path_or_hf_repo, revision, code=trust_remote_code)
+    path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
         model = _load(path, config, options)
@@ -114,10 +116,10 @@ def load_model(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Do as `load` for the model alone, from a local directory; a draft vocabulary's tokenizer is not checked."""
+    """Do as `load` for the model alone, from a local path; a draft vocabulary's tokenizer is not checked."""
     drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
     options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, lazy=lazy)
-    path = resolve(path)
+    path = find_checkpoint(path)
     with in_turn():
         model = _load(path, read_config(path), options)
         _finish(model, path, None, options)
@@ -153,7 +155,7 @@ def _checked(
 ) -> Options:
     """Check what can be without the checkpoint; ValueError for what is not allowed."""
     check_wired_limit(wired_limit)
-    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=drafting.heads), ranks_of(group)
+    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=drafting.mtp), ranks_of(group)
     if ranks and adapter_path is not None:
         raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
     return Options(drafting, vocab, lane, budget, wired_limit, ranks, lazy, adapter_path)
@@ -194,6 +196,7 @@ def _load(path: Path, config: dict, options: Options) -> Any:
     """Load the model, with its heads and adapters, as the checkpoint has them."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
     drafting.check()
+    drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
     port = find_port(config)

@@ -109,9 +109,10 @@ def read_stored(path: Path, *, whole: bool = True) -> Stored:
 
 def _no_weights(path: Path) -> str:
     """Say which files there are instead."""
-    for pattern, kind in ((GGUF, "GGUF's"), (PYTORCH, "PyTorch's .bin")):
-        if any(path.glob(pattern)):
-            return f"{path}: no {TRUNK_FILES} in it; weights in {kind} format are not read: take safetensors files"
+    if file := next(iter(sorted(path.glob(GGUF))), None):
+        return f"{path}: no {TRUNK_FILES} in it, but a GGUF file; name the file itself: {file}"
+    if any(path.glob(PYTORCH)):
+        return f"{path}: no {TRUNK_FILES} in it; weights in PyTorch's .bin format are not read: take safetensors"
     return f"{path}: no {TRUNK_FILES} in it"
 
 

@@ -6,10 +6,12 @@ from typing import Any
 import click
 from click import Choice, option
 
-from .options import BITS
+from .gguf import convert_gguf, gguf_options
+from .options import BITS, options
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 OF_QUANTIZED = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
+OF_GGUF = ("gguf", "config_from", "gguf_plan", "gguf_exact")
 OF_TARGET = ("mlx_path", "mtp_layout", "quantize", "dequantize", *OF_QUANTIZED)
 
 
@@ -20,7 +22,9 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 
 
 @click.command()
-@option("--hf-path", "--model", required=True, help="Local directory or Hugging Face repository.")
+@option("--hf-path", "--model", help="Local directory, GGUF file or Hugging Face repository.")
+@option("--gguf", help="GGUF file to transcode, the first where it is split.")
+@options(*gguf_options)
 @option("--mlx-path", help="Directory to write, new or empty.  [default: mlx_model]")
 @option("--quantize", "-q", is_flag=True, help="Quantize the target, and the heads in 8 bits.")
 @option("--q-group-size", type=Choice(["16", "32", "64", "128"]), help="Group size.  [default: 64]")
@@ -45,7 +49,10 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
     help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
 )
 @option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path.")
-@option("--mtp-path", help="With --mtp-only: new file, or the directory of a conversion to go with.")
+@option(
+    "--mtp-path",
+    help="With --mtp-only: new file, or the directory of a conversion to go with. With --gguf: file of the heads.",
+)
 @option("--revision", help="Branch, tag or commit on the hub.")
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
 @option("--trust-remote-code", is_flag=True, hidden=True)  # downloads it; none is run
@@ -55,6 +62,8 @@ def convert(**flags: Any) -> None:
     Target and heads are quantized apart: few bits in a head cost accepted drafts. Memory in use stays that of the
     largest tensor; what is interrupted leaves nothing that looks finished.
     """
+    if flags["gguf"] or str(flags["hf_path"]).endswith(".gguf"):
+        return convert_gguf(_of_gguf(flags))
     _check(flags)
     from .progress import bar, loading, shows_progress
 
@@ -67,7 +76,7 @@ def convert(**flags: Any) -> None:
         from ..checkpoint.convert import convert as convert_all
         from ..checkpoint.convert import extract_heads
     columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    given = {name: value for name, value in flags.items() if value not in (None, False) and name not in OF_GGUF}
     given |= {name: int(value) for name, value in given.items() if name.endswith(("_bits", "_size"))}
     with bar(*columns, shown=shown) as update:
         done = (extract_heads if only_heads else convert_all)(**given, progress=partial(update, ""))
@@ -76,8 +85,24 @@ def convert(**flags: Any) -> None:
     click.echo("\n".join(line for line in lines if not (only_heads and line.startswith("target"))))
 
 
+def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags with the file as `gguf`; refuse those that a GGUF file's blocks decide."""
+    if flags["gguf"] and flags["hf_path"]:
+        raise click.UsageError("--gguf and --hf-path: the one or the other")
+    others = (*OF_TARGET, "mtp_only", "mtp_q_bits", "mtp_q_group_size", "revision")
+    for name in others:
+        if flags[name] and name != "mlx_path":
+            raise click.UsageError(f"--{name.replace('_', '-')}: not of a GGUF file, whose blocks are kept")
+    return {**flags, "gguf": flags["gguf"] or flags["hf_path"]}
+
+
 def _check(flags: dict[str, Any]) -> None:
     """Refuse flags that would be without effect."""
+    if not flags["hf_path"]:
+        raise click.UsageError("--hf-path or --gguf is missing")
+    for name in OF_GGUF:
+        if flags[name]:
+            raise click.UsageError(f"--{name.replace('_', '-')}: only of a GGUF file")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
     useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"

@@ -17,12 +17,16 @@ from .terminal import printable
 def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     """Say what the checkpoint at PATH holds, and whether it loads.
 
-    PATH is a directory or a Hugging Face repository. Headers are read, and the values of norms: no weights, and none
-    are downloaded. With --ranks, memory is what each of so many machines needs. Exit code 1 where it does not load.
+    PATH is a directory, a GGUF file or a Hugging Face repository. Headers are read, and the values of norms: no
+    weights, and none are downloaded. With --ranks, memory is what each of so many machines needs. Exit code 1 where
+    it does not load.
     """
     from ..checkpoint.files import downloaded, headers_only, local
+    from ..checkpoint.gguf.cached import is_gguf
     from ..checkpoint.inspect import as_text, inspect_checkpoint
 
+    if is_gguf(path):
+        return _inspect_gguf(path, ranks, as_json=as_json)
     directory = local(path) or downloaded(path, revision)
     gc.disable()  # 100,000 tensors are many small objects, all of them in use
     try:
@@ -37,5 +41,20 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     finally:
         gc.enable()
     click.echo(json.dumps(asdict(facts), indent=2) if as_json else printable(as_text(facts)))
+    if facts.problems:
+        raise click.ClickException(facts.problems[0])
+
+
+def _inspect_gguf(path: str, ranks: int, *, as_json: bool) -> None:
+    """Say what a GGUF file holds, and what it is once transcoded."""
+    from ..checkpoint.gguf.inspect import inspect_gguf
+    from ..checkpoint.gguf.report import as_facts
+    from ..checkpoint.gguf.report import as_text as written
+    from ..checkpoint.inspect import as_text
+
+    prepared, facts = inspect_gguf(path, ranks=ranks)
+    text = f"{written(prepared)}\n{as_text(facts)}"
+    found = {**asdict(facts), "gguf": as_facts(prepared)}
+    click.echo(json.dumps(found, indent=2) if as_json else printable(text))
     if facts.problems:
         raise click.ClickException(facts.problems[0])

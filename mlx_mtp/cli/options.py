@@ -13,6 +13,7 @@ from click import Choice, FloatRange, IntRange, option
 
 from ..cache.prompt_prefix import RESERVED_KEYS
 from ..demo import demo_path
+from .gguf import gguf_options, transcoded
 from .together import check_prompt, group, own_file
 
 MOST_GB = 2**20
@@ -131,13 +132,14 @@ def typed(name: str, kind: Any, default: Any, words: str) -> Any:
 
 
 checkpoint_options = options(
-    option("--model", help="Local directory or Hugging Face repository.  [default: the demo model]"),
+    option("--model", help="Local directory, GGUF file or Hugging Face repository.  [default: the demo model]"),
     option(
         "--trust-remote-code", is_flag=True, help="Let the tokenizer run code from the checkpoint; downloads it, too."
     ),
 )
 model_options = options(
     checkpoint_options,
+    *gguf_options,
     option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
@@ -234,13 +236,16 @@ def continues_cache(flags: dict[str, Any]) -> None:
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
-def checkpoint_path(model: str | None, *, code: bool = False) -> Path:
+def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, Any] | None = None) -> Path:
     """Find the checkpoint that --model names, the demo where it names none; what is on the hub is downloaded.
 
-    code: with its Python files.
+    code: with its Python files. flags: the command's; a GGUF file is transcoded once, as they say.
     """
     from ..checkpoint.files import resolve
+    from ..checkpoint.gguf.cached import is_gguf
 
+    if model is not None and is_gguf(model):
+        return transcoded(model, flags or {})
     return resolve(demo_path() if model is None else model, code=code)
 
 
@@ -260,7 +265,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     code = bool(flags.get("trust_remote_code"))
-    path = checkpoint_path(flags["model"], code=code)  # a download shows progress of its own
+    path = checkpoint_path(flags["model"], code=code, flags=flags)  # a download shows progress of its own
     context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or largest_step()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):

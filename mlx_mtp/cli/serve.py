@@ -123,7 +123,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    advised = _advised(options.checkpoint_path(flags["model"]))
+    advised = _advised(options.checkpoint_path(flags["model"], flags=flags))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return Loaded(model, tokenizer, advised, options.cache_layout(flags))
 

@@ -110,9 +110,13 @@ class Port(HasRuntime, nn.Module):
             return self.drafter.most
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
+    def embedded(self, tokens: mx.array) -> mx.array:
+        """Return the rows that the first layer reads."""
+        return self.model.embed_tokens(tokens)
+
     def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the residual stream before the final norm and, along the last axis, what `spec.capture` lists."""
-        x, masks = self.model.embed_tokens(tokens), {}
+        x, masks = self.embedded(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
             kind = type(c), getattr(c, "ring", None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 from templates import OFFERED, tokenizer_of
 
-from mlx_mtp.serve import frames
+from mlx_mtp.serve import frames, job
 from mlx_mtp.serve.answer import Said, Splitter, ToolCall
 from mlx_mtp.serve.frames import CONTENT, REASONING, FramedSplitter, add_reasoning_marks, begun_in, frames_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of, unread_calls
@@ -174,3 +174,16 @@ def test_calls_that_cannot_be_read_are_named():
     for template, reason in ((unknown, "no known format"), (unknown + "{# <tool_call> #}", "renders tool calls")):
         tokenizer = tokenizer_of(template)
         assert reason in (unread_calls(tokenizer, format_of(tokenizer)) or "")
+
+
+@pytest.mark.parametrize(("ask", "kind"), [
+    ({"chat": True}, None), ({"chat": True, "continues": True}, CONTENT),
+    ({"chat": True, "thinking": True}, REASONING),
+])  # fmt: skip
+def test_a_request_is_split_by_the_models_frames(ask, kind):
+    tokenizer = SimpleNamespace(has_thinking=True, decode=lambda _: "<|channel|>final<|message|>It beg")
+    served = SimpleNamespace(tokenizer=tokenizer, frames=frames.HARMONY, tool_format=HARMONY_FORMAT)
+    text = "x" if kind else "<|channel|>final<|message|>x"
+    splitter = job._splitter(served, job.Ask([1], **ask))
+    assert splitter.feed(text) + splitter.end(cut=False) == [Said("x", kind == REASONING)]
+    assert type(job._splitter(served, job.Ask([1]))) is Splitter

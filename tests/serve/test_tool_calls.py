@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from call_renderers import RENDERERS
+from call_renderers import M3, RENDERERS, minimax_m3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
@@ -135,3 +135,35 @@ def test_names_that_are_no_identifiers(renderer):
         splitter = Splitter(THINKING, (), tool_format=format_named(RENDERERS[renderer]), tools=tools)
         parts = splitter.feed(renderer(name, arguments) * 2) + splitter.end(cut=False)
         assert [(p.name, json.loads(p.arguments)) for p in parts] == [(name, arguments)] * 2
+
+
+DEEP = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "more": {"type": "array", "items": {"$ref": "#/$defs/part"}},
+    },
+}
+PART = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "count": {"type": "number"}, "size": {"type": "string"}},
+}
+NESTED_TOOLS = [
+    {"type": "function", "function": {"name": "write", "parameters": {
+        "type": "object", "properties": {"where": DEEP}, "$defs": {"part": PART},
+    }}},
+]  # fmt: skip
+# Without the beginning of another member: an end and a beginning in a text are those of the member that holds it.
+MARKED = st.lists(st.sampled_from([M3, f"{M3}</text>", f"{M3}</size>", f"{M3}</item>", "a", " ", "1"]), max_size=5)
+
+
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_nested_tags_are_objects_and_lists(data):
+    text = MARKED.map("".join)
+    part = st.fixed_dictionaries({}, optional={"text": text, "count": st.integers(), "size": text})
+    where = {"text": data.draw(text), "more": data.draw(st.lists(part, max_size=3))}
+    written = minimax_m3("write", {"where": where})
+    splitter = Splitter(THINKING, (), tool_format=format_named(M3), tools=NESTED_TOOLS)
+    parts = splitter.feed(written) + splitter.end(cut=False)
+    assert [(p.name, json.loads(p.arguments)) for p in parts] == [("write", {"where": where})]

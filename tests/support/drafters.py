@@ -86,4 +86,11 @@ HEADLESS = {
     "qwen2": {**GQA, "model_type": "qwen2"},
     "qwen3": {**GQA, "model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {**GQA, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 16},
+    "gemma3_text": {
+        **GQA,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+    },
 }

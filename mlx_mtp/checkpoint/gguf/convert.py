@@ -1,0 +1,170 @@
+"""Transcode a GGUF file into a new directory: an MLX checkpoint with its heads, config.json and tokenizer."""
+
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import save_config
+
+from ...machine import atomic
+from ...models import find_port
+from .. import convert_writer as writer
+from ..build import read_port
+from ..files import CONVERTED, SMALL_FILES, resolve
+from ..sort_tensors import Drafting
+from ..weight_names import INDEX
+from . import write as writing
+from .plan import Options, Parameter, Row, activations, listed_quantization, make_plan, summarize
+from .source import Source, open_source
+from .tokenizer import Tokenizer, make_tokenizer
+from .write import Progress, outputs
+
+SIDECAR = "mtp.safetensors"
+RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second, cautiously
+NOT_COPIED = ("config.json", INDEX)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before anything is written: what becomes of each type, files, config.json and tokenizer.
+
+    measured: whether the losses of `rows` were.
+    """
+
+    source: Source
+    parameters: list[Parameter]
+    rows: list[Row]
+    files: dict[str, dict[str, Any]]
+    config: dict[str, Any]
+    tokenizer: Tokenizer | None
+    copied: tuple[Path, ...]
+    measured: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are written."""
+        return sum(output.nbytes for tensors in self.files.values() for output in tensors.values())
+
+    @property
+    def seconds(self) -> float:
+        """Estimate of the time that transcoding takes on one core."""
+        return sum(row.before for row in self.rows) / RATE
+
+
+@dataclass(frozen=True)
+class Transcoded:
+    """What was written, from what, and in how many seconds."""
+
+    path: Path
+    nbytes: int
+    prepared: Prepared
+    seconds: float
+
+
+def prepare(
+    file: str | Path,
+    options: Options | None = None,
+    *,
+    config_from: str | Path | None = None,
+    heads_from: str | Path | None = None,
+    heads_for: Path | None = None,
+    shard_bytes: int = writer.SHARD_BYTES,
+    measure: bool = True,
+) -> Prepared:
+    """Open a GGUF file and plan its transcoding; ValueError, in one line, where it cannot be loaded afterwards.
+
+    config_from: directory or repository whose config.json and tokenizer are used. heads_from: GGUF file of heads.
+    heads_for: directory of the checkpoint that only the heads are wanted for. measure: read samples of the weights
+    to measure losses, and make the tokenizer.
+    """
+    options = options or Options()
+    small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
+    source = open_source(
+        file, config_from=heads_for or small, heads_from=heads_from, heads_only=heads_for is not None
+    )
+    parameters = make_plan(source, options)
+    trunk = [p for p in parameters if not p.path.startswith("mtp.")]
+    heads = [p for p in parameters if p.path.startswith("mtp.")]
+    files = writer.shards(outputs(trunk), shard_bytes) if trunk else {}
+    files |= {SIDECAR: outputs(heads)} if heads else {}
+    made = make_tokenizer(source.meta) if trunk and measure and small is None else None
+    config = _config(source, options, parameters, made)
+    if trunk:
+        _check_loads(files, config, source)
+    try:
+        rows = summarize(parameters, measure=measure)
+    except ValueError as e:
+        raise ValueError(f"{source.path}: {e}") from None
+    return Prepared(source, parameters, rows, files, config, made, () if small is None else _copied(small), measure)
+
+
+def _copied(directory: Path) -> tuple[Path, ...]:
+    """List the small files of a directory that go with a conversion."""
+    found = {file for pattern in SMALL_FILES for file in directory.glob(pattern)}
+    return tuple(sorted(file for file in found if file.is_file() and file.name not in NOT_COPIED))
+
+
+def _config(
+    source: Source, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Make config.json of a conversion."""
+    dropped = ("quantization", "quantization_config", "torch_dtype", "dtype")
+    kept = {name: value for name, value in source.config.items() if name not in dropped}
+    kept["dtype"] = str(activations(source, options)).rpartition(".")[2]
+    if tokenizer is not None and tokenizer.end_tokens:
+        kept["eos_token_id"] = tokenizer.end_tokens
+    found = listed_quantization(parameters)
+    return kept if found is None else kept | {"quantization": found}
+
+
+def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: Source) -> None:
+    """Build the model from files of holes, as a load of the conversion will; ValueError where that fails."""
+    with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
+        write_holes(Path(name), files, config)
+        port = find_port(config)
+        assert port is not None
+        try:
+            read_port(port, Path(name), config, Drafting(True, None, {}, None))
+        except ValueError as e:
+            raise ValueError(str(e).replace(name, str(source.path))) from None
+
+
+def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str, Any]) -> None:
+    """Write config.json, and safetensors files that have headers and, in place of data, holes that take no room."""
+    save_config(dict(config), folder / "config.json")
+    for name, tensors in files.items():
+        head = writer.header(tensors, CONVERTED)
+        with (folder / name).open("wb") as f:
+            f.write(head)
+            f.truncate(len(head) + sum(output.nbytes for output in tensors.values()))
+
+
+def transcode(prepared: Prepared, path: str | Path, progress: Progress | None = None) -> Transcoded:
+    """Write a prepared file to the new directory `path`; what is interrupted leaves nothing behind."""
+    began, new = time.monotonic(), Path(path).expanduser().resolve()
+    atomic.check_new(new)
+    extra = prepared.tokenizer.files() if prepared.tokenizer else {}
+    size = prepared.nbytes + sum(map(len, extra.values())) + sum(file.stat().st_size for file in prepared.copied)
+    atomic.check_free(new, size)
+    with atomic.directory(new) as folder:
+        for file in prepared.copied:
+            shutil.copyfile(file, folder / file.name)
+        for name, content in extra.items():
+            (folder / name).write_bytes(content)
+        if SIDECAR not in prepared.files or len(prepared.files) > 1:
+            save_config(dict(prepared.config), folder / "config.json")
+            (folder / INDEX).write_text(_index(prepared))
+        files = {folder / name: tensors for name, tensors in prepared.files.items()}
+        total = writing.write(files, prepared.parameters, progress)
+    return Transcoded(new, total, prepared, time.monotonic() - began)
+
+
+def _index(prepared: Prepared) -> str:
+    places = {name: file for file, tensors in prepared.files.items() for name in tensors}
+    return json.dumps(
+        {"metadata": {"total_size": prepared.nbytes}, "weight_map": dict(sorted(places.items()))}, indent=4
+    )

@@ -1,0 +1,220 @@
+"""Read what GGUF files say before their data: metadata and the table of tensors, of one file or of all its splits.
+
+Lengths, counts and offsets are checked against the file's size before anything is allocated. Sources: ggml's
+`docs/gguf.md` and the `gguf` package, whose table of block sizes is used.
+"""
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...machine.errors import install
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+MOST_SPLITS, MOST_DIMENSIONS, MOST_NESTED = 1000, 4, 2
+MOST_ITEMS = 1 << 23  # of all arrays together, so that strings of a few bytes each cannot fill the memory
+MOST_VALUES = 1 << 45  # of one tensor
+STRING, ARRAY = 8, 9
+SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=True))  # as `struct` names them
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its shape [rows, ..., columns], the name of its type, and where its data begins."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    begin: int
+    nbytes: int
+
+    def blocks(self) -> np.ndarray:
+        """Map the data: uint8 [rows, bytes of a row], of which only what is used is read."""
+        rows = math.prod(self.shape[:-1])
+        return np.memmap(self.file, np.uint8, "r", self.begin, (rows, self.nbytes // rows))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The metadata of the first file, and the tensors of all of them."""
+
+    files: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, Entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def read(file: str | Path) -> Contents:
+    """Read the header of a GGUF file, and those of the other files that it is split into; ValueError if damaged."""
+    path = Path(file).expanduser()
+    first = _read_one(path)
+    files = _splits(path, first.metadata)
+    if len(files) == 1:
+        return first
+    parts = [first if part == path else _read_one(part) for part in files]
+    tensors: dict[str, Entry] = {}
+    for number, part in enumerate(parts):
+        if part.metadata.get("split.no") != number or part.metadata.get("split.count") != len(files):
+            raise ValueError(f"{files[number]}: its metadata does not name it split {number} of {len(files)}")
+        if repeated := sorted(tensors.keys() & part.tensors.keys()):
+            raise ValueError(f"{files[number]}: tensor {repeated[0]} is in {tensors[repeated[0]].file.name}, too")
+        tensors |= part.tensors
+    expected = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata says {expected}")
+    return Contents(tuple(files), parts[0].metadata, tensors)
+
+
+def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
+    """List the files that a file is one of, by its name and its metadata."""
+    count = metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= MOST_SPLITS:
+        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MOST_SPLITS}")
+    if count <= 1:
+        return [path]
+    files = split_names(path)
+    if len(files) != count:
+        raise ValueError(f"{path}: one of {count} splits; expected a name ending in -00001-of-{count:05d}.gguf")
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits")
+    return files
+
+
+def split_names(path: Path) -> list[Path]:
+    """List the files of a set of splits by the name of one; a file of another name is alone."""
+    match = SPLIT.fullmatch(path.name)
+    count = min(int(match[3]), MOST_SPLITS) if match else 0
+    return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
+
+
+def _read_one(path: Path) -> Contents:
+    if not path.is_file():  # to open a pipe waits for its writer
+        raise ValueError(f"{path}: no such file")
+    size = path.stat().st_size
+    if size < 24:
+        raise ValueError(f"{path}: not a GGUF file (it has {size} bytes)")
+    with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        reader = _Reader(path, data)
+        try:
+            metadata, count = reader.metadata()
+            tensors = reader.tensors(count, metadata)
+        except (struct.error, UnicodeDecodeError, OverflowError) as e:
+            raise ValueError(f"{path}: truncated or damaged ({e})") from None
+    return Contents((path,), metadata, tensors)
+
+
+def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
+    """Return by number each type's name, values and bytes of a block; ValueError where the package is missing."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError:
+        raise ValueError(f"{path}: to read GGUF files, gguf is missing: {install('gguf')}") from None
+    return {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+
+
+class _Reader:
+    """A position in a mapped file, and what may still be read: never more than the file has."""
+
+    def __init__(self, path: Path, data: Any):
+        self.path, self.data, self.at, self.items = path, data, 0, 0
+
+    def metadata(self) -> tuple[dict[str, Any], int]:
+        """Read all metadata; returns it and the number of tensors."""
+        if self.data[:4] != MAGIC:
+            raise ValueError(f"{self.path}: not a GGUF file (it begins with {bytes(self.data[:4])!r})")
+        self.at = 4
+        version = self.scalar("I")
+        if version not in VERSIONS:
+            swapped = " (big-endian)" if version & 0xFFFF == 0 else ""
+            raise ValueError(f"{self.path}: GGUF version {version}{swapped} is not supported; supported are 2 and 3")
+        tensors, pairs = self.count("Q", 24), self.count("Q", 13)
+        found: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self.string()
+            if key in found:
+                raise ValueError(f"{self.path}: metadata key {key!r} is there twice")
+            found[key] = self.value(self.scalar("I"), 0)
+        return found, tensors
+
+    def tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Entry]:
+        """Read the table of tensors and check that each lies in the file, apart from the others."""
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise ValueError(f"{self.path}: general.alignment is {alignment!r}; expected a power of two from 8 on")
+        kinds, found = block_sizes(self.path), {}
+        for _ in range(count):
+            name = self.string()
+            if name in found:
+                raise ValueError(f"{self.path}: tensor {name!r} is there twice")
+            found[name] = self.entry(name, kinds)
+        begin, end = -(-self.at // alignment) * alignment, 0
+        for name, entry in sorted(found.items(), key=lambda pair: pair[1].begin):
+            if entry.begin % alignment or entry.begin < end or begin + entry.begin + entry.nbytes > len(self.data):
+                raise ValueError(f"{self.path}: tensor {name!r} is truncated or overlaps another")
+            end = entry.begin + entry.nbytes
+        return {name: Entry(e.file, name, e.shape, e.kind, begin + e.begin, e.nbytes) for name, e in found.items()}
+
+    def entry(self, name: str, kinds: dict[int, tuple[str, int, int]]) -> Entry:
+        """Read a tensor's shape, type and offset."""
+        dimensions = self.scalar("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise ValueError(f"{self.path}: tensor {name!r} has {dimensions} dimensions; allowed are 1 to 4")
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
+        kind, offset = self.scalar("I"), self.scalar("Q")
+        if kind not in kinds:
+            raise ValueError(f"{self.path}: tensor {name!r} has type {kind}, which the gguf package does not have")
+        label, values, nbytes = kinds[kind]
+        total = math.prod(shape)
+        if not 0 < total <= MOST_VALUES or shape[-1] % values:
+            raise ValueError(f"{self.path}: tensor {name!r} has shape {shape}, which {label} cannot have")
+        return Entry(self.path, name, shape, label, offset, total // values * nbytes)
+
+    def scalar(self, form: str) -> Any:
+        """Read one number."""
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def count(self, form: str, least: int) -> int:
+        """Read a number of things that take at least so many bytes each."""
+        value = self.scalar(form)
+        if value * least > len(self.data) - self.at:
+            raise ValueError(f"{self.path}: truncated or damaged (it claims {value} entries)")
+        return value
+
+    def string(self, errors: str = "strict") -> str:
+        """Read a string."""
+        begin = self.at + 8
+        self.at = begin + self.count("Q", 1)
+        return str(self.data[begin : self.at], "utf-8", errors)
+
+    def value(self, kind: int, depth: int) -> Any:
+        """Read a value of metadata; arrays of numbers are NumPy arrays, others lists."""
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.string("replace")
+        if kind != ARRAY or depth >= MOST_NESTED:
+            raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind})")
+        inner = self.scalar("I")
+        size = struct.calcsize(SCALARS[inner]) if inner in SCALARS else 8
+        count = self.count("Q", size)
+        self.items += count
+        if self.items > MOST_ITEMS:
+            raise ValueError(f"{self.path}: its metadata has more than {MOST_ITEMS} values")
+        if inner in SCALARS:
+            begin, self.at = self.at, self.at + count * size
+            return np.frombuffer(self.data[begin : self.at], np.dtype(SCALARS[inner]).newbyteorder("<"))
+        return [self.value(inner, depth + 1) for _ in range(count)]

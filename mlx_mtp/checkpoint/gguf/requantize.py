@@ -1,0 +1,65 @@
+"""Make groups of 32 of types whose own groups are smaller or coded, which loses something, and measure how much."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .blocks import GROUP, Groups
+
+Q6_K, HALVES = 210, 16  # bytes of a block, and groups of 16 in it
+
+
+class Loss(NamedTuple):
+    """Root mean square of the error over that of the weights, and the greatest error over the greatest weight."""
+
+    rms: float
+    worst: float
+
+
+def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
+    """Compute the weights of rows of blocks in float32, by the gguf package."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if kind == "F64":
+        return np.ascontiguousarray(rows).view("<f8").astype(np.float32)
+    try:
+        with np.errstate(all="ignore"):
+            return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]).astype(np.float32, copy=False)
+    except (NotImplementedError, ValueError):
+        raise ValueError(f"tensors of type {kind} are not supported") from None
+
+
+def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
+    """Choose for each group of 32 the scale and bias that its least and greatest weight need."""
+    if kind == "Q6_K" and bits == 8:
+        return _six_bits(rows)
+    values = dequantized(kind, rows)
+    groups = values.reshape(len(values), -1, GROUP)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    scales = (high - low) / np.float32(2**bits - 1)
+    steps = np.where(scales > 0, scales, 1)
+    codes = np.rint((groups - low[..., None]) / steps[..., None]).clip(0, 2**bits - 1).astype(np.uint8)
+    return Groups(codes.reshape(values.shape), scales, low)
+
+
+def _six_bits(rows: np.ndarray) -> Groups:
+    """Write Q6_K in steps of a quarter of the larger of two neighbouring scales: that half of 32 weights is exact."""
+    n, b = len(rows), np.ascontiguousarray(rows).reshape(-1, Q6_K)
+    low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
+    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = (low.reshape(-1, 2, 4, 32) | high << 4).reshape(-1, HALVES // 2, 2, 16).astype(np.float32) - 32
+    d = np.ascontiguousarray(b[:, 208:]).view(np.float16).astype(np.float32)
+    scales = (d * b[:, 192:208].view(np.int8)).reshape(-1, HALVES // 2, 2)
+    larger = np.take_along_axis(scales, np.abs(scales).argmax(axis=-1)[..., None], -1)
+    ratio = 4 * scales / np.where(larger == 0, 1, larger)
+    steps = np.rint(codes * ratio[..., None]).clip(-128, 127) + 128
+    step = larger[..., 0] / 4
+    return Groups(steps.astype(np.uint8).reshape(n, -1), step.reshape(n, -1), (-128 * step).reshape(n, -1))
+
+
+def loss(made: np.ndarray, true: np.ndarray) -> Loss:
+    """Compare weights that were made with those of the file."""
+    error = made.astype(np.float64) - true
+    size = np.sqrt(np.mean(np.square(true, dtype=np.float64))) or 1.0
+    return Loss(float(np.sqrt(np.mean(error * error)) / size), float(np.abs(error).max() / (np.abs(true).max() or 1)))

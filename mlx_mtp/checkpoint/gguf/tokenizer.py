@@ -1,0 +1,216 @@
+"""Make a tokenizer's files of a GGUF file's metadata: vocabulary, merges, pre-tokenizer, end tokens, templates."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from ...machine.errors import one_line
+from ...models.gguf.meta import Meta
+from ...models.gguf.pre import (
+    BEGIN,
+    BYTE_LEVEL,
+    END_TOKENS,
+    MORE_ENDS,
+    NFC,
+    PRE,
+    SENTENCEPIECE,
+    WHOLE_TOKENS,
+)
+from .merges import merges_by_score
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+PREFIX = "tokenizer."
+ADVICE = "give --config-from REPO to take the released model's tokenizer"
+SPACE = "\u2581"
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What tokenizer.json and tokenizer_config.json hold, and the tokens that end a text."""
+
+    backend: dict[str, Any]
+    config: dict[str, Any]
+    end_tokens: list[int] = field(default_factory=list)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the content of each file by its name."""
+        content = {"tokenizer.json": self.backend, "tokenizer_config.json": self.config}
+        return {name: json.dumps(what, ensure_ascii=False).encode() for name, what in content.items()}
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Metadata of the tokenizer, checked: every token's text and type."""
+
+    file: str
+    values: dict[str, Any]
+    tokens: list[str]
+    kinds: list[int]
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Read a value of a type; ValueError for one of another type."""
+        value = self.values.get(PREFIX + key, default)
+        if value is not default and type(value) is not kind:
+            raise ValueError(f"{self.file}: metadata {PREFIX}{key} is {str(value)[:60]!r}; expected {kind.__name__}")
+        return value
+
+    def token(self, name: str) -> tuple[int, str] | None:
+        """Return a special token's number and text; None where there is none."""
+        number = self.get(f"ggml.{name}_token_id", int)
+        if number is None or number == 2**32 - 1:
+            return None
+        if not 0 <= number < len(self.tokens):
+            raise ValueError(f"{self.file}: {name}_token_id is {number}; expected less than {len(self.tokens)}")
+        return number, self.tokens[number]
+
+    @property
+    def pre(self) -> str:
+        """The name of the pre-tokenizer."""
+        return self.get("ggml.pre", str, "default")
+
+
+def make_tokenizer(meta: Meta) -> Tokenizer:
+    """Make the tokenizer; ValueError where the file has none, or one whose splitting of text is not known."""
+    vocabulary = _read(meta)
+    kind = vocabulary.get("ggml.model", str)
+    if kind == BYTE_LEVEL:
+        backend = _byte_level(vocabulary)
+    elif kind == SENTENCEPIECE:
+        backend = _sentencepiece(vocabulary)
+    else:
+        raise ValueError(f"{meta.file}: a tokenizer of kind {kind!r} is not supported; {ADVICE}")
+    with one_line(f"{meta.file}: its tokenizer cannot be built"):
+        Backend.from_str(json.dumps(backend))
+    return Tokenizer(backend, _config(vocabulary, meta), _end_tokens(vocabulary))
+
+
+def described(meta: Meta) -> str:
+    """Name a file's tokenizer, and say where it is not supported."""
+    kind, pre = (meta.values.get(f"{PREFIX}ggml.{key}") for key in ("model", "pre"))
+    known = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in PRE)
+    return f"{kind}, pre-tokenizer {pre}" + ("" if known else f"; not supported: {ADVICE}")
+
+
+def _read(meta: Meta) -> _Vocabulary:
+    tokens = meta.values.get(PREFIX + "ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(f"{meta.file}: it has no tokenizer; {ADVICE}")
+    kinds = meta.values.get(PREFIX + "ggml.token_type")
+    kinds = [NORMAL] * len(tokens) if kinds is None else kinds
+    numbers = isinstance(kinds, list) or (isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu")
+    if not numbers or len(kinds) != len(tokens):
+        raise ValueError(
+            f"{meta.file}: tokenizer.ggml.token_type: expected an integer for each of {len(tokens)} tokens"
+        )
+    return _Vocabulary(meta.file, dict(meta.values), tokens, [int(kind) for kind in kinds])
+
+
+def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Make a byte-level BPE tokenizer, whose way to split text has a name."""
+    steps = PRE.get(vocabulary.pre)
+    if steps is None:
+        raise ValueError(f"{vocabulary.file}: pre-tokenizer {vocabulary.pre!r} is not supported; {ADVICE}")
+    merges = vocabulary.values.get(PREFIX + "ggml.merges")
+    pairs = [merge.split(" ") for merge in merges] if isinstance(merges, list) else []
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"{vocabulary.file}: its tokenizer has no merges of two tokens each; {ADVICE}")
+    found = _backend(vocabulary, pairs, begins=vocabulary.pre in BEGIN)
+    found["model"]["ignore_merges"] = vocabulary.pre in WHOLE_TOKENS
+    found["normalizer"] = {"type": "NFC"} if vocabulary.pre in NFC else None
+    found["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(steps)}
+    found["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    return found
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Make a BPE tokenizer of a SentencePiece model, whose merges follow from the tokens' scores."""
+    scores = vocabulary.values.get(PREFIX + "ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
+        raise ValueError(f"{vocabulary.file}: its tokenizer has no score for each token; {ADVICE}")
+    found = _backend(vocabulary, merges_by_score(vocabulary.tokens, scores.tolist()), begins=True)
+    prefix = vocabulary.get("ggml.add_space_prefix", bool, True)
+    unknown = vocabulary.token("unknown")
+    found["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown and unknown[1]}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    steps = [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
+    found["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    found["decoder"] = {"type": "Sequence", "decoders": decoders}
+    return found
+
+
+def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
+    """Make what all tokenizer.json files have."""
+    numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
+    form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": number, "content": token, **form, "special": kind in (CONTROL, UNKNOWN)}
+        for number, (token, kind) in numbered
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    words = {token: number for number, (token, kind) in numbered if kind != UNUSED}
+    merges = [pair for pair in merges if all(t in words for t in (*pair, pair[0] + pair[1]))]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": _template(vocabulary, begins),
+        "decoder": None,
+        "model": {"type": "BPE", "vocab": words, "merges": merges},
+    }
+
+
+def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
+    """Make what adds the begin and end tokens; None where neither is added."""
+    wanted = (("bos", "add_bos_token", begins), ("eos", "add_eos_token", False))
+    found = {
+        name: vocabulary.token(name) for name, key, usual in wanted if vocabulary.get(f"ggml.{key}", bool, usual)
+    }
+    special = {name: token for name, token in found.items() if token}
+    if not special:
+        return None
+    marks = {name: {"SpecialToken": {"id": token[1], "type_id": 0}} for name, token in special.items()}
+    before, after = ([marks[name]] if name in marks else [] for name in ("bos", "eos"))
+    one, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    tokens = {text: {"id": text, "ids": [number], "tokens": [text]} for number, text in special.values()}
+    single = [*before, one, *after]
+    pair = [*single, *before, other, *after]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+
+
+def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
+    """Make tokenizer_config.json, with the chat template and those that have names."""
+    special = {name: token[1] for name, key in NAMED.items() if (token := vocabulary.token(key))}
+    found: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": meta.size("context_length"),
+        **special,
+    }
+    named = PREFIX + "chat_template."
+    others = {key.removeprefix(named): text for key, text in meta.values.items() if key.startswith(named)}
+    usual = vocabulary.get("chat_template", str)
+    if others and all(isinstance(text, str) for text in others.values()):
+        templates = ({"default": usual} if usual else {}) | others
+        found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif usual:
+        found["chat_template"] = usual
+    return found
+
+
+def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
+    """List the tokens that end a text: by their keys, and control tokens by their names."""
+    keyed = [token[0] for name in ("eos", "eot", "eom") if (token := vocabulary.token(name))]
+    names = {*END_TOKENS, *MORE_ENDS.get(vocabulary.pre, ())}
+    both = enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+    named = [number for number, (token, kind) in both if kind == CONTROL and token in names]
+    return list(dict.fromkeys([*keyed, *named]))

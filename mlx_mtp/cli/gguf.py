@@ -1,0 +1,78 @@
+"""Transcode GGUF files for the commands: announce what is written, show a bar, say what became of each type."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from click import Choice, option
+
+gguf_options = (
+    option("--config-from", help="Of a GGUF file: directory or repository to take config.json and tokenizer from."),
+    option(
+        "--gguf-plan",
+        type=Choice(["exact", "small"]),
+        help="Of a GGUF file: types that are not MLX's groups in 8 bits, or in fewer.  [default: exact]",
+    ),
+    option("--gguf-exact", is_flag=True, help="Of a GGUF file: scales and values in float32, as the file's."),
+)
+
+
+def convert_gguf(flags: dict[str, Any]) -> None:
+    """Convert the file of --gguf to the new directory of --mlx-path, and report."""
+    from .progress import loading, shows_progress
+
+    shown = shows_progress(quiet=False)
+    with loading(shown=shown):
+        from ..checkpoint.gguf.convert import prepare, transcode
+        from ..checkpoint.gguf.report import announcement, as_text
+
+        prepared = prepare(
+            flags["gguf"], _options(flags), config_from=flags["config_from"], heads_from=flags["mtp_path"]
+        )
+    new = flags["mlx_path"] or "mlx_model"
+    click.echo(as_text(prepared))
+    click.echo(announcement(prepared, new), err=True)
+    with _bar(shown=shown) as update:
+        done = transcode(prepared, new, partial(update, ""))
+    click.echo(f"wrote      {done.path}, {done.seconds:.0f} s")
+
+
+def transcoded(file: str, flags: dict[str, Any]) -> Path:
+    """Return the checkpoint of a GGUF file in the cache folder; make it, announced, where there is none."""
+    from ..checkpoint.gguf.cached import cached
+    from .progress import shows_progress
+
+    shown = shows_progress(quiet=bool(flags.get("quiet")))
+    announce = None if flags.get("quiet") else _announce
+    with _bar(shown=shown) as update:
+        return cached(
+            file,
+            _options(flags),
+            config_from=flags.get("config_from"),
+            announce=announce,
+            progress=partial(update, ""),
+        )
+
+
+def _announce(prepared: Any, place: Path) -> None:
+    from ..checkpoint.gguf.report import announcement, as_text
+
+    click.echo(f"{as_text(prepared)}\n{announcement(prepared, place)}", err=True)
+
+
+def _options(flags: dict[str, Any]) -> Any:
+    from ..checkpoint.gguf.plan import Options
+
+    given = {"plan": flags.get("gguf_plan"), "float32": flags.get("gguf_exact"), "dtype": flags.get("dtype")}
+    return Options(**{name: value for name, value in given.items() if value})
+
+
+def _bar(*, shown: bool) -> Any:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+    from .progress import bar
+
+    return bar(
+        TextColumn("Transcoding"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn(), shown=shown
+    )

@@ -1,0 +1,108 @@
+"""Describe Llama's, Qwen2's, Qwen3's and Gemma 3's GGUF files, which have no MTP heads."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .common import EXPERTS, FFN_NORM, MLP, SELF_ATTENTION, basics, rotary, routed
+from .family import NO_CHANGE, Change, Family, unchanged
+from .meta import Meta
+from .orders import unpermuted
+from .rope import from_factors
+
+LARGEST_GEMMA = 62  # layers of the one whose queries are not scaled by their head's size
+
+
+def llama_config(meta: Meta) -> dict[str, Any]:
+    """Make config.json of Llama and what is stored as such, as Mistral and SmolLM2."""
+    if meta.integer("expert_count", 0):
+        raise ValueError(f"{meta.file}: experts in architecture {meta.architecture} (Mixtral) are not supported")
+    found = {**basics(meta, "llama"), **rotary(meta), "hidden_act": "silu"}
+    if not meta.has("attention.key_length") and meta.has("rope.dimension_count"):
+        found["head_dim"] = meta.size("rope.dimension_count")
+    biases = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+    found |= {name: f"blk.0.{tensor}.bias" in meta.shapes for name, tensor in biases.items()}
+    return found | factors(meta, found["rope_theta"])
+
+
+def factors(meta: Meta, base: float) -> dict[str, Any]:
+    """Read Llama 3's scaling, which is a tensor of factors; {} without one."""
+    stored = meta.values.get("rope_freqs.weight")
+    return {} if stored is None else {"rope_scaling": from_factors(meta, np.asarray(stored, np.float64), base)}
+
+
+def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+    """Undo the order of the rows of queries and keys, which is that of Meta's checkpoints."""
+    for name, key in (("q_proj", "attention.head_count"), ("k_proj", "attention.head_count_kv")):
+        if f".{name}." in path:
+            heads = int(max(meta.each(key, max(meta.each("attention.head_count")))))
+            if shape[0] % (2 * heads):
+                raise ValueError(f"{meta.file}: {path} has {shape[0]} rows, expected some for each of {heads} heads")
+            return Change(rows=unpermuted(shape[0], heads))
+    return NO_CHANGE
+
+
+def qwen2_config(meta: Meta) -> dict[str, Any]:
+    """Make config.json of Qwen2 and Qwen2.5."""
+    return {**basics(meta, "qwen2"), **rotary(meta)}
+
+
+def qwen3_config(meta: Meta) -> dict[str, Any]:
+    """Make config.json of Qwen3, dense."""
+    return {**basics(meta, "qwen3"), **rotary(meta)}
+
+
+def qwen3_moe_config(meta: Meta) -> dict[str, Any]:
+    """Make config.json of Qwen3 with experts."""
+    every = {
+        "norm_topk_prob": meta.flag("expert_weights_norm", True),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return {**basics(meta, "qwen3_moe"), **rotary(meta), **routed(meta, "num_experts"), **every}
+
+
+def gemma3_config(meta: Meta) -> dict[str, Any]:
+    """Make config.json of Gemma 3's text model; every sixth layer attends to all positions."""
+    found = {**basics(meta, "gemma3_text"), **rotary(meta)}
+    head_dim = found["head_dim"]
+    if found["num_hidden_layers"] == LARGEST_GEMMA:
+        head_dim = found["hidden_size"] // found["num_attention_heads"]
+    if not found["tie_word_embeddings"]:
+        del found["tie_word_embeddings"]
+    return found | {
+        "query_pre_attn_scalar": head_dim,
+        "sliding_window": meta.size("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_theta": meta.number("rope.freq_base", 1e6),
+        "rope_local_base_freq": meta.number("rope.freq_base_swa", 1e4),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
+    """Take the 1 away again that converters add to norms: mlx-lm's Gemma adds it when it runs."""
+    return Change(values=_minus_one) if path.endswith("norm.weight") else NO_CHANGE
+
+
+def _minus_one(weights: np.ndarray) -> np.ndarray:
+    return weights - np.float32(1)
+
+
+LLAMA = Family(llama_config, {**SELF_ATTENTION, **MLP, **FFN_NORM}, unpermuted_attention, head={}, float16=True)
+QWEN2 = replace(LLAMA, config=qwen2_config, changes=unchanged)
+QWEN3 = replace(QWEN2, config=qwen3_config)
+QWEN3_MOE = replace(QWEN3, config=qwen3_moe_config, block={**SELF_ATTENTION, **EXPERTS, **FFN_NORM})
+GEMMA3 = Family(
+    gemma3_config,
+    {
+        **SELF_ATTENTION,
+        **MLP,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    centred_norms,
+    head={},
+)

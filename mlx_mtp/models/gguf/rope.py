@@ -1,0 +1,56 @@
+"""Find the rotary embedding's scaling in metadata, or in the factors that Llama 3's is stored as."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .meta import Meta
+
+KINDS = ("linear", "yarn")
+CLOSE = 1e-5
+
+
+def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
+    """Return config.json's rope_scaling, with what a family adds to YaRN's; None without one."""
+    kind = meta.text("rope.scaling.type", None)
+    factor = meta.number("rope.scaling.factor", 0.0)
+    if kind in (None, "none") or factor in (0.0, 1.0):
+        if kind not in (None, "none", *KINDS):
+            raise ValueError(f"{meta.file}: rope.scaling.type is {kind}; supported are {', '.join(KINDS)}")
+        return None
+    if kind not in KINDS:
+        raise ValueError(f"{meta.file}: rope.scaling.type is {kind}; supported are {', '.join(KINDS)}")
+    found: dict[str, Any] = {"rope_type": kind, "type": kind, "factor": factor}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = meta.size("rope.scaling.original_context_length")
+        names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor"}
+        for name, key in names.items():
+            if (value := meta.number(f"rope.scaling.{key}", None)) is not None:
+                found[name] = value
+        found |= more
+    return found
+
+
+def from_factors(meta: Meta, factors: np.ndarray, base: float) -> dict[str, Any]:
+    """Find the parameters of Llama 3's scaling that give these factors, one for each pair of a head's features.
+
+    Frequencies above one wavelength are kept, those below another divided by `factor`, and between them the share
+    is a straight line in the inverse wavelength, which two of them fix. ValueError where none fits.
+    """
+    factor, pairs = float(factors.max()), len(factors)
+    turns = max(base, 1e-9) ** (-np.arange(pairs) / pairs) / (2 * math.pi)  # per position
+    between = (factors > 1 + CLOSE) & (factors < factor * (1 - CLOSE))
+    refused = ValueError(f"{meta.file}: rope_freqs.weight is no scaling of Llama 3's; give --config-from REPO")
+    if base <= 0 or between.sum() < 2 or factor <= 1 or not np.isfinite(factors).all():
+        raise refused
+    smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+    slope, shift = np.polyfit(turns[between], smooth, 1)
+    low, high = 1.0, 1.0 - 1.0 / shift
+    length = round(slope * (high - low))
+    high = round(high, 3)
+    found = {"factor": float(f"{factor:.6g}"), "low_freq_factor": low, "high_freq_factor": high}
+    share = np.clip((length * turns - low) / (high - low), 0, 1)
+    if not np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
+        raise refused
+    return {"rope_type": "llama3", **found, "original_max_position_embeddings": length}

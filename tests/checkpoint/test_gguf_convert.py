@@ -1,0 +1,346 @@
+"""GGUF files through the commands: convert, --model, inspect; split files, heads in files of their own, plans."""
+
+import json
+import shutil
+
+import gguf
+import gguf_files
+import mlx.core as mx
+import numpy as np
+import pytest
+from command_line import call, one_line_error
+from gguf_metadata import metadata
+from gguf_samples import WITH_HEADS, checkpoint, dense, dequantized, written
+from mlx.utils import tree_flatten
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.checkpoint.gguf.cached import fingerprint
+from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
+from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.parameters import named
+
+KINDS = gguf_files.KINDS
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """(checkpoint directory, config, its converted tensors, GGUF file) of Step-3.5, in Q8_0."""
+    folder = tmp_path_factory.mktemp("step")
+    directory, config, weights = checkpoint("step3p5", folder / "hub")
+    file = written("step3p5", folder / "x.gguf", config, weights, KINDS.Q8_0)
+    return directory, config, gguf_files.tensors_of(config, weights), file
+
+
+def values(model):
+    """The model's parameters, with groups as the weights that they stand for."""
+    found = named(model)
+    modules = dict(model.named_modules())
+    for path in [path for path in found if path.endswith(".scales")]:
+        m = modules[path.removesuffix(".scales")]
+        found[f"{path.removesuffix('.scales')}.weight"] = mx.dequantize(
+            m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, dtype=mx.float32
+        )
+    return {
+        path: np.array(w.astype(mx.float32)) for path, w in found.items() if not path.endswith(("scales", "biases"))
+    }
+
+
+@pytest.mark.parametrize("kind", sampled([KINDS.Q5_1], [KINDS.Q8_0, KINDS.Q4_0, KINDS.Q5_1, KINDS.F16]))
+def test_weights_are_those_of_the_file(kind, tmp_path):
+    """Rows permuted, experts, heads: all are dequantized to the bit as the file's."""
+    for name in ("qwen3_next", "qwen3_5_moe"):
+        _, config, weights = checkpoint(name, tmp_path / "hub")
+        file = written(name, tmp_path / "x.gguf", config, weights, kind)
+        plain = dequantized(file, tmp_path / "plain.gguf")
+        transcode(prepare(file, Options(float32=True)), tmp_path / name)
+        transcode(prepare(plain), tmp_path / f"{name}-plain")
+        ours, true = (values(mlx_mtp.load_model(tmp_path / n)) for n in (name, f"{name}-plain"))
+        assert ours.keys() == true.keys()
+        for path, w in true.items():
+            assert np.array_equal(ours[path], w), path
+        shutil.rmtree(tmp_path / "hub")
+
+
+def test_columns_of_whole_groups_keep_their_codes(tmp_path):
+    """The output of value heads that are tiled: runs of 32 columns move, their words and scales with them."""
+    text = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
+    import families
+    import qwen
+
+    config = {"model_type": "qwen3_5", "text_config": {**qwen.QWEN["text_config"], **text}}
+    weights = families.random_weights(qwen.qwen_trunk(config) | qwen.qwen_heads(config), 0, zero_centred=True)
+    tensors = gguf_files.tensors_of(config, weights)
+    file = gguf_files.write(tmp_path / "x.gguf", "qwen35", metadata("qwen35", config, 1), tensors, KINDS.Q4_1)
+    transcode(prepare(file, Options(float32=True)), tmp_path / "new")
+    model = mlx_mtp.load_model(tmp_path / "new")
+    module = model.layers[0].linear_attn.out_proj
+    assert module.bits == 4
+    transcode(prepare(dequantized(file, tmp_path / "plain.gguf")), tmp_path / "plain")
+    true = mlx_mtp.load_model(tmp_path / "plain").layers[0].linear_attn.out_proj.weight
+    made = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+    assert np.array_equal(np.array(made), np.array(true))
+
+
+def test_convert(step, tmp_path):
+    result = call("convert", "--gguf", step[3], "--mlx-path", tmp_path / "new")
+    assert result.returncode == 0, result.stderr
+    assert "3 MTP heads in it" in result.stdout
+    assert "as 8-bit g32, float16 scales" in result.stdout
+    assert ": exact" in result.stdout
+    assert "computes   in float32: scales are float16" in result.stdout
+    assert f"Transcoding {step[3].stat().st_size / 1e6:.2f} MB to " in result.stderr
+    model, tokenizer = mlx_mtp.load(tmp_path / "new")
+    assert len(model.mtp) == 3
+    assert tokenizer.encode("abc") == [12, 2]
+    assert mx.load(str(tmp_path / "new/mtp.safetensors"))["model.layers.4.eh_proj.scales"].dtype == mx.float16
+    facts = json.loads((tmp_path / "new/config.json").read_text())
+    assert facts["eos_token_id"] == [11]
+
+
+def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
+    first = call("generate", "--model", step[3], "-p", "ab", "-m", 4, "--ignore-chat-template")
+    assert first.returncode == 0, first.stderr
+    assert "Transcoding" in first.stderr
+    (made,) = cache.iterdir()
+    assert made.name.startswith(fingerprint(step[3]))
+    stamp = (made / "config.json").stat().st_mtime_ns
+    second = call("generate", "--model", step[3], "-p", "ab", "-m", 4, "--ignore-chat-template")
+    assert "Transcoding" not in second.stderr
+    assert (made / "config.json").stat().st_mtime_ns == stamp
+    assert first.stdout.splitlines()[1] == second.stdout.splitlines()[1]
+    copy = shutil.copy(step[3], tmp_path / "renamed.gguf")
+    assert mlx_mtp.load(copy)[0].report.heads == 3
+    assert len(list(cache.iterdir())) == 1
+    other = bytearray(step[3].read_bytes())
+    other[-1] ^= 1
+    (tmp_path / "other.gguf").write_bytes(other)
+    mlx_mtp.load_model(tmp_path / "other.gguf")
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_inspect(step, tmp_path):
+    result = call("inspect", step[3])
+    assert result.returncode == 0, result.stderr
+    for said in ("step35", "3 MTP heads", "Q8_0", "family     step3p5, 4 layers", "memory ", "gpt2, pre-tokenizer"):
+        assert said in result.stdout, said
+    facts = json.loads(call("inspect", step[3], "--json").stdout)
+    assert facts["gguf"]["heads"] == facts["depths"] == 3
+    assert sum(row["bytes"] for row in facts["gguf"]["types"]) <= facts["gguf"]["bytes"]
+    assert "Q8_0" in {row["type"] for row in facts["gguf"]["types"]}
+    (tmp_path / "x.gguf").write_bytes(step[3].read_bytes()[:5000])
+    assert "truncated" in one_line_error(call("inspect", tmp_path / "x.gguf"))
+
+
+def split(tensors, folder, config, parts):
+    """Write tensors to files as llama-gguf-split does."""
+    arch, heads = WITH_HEADS["step3p5"]
+    names = list(tensors)
+    for i in range(parts):
+        own = {name: tensors[name] for name in names[i::parts]}
+        more = {"split.no": i, "split.count": parts, "split.tensors.count": len(names)}
+        values = metadata(arch, config, heads) if i == 0 else {}
+        tokenizer = {**(gguf_files.letters() if i == 0 else {}), **more}
+        name = f"x-{i + 1:05d}-of-{parts:05d}.gguf"
+        gguf_files.write(folder / name, arch, values, own, KINDS.Q8_0, tokenizer=tokenizer)
+    return folder / f"x-00001-of-{parts:05d}.gguf"
+
+
+def test_split_files(step, tmp_path):
+    first = split(step[2], tmp_path, step[1], 3)
+    transcode(prepare(first), tmp_path / "new")
+    transcode(prepare(step[3]), tmp_path / "whole")
+    ours, whole = (named(mlx_mtp.load_model(tmp_path / name)) for name in ("new", "whole"))
+    assert all(mx.array_equal(ours[path], w) for path, w in whole.items())
+    last = tmp_path / "x-00003-of-00003.gguf"
+    assert fingerprint(last) == fingerprint(first)
+    assert prepare(last).source.meta.layers == 4
+    shutil.copy(tmp_path / "x-00002-of-00003.gguf", last)
+    with pytest.raises(ValueError, match=r"x-00003-of-00003\.gguf: its metadata does not name it split 2 of 3"):
+        prepare(first)
+    last.unlink()
+    with pytest.raises(ValueError, match=r"x-00003-of-00003\.gguf: not found; x-00001-of-00003\.gguf is one of 3"):
+        prepare(first)
+    first.rename(tmp_path / "y.gguf")
+    with pytest.raises(
+        ValueError, match=r"y\.gguf: one of 3 splits; expected a name ending in -00001-of-00003\.gguf"
+    ):
+        prepare(tmp_path / "y.gguf")
+
+
+def test_splits_that_name_each_other(step, tmp_path):
+    """A link from one part to another would be read again and again."""
+    first = split(step[2], tmp_path, step[1], 2)
+    second = tmp_path / "x-00002-of-00002.gguf"
+    second.unlink()
+    second.symlink_to(first)
+    with pytest.raises(ValueError, match="does not name it split 1 of 2"):
+        prepare(first)
+
+
+def apart(step, folder):
+    """(a file without heads, a file of heads alone)."""
+    _, config, tensors, _ = step
+    arch, heads = WITH_HEADS["step3p5"]
+    inside = {name: int(name.split(".")[1]) for name in tensors if name.startswith("blk.")}
+    trunk = {name: w for name, w in tensors.items() if inside.get(name, 0) < 4}
+    rest = {name: w for name, w in tensors.items() if inside.get(name, 9) >= 4}
+    known = {k: v[:4] if isinstance(v, list) else v for k, v in metadata(arch, config, 0).items()}
+    target = gguf_files.write(folder / "target.gguf", arch, known, trunk, KINDS.Q4_0)
+    return target, gguf_files.write(folder / "mtp.gguf", arch, metadata(arch, config, heads), rest, KINDS.Q8_0)
+
+
+def test_heads_in_a_file_of_their_own(step, tmp_path, cache):
+    target, heads = apart(step, tmp_path)
+    with pytest.warns(UserWarning, match="no MTP heads found"):
+        assert mlx_mtp.load_model(target).mtp == []
+    model = mlx_mtp.load_model(target, mtp_path=heads)
+    assert len(model.mtp) == 3
+    transcode(prepare(step[3]), tmp_path / "whole")
+    for path, w in named(mlx_mtp.load_model(tmp_path / "whole")).items():
+        if path.startswith("mtp."):
+            assert mx.array_equal(named(model)[path], w), path
+    before = len(list(cache.iterdir()))
+    assert len(mlx_mtp.load_model(target, mtp_path=heads).mtp) == 3
+    assert len(list(cache.iterdir())) == before
+    result = call("convert", "--gguf", target, "--mtp-path", heads, "--mlx-path", tmp_path / "new")
+    assert result.returncode == 0, result.stderr
+    joined = mlx_mtp.load_model(tmp_path / "new")
+    assert len(joined.mtp) == 3
+    assert all(mx.array_equal(w, named(joined)[path]) for path, w in named(model).items())
+
+
+def test_heads_of_the_released_checkpoint(step, tmp_path):
+    target, _ = apart(step, tmp_path)
+    assert mlx_mtp.load_model(target, mtp_path=step[0]).report.heads == 3
+
+
+def test_heads_of_another_model(step, tmp_path):
+    target, _ = apart(step, tmp_path)
+    _, config, weights = checkpoint("mimo_v2_flash", tmp_path / "mimo")
+    other = written("mimo_v2_flash", tmp_path / "mimo.gguf", config, weights)
+    line = one_line_error(call("convert", "--gguf", target, "--mtp-path", other, "--mlx-path", tmp_path / "new"))
+    assert "mimo.gguf: general.architecture is 'mimo2'; the target's is 'step35'" in line
+    line = one_line_error(call("convert", "--gguf", step[3], "--mtp-path", target, "--mlx-path", tmp_path / "new"))
+    assert "target.gguf: no MTP heads in it" in line
+
+
+def test_config_from_a_checkpoint(step, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**step[1], "rope_theta": [7e6, *step[1]["rope_theta"][1:]]}))
+    (folder / "chat_template.jinja").write_text("x")
+    transcode(prepare(step[3], config_from=folder), tmp_path / "new")
+    assert json.loads((tmp_path / "new/config.json").read_text())["rope_theta"][0] == 7e6
+    assert (tmp_path / "new/chat_template.jinja").read_text() == "x"
+    (folder / "config.json").write_text(json.dumps({**step[1], "hidden_size": 64}))
+    with pytest.raises(ValueError, match=r"config\.json: hidden_size is 64; the GGUF file has 32"):
+        prepare(step[3], config_from=folder)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """A file of types that are no groups of MLX's: Q6_K and IQ4_XS in rows of 256."""
+    folder = tmp_path_factory.mktemp("coded")
+    _, config, arch, tensors = dense("qwen3", folder / "hub", hidden_size=256, intermediate_size=256)
+    known = metadata(arch, config, 0)
+    rng, file = np.random.default_rng(0), folder / "x.gguf"
+    writer = gguf.GGUFWriter(file, arch)
+    for key, value in {**{f"{arch}.{k}": v for k, v in known.items()}, **gguf_files.letters()}.items():
+        gguf_files.put(writer, key, value)
+    for name, w in tensors.items():
+        kind = KINDS.Q6_K if "ffn" in name else KINDS.IQ4_XS
+        if gguf_files.is_matrix(name, w) and w.shape[-1] == 256:
+            size = gguf.GGML_QUANT_SIZES[kind][1]
+            raw = rng.integers(0, 256, (*w.shape[:-1], size), dtype=np.uint8)
+            at = 208 if kind == KINDS.Q6_K else 0
+            raw[..., at : at + 2] = np.float16(0.001).tobytes()[0], np.float16(0.001).tobytes()[1]
+            writer.add_tensor(name, raw, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, w)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_plans(coded, tmp_path):
+    sizes = {}
+    for plan in ("exact", "small"):
+        prepared = prepare(coded, Options(plan=plan))
+        rows = {row.kind: row for row in prepared.rows}
+        sizes[plan] = prepared.nbytes
+        transcode(prepared, tmp_path / plan)
+        mlx_mtp.load_model(tmp_path / plan)
+        if plan == "exact":
+            assert rows["IQ4_XS"].form.bits == rows["Q6_K"].form.bits == 8
+            assert rows["IQ4_XS"].loss.worst < 8e-4
+            assert 1e-3 < rows["Q6_K"].loss.rms < 5e-3
+            exact = {row.kind: row for row in prepare(coded, Options(plan, float32=True)).rows}
+            assert exact["IQ4_XS"].loss is None
+        else:
+            assert (rows["IQ4_XS"].form.bits, rows["Q6_K"].form.bits) == (5, 6)
+            assert 1e-2 < rows["IQ4_XS"].loss.rms < 6e-2
+    assert sizes["small"] < 0.8 * sizes["exact"]
+    result = call("convert", "--gguf", coded, "--gguf-plan", "small", "--mlx-path", tmp_path / "new")
+    assert "IQ4_XS" in result.stdout
+    assert "error " in result.stdout
+
+
+def test_flags_that_would_be_without_effect(step, tmp_path):
+    for flags, said in (
+        (("--gguf", step[3], "-q"), "--quantize: not of a GGUF file"),
+        (("--gguf", step[3], "--mtp-q-bits", 8), "--mtp-q-bits: not of a GGUF file"),
+        (("--gguf", step[3], "--hf-path", step[0]), "--gguf and --hf-path"),
+        (("--hf-path", step[0], "--gguf-exact"), "--gguf-exact: only of a GGUF file"),
+        ((), "--hf-path or --gguf is missing"),
+    ):
+        assert said in one_line_error(call("convert", *flags, "--mlx-path", tmp_path / "new"), code=2)
+    result = call("convert", "--gguf", step[3], "--gguf-exact", "--dtype", "float16", "--mlx-path", tmp_path / "new")
+    assert "dtype='float16': not together with gguf_exact" in one_line_error(result, code=2)
+
+
+def test_a_directory_with_a_file_is_named(step, tmp_path):
+    shutil.copy(step[3], tmp_path / "x.gguf")
+    assert f"name the file itself: {tmp_path}/x.gguf" in one_line_error(call("inspect", tmp_path))
+
+
+def test_without_the_package(step, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gguf.constants", None)
+    line = one_line_error(call("convert", "--gguf", step[3], "--mlx-path", tmp_path / "new"))
+    assert "gguf is missing: pip install -e '.[gguf]'" in line
+
+
+def test_an_unknown_architecture(step, tmp_path):
+    gguf_files.write(tmp_path / "x.gguf", "falcon", {"block_count": 2}, {"a.weight": np.ones((2, 2))})
+    line = one_line_error(call("inspect", tmp_path / "x.gguf"))
+    assert "architecture 'falcon' is not supported; supported are deepseek2, gemma3" in line
+
+
+def test_activations(step, tmp_path):
+    """Names of the types that MLX multiplies in, for a family that fits float16 and one that may not."""
+    _, config, arch, tensors = dense("qwen3", tmp_path / "hub")
+    file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors, KINDS.Q8_0)
+    for source, options, dtype in (
+        (file, Options(), mx.float16),
+        (file, Options(float32=True), mx.float32),
+        (file, Options(dtype="bfloat16"), mx.bfloat16),
+        (step[3], Options(), mx.float32),
+    ):
+        new = tmp_path / "new"
+        prepared = prepare(source, options)
+        transcode(prepared, new)
+        arrays = dict(tree_flatten(mlx_mtp.load_model(new).parameters()))
+        assert arrays["model.norm.weight"].dtype == dtype
+        scales = arrays["model.layers.0.self_attn.q_proj.scales"].dtype
+        assert scales == (mx.float32 if options.float32 else mx.float16)
+        shutil.rmtree(new)

