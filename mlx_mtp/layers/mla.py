@@ -97,8 +97,8 @@ class LatentAttention(CachedAttention):
         self.width = module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Say whether it is on, and position p is in slot p of `cache`: no ring, and none of mlx-lm's caches."""
-        ours = hasattr(cache, "parts") and cache.window is None
+        """Say whether it is on, and position p is in slot p of `cache`: no ring, no pool, none of mlx-lm's caches."""
+        ours = hasattr(cache, "parts") and not hasattr(cache, "span") and cache.window is None
         return ours and self.serves_rows(q.shape[2], cache)
 
     def fused(

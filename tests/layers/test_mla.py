@@ -4,6 +4,7 @@ import importlib
 import math
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,9 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from stock_ops import stock_ops
 
 from mlx_mtp import emulator
-from mlx_mtp.layers.mla import ABSORBED_ROWS, PerHead
+from mlx_mtp.cache.growing import LinearKVCache
+from mlx_mtp.cache.slots import PooledKV
+from mlx_mtp.layers.mla import ABSORBED_ROWS, LatentAttention, PerHead
 from mlx_mtp.tuning import ab_test as trial_run
 from mlx_mtp.tuning import kernel_sites as sites
 from mlx_mtp.tuning import kernel_switch as switch
@@ -200,3 +203,11 @@ def test_products_of_several_texts_are_those_of_each(heads_first):
     each = mx.concatenate([site.product(x[i : i + 1]) for i in range(2)])
     assert each.shape == (2, 3, 4, 16)
     assert mx.array_equal(site.product(x), each)
+
+
+def test_a_pool_of_texts_is_not_served():
+    """Its latent rows are in slots, each text's at a position of its own; the kernel reads one text's."""
+    site = LatentAttention(SimpleNamespace(kv_lora_rank=8, qk_rope_head_dim=4, num_heads=2))
+    site.rows, q = frozenset({2}), mx.zeros((3, 2, 2, 8))
+    assert site.serves(q[:1], LinearKVCache())
+    assert not site.serves(q, PooledKV())
