@@ -136,7 +136,7 @@ class Options(NamedTuple):
     vocab: DraftVocab | None
     lane: str | None
     budget: Budget
-    wired_limit: WiredLimit
+    wired: WiredLimit
     ranks: Ranks | None
     lazy: bool
     adapter_path: str | None
@@ -228,7 +228,7 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: Options) -> None:
     bits = {bits for name in ("kv_bits", "mtp_kv_bits") if (bits := layout.get(name))}
     kernels, not_exact = switch_on(model, options.lane, lazy=lazy, **({"kv_bits": bits} if bits else {}))
     model.runtime.note(kernels=kernels, not_exact=not_exact)
-    wire(nbytes(model.parameters()), options.wired_limit)
+    wire(nbytes(model.parameters()), options.wired)
     model.runtime.note(prefill_chunk=prefill_chunk(model, layout, lazy=lazy))
 
 

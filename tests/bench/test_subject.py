@@ -196,7 +196,7 @@ def test_facts_of_a_subject(config):
 
 def test_a_subject_is_named_as_it_was_given(config, tmp_path, monkeypatch):
     (tmp_path / "Qwen3.6-27B").symlink_to(demo_path())
-    monkeypatch.setattr(subject, "resolve", lambda name: tmp_path / "Qwen3.6-27B")  # where the hub keeps it
+    monkeypatch.setattr(subject, "find_checkpoint", lambda name: tmp_path / "Qwen3.6-27B")  # where the hub keeps it
     assert open_subject("of/Step-3.5-Flash").facts["name"] == "Step-3.5-Flash"
     monkeypatch.chdir(config(families.MIMO_V2).parent)
     assert open_subject(config=Path("config.json"), group_size=32).facts["name"] == tmp_path.name
