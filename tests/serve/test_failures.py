@@ -52,7 +52,7 @@ class Client:
         return not (self.events and isinstance(self.events[-1], End))
 
 
-def until(found, seconds=10) -> None:
+def until(found, seconds=30) -> None:
     end = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < end, "it takes too long"
