@@ -79,7 +79,6 @@ NOT_YET = [
     "layers",
     "lossless",
     "measurements.md",
-    "models",
     "python.md",
     "ranks",
     "serve",
