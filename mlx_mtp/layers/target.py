@@ -1,4 +1,4 @@
-"""State what the decode loop asks of a model, whichever port or mlx-lm model it is."""
+"""Define the interface between the decode loop and a model, a port or an mlx-lm model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,24 +10,24 @@ from .lm_head import Rows
 
 
 class Target(CachedModel, Protocol):
-    """The model that verifies, with the MTP heads in `mtp` that draft for it; `layers.port.Port` is the usual one.
+    """The model that verifies, with MTP heads in `mtp` that draft for it; usually a `layers.port.Port`.
 
-    Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
-    max_draft_tokens: most drafts of its heads in a cycle. report: the facts of its load (`checkpoint.report.Report`).
-    untested: what of the load is put off until the heads first draft; it may warn, or raise ValueError.
+    Without heads `max_draft_tokens` is 0, and the methods for drafting (from `embed` on) are never called.
+    max_draft_tokens: maximum drafts of its heads in a cycle. report: facts of its load (`checkpoint.report.Report`).
+    untested: the part of the load that is deferred until the heads first draft; it may warn or raise ValueError.
     """
 
     layers: Sequence[Any]
     untested: Callable[[], None] | None
     report: Any
-    _learned: Any  # what its cycles cost here
+    _learned: Any  # measured costs of its cycles
     _recorder: Any  # its recorded cycles
 
     @property
     def max_draft_tokens(self) -> int: ...
 
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Read tokens [1, L] into the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
+        """Append tokens [1, L] to the caches; return the hidden rows [1, L, H] that `logits` and `capture` take."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -35,7 +35,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Return what chooses tokens of hidden rows [1, M, H] without logits; None where they must be computed."""
+        """Return an object that chooses tokens for hidden rows [1, M, H], or None if logits are needed."""
         ...
 
     def parameters(self) -> Any: ...
@@ -47,21 +47,21 @@ class Target(CachedModel, Protocol):
     def get(self, name: str, default: Any = None, /) -> Any: ...
 
     def capture(self, hidden: mx.array) -> mx.array:
-        """Return what the first head reads, [1, L, H], of the target's hidden rows."""
+        """Return the first head's input, [1, L, H], for the target's hidden rows."""
         ...
 
     def embed(self, tokens: mx.array, depth: int = 0) -> mx.array:
-        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them."""
+        """Return embeddings [..., H] of tokens [...] for the head of `depth`."""
         ...
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        """Return logits [..., n] of a head's output rows [..., H]; `mtp[depth].token` names the n tokens."""
+        """Return logits [..., n] of a head's output rows [..., H]; `mtp[depth].token` maps the n rows to tokens."""
         ...
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """Return the number of the greatest of an output row's `draft_logits`, int32 []."""
+        """Return the index of the greatest of an output row's `draft_logits`, int32 []."""
         ...
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return what chooses a draft of an output row [1, 1, H] without logits; None where they must be computed."""
+        """Return an object that chooses a draft for an output row [1, 1, H], or None if logits are needed."""
         ...
