@@ -82,13 +82,11 @@ NOT_YET = [
     "ranks",
     "serve",
     "serve.md",
-    "session.py",
     "several-macs.md",
     "support",
     "test_generate.py",
     "test_mlx_lm_calls.py",
     "test_paused.py",
-    "test_session.py",
     "test_threads.py",
     "tuning",
 ]
