@@ -76,7 +76,6 @@ NOT_YET = [
     "generate.py",
     "how-it-works.md",
     "kernels",
-    "lossless",
     "measurements.md",
     "python.md",
     "ranks",
