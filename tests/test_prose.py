@@ -67,8 +67,6 @@ NOT_YET = [
     "bench",
     "cache",
     "checkpoint",
-    "cli",
-    "commands.md",
     "conftest.py",
     "decoding",
     "emulator",

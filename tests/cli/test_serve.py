@@ -1,4 +1,4 @@
-"""Run `mlx-mtp serve` as users do: it says where it is, answers, and ends with exit code 0; errors are one line."""
+"""Run `mlx-mtp serve` in a process: it prints its address, answers, and exits with 0; errors are one line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def free_port():
 
 
 class Running:
-    """`mlx-mtp serve` in a process of its own, with a directory of prefix files, until the block ends."""
+    """`mlx-mtp serve` in a process, with a directory of prefix files, until the block ends."""
 
     def __init__(self, folder):
         self.port, self.log, self.prompts = free_port(), folder / "log", folder / "prompts"
@@ -41,8 +41,8 @@ class Running:
         self.process.wait()
         self.process.stderr.close()
 
-    def ask(self, said):
-        body = {"model": "anything", "messages": [{"role": "user", "content": said}], "max_tokens": 2}
+    def ask(self, question):
+        body = {"model": "anything", "messages": [{"role": "user", "content": question}], "max_tokens": 2}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
         )
@@ -51,16 +51,16 @@ class Running:
         while True:
             try:
                 return json.load(urllib.request.urlopen(request))
-            except OSError:  # it listens a moment after
+            except OSError:  # it listens slightly later
                 assert time.monotonic() < until
                 time.sleep(0.05)
 
 
-def test_it_answers_and_ends_in_order_when_its_terminal_is_closed(tmp_path):
+def test_it_answers_and_exits_cleanly_when_its_terminal_closes(tmp_path):
     with Running(tmp_path) as server:
         assert server.ask("word " * 70)["usage"]["completion_tokens"] <= 2
         server.process.send_signal(signal.SIGHUP)
-        time.sleep(0.05)  # once more when the terminal's shell has ended
+        time.sleep(0.05)  # a second signal, as when the terminal's shell ends
         server.process.send_signal(signal.SIGHUP)
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.process.stderr.read()
@@ -68,7 +68,7 @@ def test_it_answers_and_ends_in_order_when_its_terminal_is_closed(tmp_path):
     assert list(server.prompts.iterdir())
 
 
-def test_what_was_answered_before_it_was_killed_need_not_be_read_again(tmp_path):
+def test_prefixes_from_before_a_kill_are_reused(tmp_path):
     with Running(tmp_path) as server:
         first = server.ask("word " * 70)
         until = time.monotonic() + 20
@@ -83,11 +83,11 @@ def test_what_was_answered_before_it_was_killed_need_not_be_read_again(tmp_path)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
-def test_a_model_that_cannot_load_ends_it_with_one_line(tmp_path):
+def test_a_model_that_cannot_load_is_one_error_line(tmp_path):
     one_line_error(call("serve", "--model", tmp_path, "--port", free_port()))
 
 
-def test_a_port_in_use_is_one_line():
+def test_a_port_in_use_is_one_error_line():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -96,5 +96,5 @@ def test_a_port_in_use_is_one_line():
     assert result.stderr.splitlines()[-1].startswith("error: 127.0.0.1:")
 
 
-def test_off_loopback_it_wants_a_key():
+def test_an_address_other_than_loopback_requires_a_key():
     assert "--api-key" in one_line_error(call("serve", "--host", "0.0.0.0"), code=2)
