@@ -69,7 +69,6 @@ NOT_YET = [
     "checkpoint",
     "conftest.py",
     "decoding",
-    "emulator",
     "examples",
     "generate.py",
     "how-it-works.md",
