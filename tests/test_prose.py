@@ -64,7 +64,6 @@ NOT_YET = [
     "CONTRIBUTING.md",
     "README.md",
     "batch",
-    "bench",
     "cache",
     "checkpoint",
     "conftest.py",
@@ -90,6 +89,8 @@ NOT_YET = [
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
     "mlx_mtp/machine/progress.py": {"tell"},  # renamed with its callers in tuning/
+    "bench/train_demo/card.py": {"how many", "knows", "learn", "says"},  # the released demo's model card
+    "bench/train_demo/data.py": {"tell"},  # a question of its training data
 }
 
 

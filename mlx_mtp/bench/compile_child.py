@@ -1,7 +1,7 @@
-"""Compile texts of kernels, one after the other, for a parent that may kill this process: `python -m`, then a way.
+"""Compile texts of kernels in sequence for a parent that may kill this process: run with `python -m` and a way.
 
-A line of stdin is a job in JSON (`compile_check.job_of`), a line of stdout its answer: {"refused": message or null}.
-The first answer, {"ready": true}, comes before any job.
+A line of stdin is a job in JSON (`compile_jobs.job_of`); a line of stdout is its answer, {"refused": message or
+null}. The first answer, {"ready": true}, precedes all jobs.
 """
 
 import json
@@ -14,7 +14,7 @@ Job = Mapping[str, Any]
 
 
 def by_mlx(job: Job) -> str | None:
-    """Compile and run a job on the GPU, on zeros where it has no values; return the message if it is refused."""
+    """Compile and run a job on the GPU, with zeros for missing values; return the message if it is refused."""
     import mlx.core as mx
 
     def value(given: Any) -> Any:
@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[[Job], str | None]] = {"metal": by_mlx, "front end": by
 
 
 def main(way: str) -> None:
-    """Answer jobs until stdin ends; what else would be written to stdout goes to stderr."""
+    """Answer jobs until stdin ends; other output to stdout is redirected to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

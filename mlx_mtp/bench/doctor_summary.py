@@ -1,4 +1,4 @@
-"""State for every kernel whether it compiled and is right, its ratio and alternative, and what was not checked."""
+"""Summarise each kernel: whether it compiled and is right, its ratio and alternative, and what was not checked."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,30 +9,30 @@ from ..tuning.kernel_verdict import WORDS
 from .compile_jobs import OPS as KERNELS
 
 Found = dict[str, Any]
-NOT_TOLD = "not told by MLX"
-REGISTERS = "registers (maxTotalThreadsPerThreadgroup): MLX does not expose a pipeline's"
+NOT_TOLD = "not reported by MLX"
+REGISTERS = "registers (maxTotalThreadsPerThreadgroup): MLX does not expose them"
 NO_CASE = "compiled, right, ratio: no case launches it; `mlx-mtp doctor --compile-only` compiles it"
 NOT_ASKED = "compiled, right, ratio: no op of --op launches it"
-NO_GPU = "Apple's compiler, ratio: there is no Metal GPU, kernels are emulated"
+NO_GPU = "Apple's compiler, ratio: no Metal GPU, kernels are emulated"
 BITS_ONLY, WRONG, FAILED = "ratio: --bits-only measures no times", "ratio: it is wrong", "ratio: it failed"
 
 
 def launched(trial: KernelTrial) -> list[str]:
-    """List the kernels that a trial's op launches; call it last, as it leaves zeros in what the trial made."""
+    """Return the kernels that a trial's op launches; call it last, because it leaves zeros in the trial's arrays."""
     with recorded() as found:
         trial.pairs[0][0](trial.x(0))
     return sorted({each.text.kernel for each in found} & {*KERNELS})
 
 
 def by_kernel(found: Found) -> list[Found]:
-    """Summarize a report: what it says of each kernel, in every op, shape and number of rows that launches it."""
+    """Summarise a report for each kernel, over every op, shape and row count that launches it."""
     lines = [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
     own = {name: [k for k in lines if name in k.get("kernels", [k["op"]])] for name in KERNELS}
     return [_of_kernel(name, of, found) for name, of in own.items()]
 
 
 def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
-    """Summarize the lines of one kernel; None where nothing was checked."""
+    """Summarise the lines of one kernel; None for values that were not checked."""
     failed = [k for k in lines if "failed" in k or (k["wrong"] or "").startswith(FAILS)]
     wrong = [k for k in lines if k.get("wrong") and k not in failed]
     ratios = [k["ratio"] for k in lines if k.get("ratio") is not None]
@@ -56,8 +56,8 @@ def _words(spellings: Iterable[str]) -> list[str]:
 
 
 def _not_checked(found: Found, any_line: bool) -> list[str]:
-    """Name what a report did not check of a kernel, its time aside."""
+    """Return the parts of a kernel's check that a report lacks, except its time."""
     if reason := found["kernels"].get("not_checked"):
         return [reason]
-    said = [] if any_line else [NOT_ASKED if found.get("op") else NO_CASE]
-    return said if found["metal"] else [*said, NO_GPU]
+    missing = [] if any_line else [NOT_ASKED if found.get("op") else NO_CASE]
+    return missing if found["metal"] else [*missing, NO_GPU]

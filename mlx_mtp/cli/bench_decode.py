@@ -129,7 +129,7 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
     if len(found["differences"]) > SHOWN:
         out.print(f"and {len(found['differences']) - SHOWN} more texts")
     if flags["preset"]:
-        out.print(documents.beside(found, quick=flags["quick"]))
+        out.print(documents.comparison(found, quick=flags["quick"]))
 
 
 def _print_changes(files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any]) -> None:
