@@ -8,7 +8,7 @@ import click
 from click import IntRange, option
 
 from .bench_decode import compare, decode, parallel, profile, verify
-from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
+from .bench_options import complete, console, draw, finish, picture_options, report, result_options, run_options
 from .options import GIVEN
 from .together import check_command
 
@@ -38,11 +38,9 @@ def kernels(**flags: Any) -> None:
     """Compare our kernels with stock MLX: bits and speed.
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
-    small
-    shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted instead.
-    With
-    --op the table includes MLX's own kernel if the emulator has it. Turns are short, so there is no rest before them
-    without --cooldown.
+    small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
+    instead. With --op the table includes MLX's own kernel if the emulator has it. Turns are short, so there is no
+    rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
@@ -55,7 +53,7 @@ def kernels(**flags: Any) -> None:
     if not flags["emulate"] and not on_metal():
         raise click.UsageError("times need a Metal GPU, and this machine has none; --emulate counts memory traffic")
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else MOST_ROWS)
-    out = console()
+    out = console(as_json=flags["as_json"])
     if flags["emulate"]:
         found: list[Any] = list(traffic(op, rows))
         out.print(
@@ -82,16 +80,13 @@ def kernels(**flags: Any) -> None:
     "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
 )
 @option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
-@option("--out", type=WRITTEN, help="JSON file for the result.")
-@picture_options
+@result_options
 def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
 
     No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
-    visit
-    once, LM head, KV caches. A cost model with two constants per chip, fitted to published times of M <= 2 rows,
-    predicts
-    the times. --measured adds measured times.
+    visit once, LM head, KV caches. A cost model with two constants per chip, fitted to published times of M <= 2
+    rows, predicts the times. --measured adds measured times.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips

@@ -39,9 +39,8 @@ def decode(**flags: Any) -> None:
     """Compare tokens per second with and without drafts.
 
     The contenders are mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting. They take turns
-    on
-    nine kinds of prompts. The prefill is timed separately. All texts must be equal; a difference is reported, and in
-    float32 the exit code is then 1.
+    on nine kinds of prompts. The prefill is timed separately. All texts must be equal; a difference is reported, and
+    in float32 the exit code is then 1.
     """
     from ..bench import result
     from ..bench.decode import broken
@@ -54,7 +53,7 @@ def decode(**flags: Any) -> None:
     _print(found, flags)
     try:
         if before:
-            _print_changes((flags["compare"],), before, found)
+            _print_changes((flags["compare"],), before, found, as_json=flags["as_json"])
     finally:
         shared.finish(found, flags)
     if broken(found):
@@ -116,7 +115,7 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
     from ..bench import documents
     from ..bench.page import tables_of
 
-    out = shared.console()
+    out = shared.console(as_json=flags["as_json"])
     out.print("Ratios compare tok/s within a round; brackets show their spread, which is inconclusive above 5%.\n")
     out.print(*tables_of(found))
     for name, why in found["left_out"].items():
@@ -132,13 +131,15 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(documents.comparison(found, quick=flags["quick"]))
 
 
-def _print_changes(files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any]) -> None:
+def _print_changes(
+    files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any], *, as_json: bool = False
+) -> None:
     """Print the changes between two results; `files` are those read from disk."""
     from ..bench.decode_tables import compared, unlike
 
     with shared.complete(files):
         lines, table = unlike(before, found), compared(before, found)
-    out = shared.console()
+    out = shared.console(as_json=as_json)
     for line in lines:
         out.print(f"not alike: {line}", highlight=False)
     out.print(
@@ -166,12 +167,9 @@ def verify(**flags: Any) -> None:
 
     T(M)/T(1) is measured for the whole model, with the decoding loop's own pass, and for each part: projections,
     attention at each context, experts, recurrent layers, LM head. A part is a chain of calls on the model's layers,
-    each
-    of which depends on the previous one. The parts leave out norms, RoPE, sums, embeddings, latent attention's
-    products
-    per head and sparse attention. Stock is mlx-lm's modules; ours uses the Metal kernels that are on. Turns are
-    short, so
-    there is no rest before them without --cooldown.
+    each of which depends on the previous one. The parts leave out norms, RoPE, sums, embeddings, latent attention's
+    products per head and sparse attention. Stock is mlx-lm's modules; ours uses the Metal kernels that are on. Turns
+    are short, so there is no rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.verify import CurvePlan, Kernels, measure, remarks, text_of
@@ -213,12 +211,9 @@ def profile(**flags: Any) -> None:
     """Measure time, operations and bytes of a cycle by phase.
 
     The phases are prefill, draft, verify, accept, and the host in between. The decoding loop overlaps phases and MLX
-    is
-    lazy, so this command waits for the device after each phase. It also decodes the same text with the loop itself,
-    in
-    turn, which shows the cost of waiting. Every cycle has the same number of drafts, from the heads. On a Mac,
-    --capture
-    writes GPU traces for Xcode.
+    is lazy, so this command waits for the device after each phase. It also decodes the same text with the loop
+    itself, in turn, which shows the cost of waiting. Every cycle has the same number of drafts, from the heads. On a
+    Mac, --capture writes GPU traces for Xcode.
     """
     from ..bench import census, profile_report, result
     from ..bench.profile import Workload
@@ -263,12 +258,9 @@ def parallel(**flags: Any) -> None:
     """Measure several sequences decoded in one batch.
 
     The contenders are mlx-lm's batches, ours without and with drafts, and our loop on one sequence after the other.
-    Ours
-    build each cycle or replay recorded ones. All take turns on the same prompts, without stop tokens. Speeds are
-    those of
-    all sequences together and of one; gaps between the arrivals of a sequence's tokens are percentiles. Sequences
-    that
-    differ from those decoded alone are counted.
+    Ours build each cycle or replay recorded ones. All take turns on the same prompts, without stop tokens. Speeds are
+    those of all sequences together and of one; gaps between the arrivals of a sequence's tokens are percentiles.
+    Sequences that differ from those decoded alone are counted.
     """
     from ..bench import parallel as batches
     from ..bench import result

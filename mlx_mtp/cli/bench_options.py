@@ -77,12 +77,16 @@ picture_options = options(
     option("--dark", is_flag=True, help="With --plot: a dark background."),
     option("--html", type=WRITTEN, callback=_drawable, help="HTML page with pictures and tables."),
 )
+result_options = options(
+    option("--out", type=WRITTEN, help="JSON file for the result."),
+    option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables."),
+    picture_options,
+)
 run_options = options(
     option("--rounds", type=IntRange(1), help="Number of rounds in which all contenders take turns."),
     option("--cooldown", type=FloatRange(0), help="Seconds of rest before each turn.  [default: 1 on a GPU]"),
     option("--quick", is_flag=True, help="Fewer measurements: under two minutes for the demo."),
-    option("--out", type=WRITTEN, help="JSON file for the result."),
-    picture_options,
+    result_options,
 )
 
 
@@ -119,18 +123,18 @@ def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     return progress.bar(*columns, shown=progress.shows_progress(quiet=False))
 
 
-def console() -> "Console":
-    """Open a console for tables, at least as wide as the tables."""
+def console(*, as_json: bool) -> "Console":
+    """Open a console for tables, at least as wide as the tables; with --json it prints nothing."""
     from rich.console import Console
 
-    return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0))
+    return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0), quiet=as_json)
 
 
 def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str]) -> None:
     """Print the tables of a result and remarks, then write its files; see `finish`."""
     from ..bench.page import tables_of
 
-    out = console()
+    out = console(as_json=flags["as_json"])
     out.print(*tables_of(found))
     for remark in remarks:
         out.print(remark, highlight=False)
@@ -138,16 +142,21 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the result and its pictures where they were asked for, and print it as the last line."""
+    """Write the requested files; print the result as JSON with --json, or if a file cannot be written."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}
+    printed = flags["as_json"]
     try:
         if flags["out"]:
             result.write(found, flags["out"])
         draw([found], flags)
+    except BaseException:
+        printed = True  # else the measurement is lost
+        raise
     finally:
-        click.echo(json.dumps(found))
+        if printed:
+            click.echo(json.dumps(found))
 
 
 def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:

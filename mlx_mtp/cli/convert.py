@@ -53,8 +53,7 @@ def convert(**flags: Any) -> None:
     """Convert a checkpoint for MLX and keep its MTP heads.
 
     The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory
-    for
-    the largest tensor only. An interrupted conversion leaves nothing that looks complete.
+    for the largest tensor only. An interrupted conversion leaves nothing that looks complete.
     """
     _check(flags)
     from .progress import bar, loading, shows_progress

@@ -27,10 +27,8 @@ def draft_vocab(
     """Choose the tokens that a model's heads may draft.
 
     These are the most frequent tokens of TEXTS: files, directories (all files in them that are not hidden) and '-'
-    for
-    standard input. Give texts similar to those the model will write. The tokens that the tokenizer ranks first fill
-    the
-    list. The list does not affect the model's text, because tokens that it lacks are only not drafted.
+    for standard input. Give texts similar to those the model will write. The tokens that the tokenizer ranks first
+    fill the list. The list does not affect the model's text, because tokens that it lacks are only not drafted.
     """
     from ..checkpoint.draft_vocab import most_frequent, write
     from ..checkpoint.files import read_config

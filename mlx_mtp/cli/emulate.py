@@ -15,8 +15,7 @@ def emulate(tables: tuple[str, ...], stock: bool, shape: tuple[int, int], rows: 
     """Count the memory traffic of Metal kernels without a GPU.
 
     The counts compare our kernels with MLX's own at M = 1, 2, ... rows: products with a matrix, attention, a mixture
-    of
-    experts, and an LM head. They are no times. The command runs on Linux and needs clang: pip install -e
+    of experts, and an LM head. They are not times. The command runs on Linux and needs clang: pip install -e
     '.[emulate]'.
     """
     from rich.console import Console

@@ -64,8 +64,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     """Serve OpenAI's and Anthropic's HTTP APIs.
 
     The first Ctrl-C ends the server once responses have finished, after at most --grace seconds; the second ends it
-    at
-    once. Sampling flags apply to requests that leave the field out, and override the checkpoint's
+    at once. Sampling flags apply to requests that leave the field out, and override the checkpoint's
     generation_config.json.
     """
     try:

@@ -77,8 +77,7 @@ def _resized(app: Any, redraw: Callable[[], None]) -> None:
     """Erase all typed lines when the terminal is resized.
 
     A narrower terminal wraps rows that became too long, which moves the cursor down. prompt_toolkit uses the old
-    number
-    of rows and leaves copies on the screen; it has no public hook for this.
+    number of rows and leaves copies on the screen; it has no public hook for this.
     """
     with contextlib.suppress(Exception):  # as above
         app.renderer._cursor_pos = _reflowed(app.renderer)

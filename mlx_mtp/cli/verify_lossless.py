@@ -30,16 +30,14 @@ def verify_lossless(**flags: Any) -> None:
     """Check that drafting does not change the output.
 
     Greedy output is compared for built-in prompts with 1 to --num-draft-tokens drafts, lookups, --draft-p-min and
-    adaptive
-    drafting. Every difference is listed with both tokens' logits from a forward pass of the target; it is a near-tie
-    if
-    rounding can explain it. Sampled output must depend only on the seed, and have the target's probabilities. For the
-    heads
-    the command measures the share of correct predictions, and whether another wiring increases it.
+    adaptive drafting. Every difference is listed with both tokens' logits from a forward pass of the target; it is a
+    near-tie if rounding can explain it. Sampled output must depend only on the seed, and have the target's
+    probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
+    increases it.
 
     --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if it equals the last
-    \\boxed{...}
-    of the text or, without one, its last number; an answer that is not a number must occur in the box or in the text.
+    \\boxed{...} of the text or, without one, its last number; an answer that is not a number must occur in the box or
+    in the text.
 
     Exit codes: 0 if lossless, 1 if output diverged or heads are wired wrongly, 2 for a wrong command line.
     """

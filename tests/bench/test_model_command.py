@@ -75,19 +75,32 @@ def test_the_command_with_measured_results(tmp_path):
     )
     assert shown.returncode == 0, shown.stderr
     found = result.read(tmp_path / "out.json", "model")
-    assert json.loads(shown.stdout.splitlines()[-1]) == found
     assert found["model"]["name"] == "demo"
     assert found["options"]["context"] == 128
     assert len(found["measured"]) > 10
     assert "GB/s)" in shown.stdout
     result.write(verify_result(target_bytes=5_600_000), files[0])  # in 16 bits, as on a Mac
-    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra")
+    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra", "--out", tmp_path / "out.json")
     assert "stock pass" in on_mac.stdout
     assert "GB/s)" not in on_mac.stdout
-    found = json.loads(on_mac.stdout.splitlines()[-1])
+    found = result.read(tmp_path / "out.json", "model")
     nbytes = next(x["bytes"]["total"] for x in found["floors"] if (x["rows"], x["overlap"]) == (1, "published"))
     seconds = next(x["seconds"] for x in found["measured"] if (x["rows"], x["side"]) == (1, "stock pass"))
     assert f"{seconds * 1e3:.2f} ({seconds * M3_ULTRA.bandwidth / nbytes:.2f}x)" in on_mac.stdout
+
+
+def test_json_is_printed_instead_of_tables_on_request(tmp_path):
+    shown = call("bench", "model", "--quick", "--json", "--out", tmp_path / "out.json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "out.json").read_text())
+    assert "{" not in call("bench", "model", "--quick").stdout
+
+
+def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    shown = call("bench", "model", "--quick", "--out", tmp_path / "file" / "out.json")
+    assert shown.returncode == 1
+    assert json.loads(shown.stdout.splitlines()[-1])["bench"] == "model"
 
 
 def test_the_gap_is_the_time_over_the_floor(tmp_path):

@@ -13,12 +13,14 @@ from mlx_mtp.decoding import replay
 from mlx_mtp.decoding.replay import Recorder
 
 
-def test_contenders_take_turns_on_the_same_prompts(tiny_models, monkeypatch):
+def test_contenders_take_turns_on_the_same_prompts(tiny_models, monkeypatch, tmp_path):
     subject = Subject(tiny_models(0)[0], None, {"name": "tiny", "synthetic": "random weights"})
     monkeypatch.setattr(bench_options, "subject_of", lambda flags: subject)
-    done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1")
+    done = call(
+        "bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1", "--out", tmp_path / "p.json"
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads((tmp_path / "p.json").read_text())
     assert [e["contender"] for e in found["entries"]] == ["mlx-lm", "plain", "drafted", "one after the other"]
     for entry in found["entries"]:
         assert (entry["texts"], entry["tokens"], entry["differs"]) == (2, [4], 0)

@@ -256,3 +256,10 @@ def test_names_of_the_package_are_imported_on_use(monkeypatch):
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_mtp"]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_help_describes_every_command_in_a_whole_line(group):
+    commands = call(*group, "--help").stdout.partition("Commands:\n")[2]
+    assert commands.count("\n") > 5
+    assert all(line.endswith(".") and "..." not in line for line in commands.splitlines() if line)
