@@ -70,7 +70,6 @@ NOT_YET = [
     "decoding",
     "examples",
     "generate.py",
-    "how-it-works.md",
     "kernels",
     "measurements.md",
     "python.md",
