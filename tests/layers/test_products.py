@@ -1,4 +1,4 @@
-"""Share a launch among linears: one copy of their weights, their biases, and MLX's own for other row counts."""
+"""Check linear layers that share a launch: one copy of weights and biases, and MLX's own for other row counts."""
 
 from types import SimpleNamespace
 
@@ -62,7 +62,7 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
         assert all(mx.allclose(a, b, atol=1e-5) for a, b in zip(outputs, plain, strict=True))
         assert stack.read == (None, [])
         other = x + 1
-        first, second = modules[0](other), modules[0](x)  # k and v of `other` are never asked for
+        first, second = modules[0](other), modules[0](x)  # k and v of `other` are never read
         assert mx.allclose(modules[1](x), plain[1], atol=1e-5)
         assert not mx.allclose(modules[2](other), plain[2], atol=1e-2)
         assert mx.allclose(second, plain[0], atol=1e-5)
@@ -71,7 +71,7 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
 
 
 @pytest.mark.parametrize(("changed", "heights"), paired(["all", "a bias", "a first bias"], [(24, 8), (24,)]))
-def test_weights_loaded_after_the_switch_count(heights, changed):
+def test_weights_loaded_later_are_used(heights, changed):
     modules, others = linears(*heights, bias=changed == "a bias"), linears(*heights)
     stack = stacked(modules)
     if changed == "all":
@@ -91,14 +91,14 @@ def test_weights_loaded_after_the_switch_count(heights, changed):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_mlp_with_biases_is_no_single_launch(bias):
+def test_an_mlp_with_biases_is_not_fused(bias):
     gate, up = linears(8, 8, bias=bias)
     stacked([gate, up])
     assert sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
 
 
 @pytest.mark.parametrize("m", [1, 9])
-def test_other_row_counts_are_mlxs(m):
+def test_other_row_counts_use_mlx(m):
     modules, x = linears(24, 8), mx.random.normal((m, 64))
     plain = [linear(x) for linear in modules]
     stacked(modules)
@@ -115,7 +115,7 @@ def test_other_row_counts_are_mlxs(m):
         ((1,), [{"QuantizedMatmul": 1, "Add": 1}, {"CustomKernel": 1, "Add": 1}]),
     ],
 )
-def test_biases_that_all_have_are_no_operations(on_paper, with_bias, counts):
+def test_biases_of_all_layers_add_no_operations(on_paper, with_bias, counts):
     modules = linears(24, 8)
     for i in with_bias:
         modules[i].bias = mx.ones(modules[i].scales.shape[0])
@@ -144,7 +144,7 @@ def test_dense_linears(bias):
     assert same_bits(y[0], stock.gemv(x[0], linear.weight, linear.get("bias"))[0])
 
 
-def test_matrices_come_before_exact_products_where_they_are_on():
+def test_matrices_replace_exact_products_if_they_are_on():
     modules = linears(8, 8)
     stack, glu = stacked(modules), GLU(SimpleNamespace(gate_proj=modules[0], up_proj=modules[1]))
     glu.rows, matrices = frozenset({3, 6}), Matrices(stack)
