@@ -61,7 +61,7 @@ from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers.expert_rows import number_rows
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
@@ -283,7 +283,7 @@ def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
     model = ours_of(name)
     found = {"mlx-lm": {"k=0": traced(plain_step(mlx_lm_model(name, model)), times)}}
     found["stock"] = {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}
-    for site in switch.place(model):
+    for site in kernel_switch.place(model):
         site.rows = frozenset(site.candidates)
     return found | {"kernels": {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}}
 
@@ -305,7 +305,7 @@ def launch(*, inputs: list[Any], output_shapes: Any, output_dtypes: Any, **_: An
 def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
     plain, kernels = ours_of(name), ours_of(name)
-    for site in switch.place(kernels):
+    for site in kernel_switch.place(kernels):
         site.rows = frozenset(site.candidates)
     with as_on_a_mac(partial(_answer, launch)):  # mx.compile can record these
         found = {"mlx-lm": {"k=0": repeated(plain_step(mlx_lm_model(name, plain)), times)}}

@@ -61,32 +61,25 @@ NAMES = {"told", "tell", "said", "say", "there", "over", "behind", "beside", "wh
 # Rooms that are not checked yet, one a line.
 NOT_YET = [
     "CHANGELOG.md",
-    "CONTRIBUTING.md",
     "README.md",
     "batch",
     "cache",
     "checkpoint",
-    "conftest.py",
     "decoding",
-    "examples",
     "generate.py",
     "kernels",
-    "measurements.md",
     "python.md",
     "ranks",
     "serve",
     "serve.md",
-    "several-macs.md",
     "support",
-    "test_generate.py",
-    "test_mlx_lm_calls.py",
-    "test_paused.py",
-    "test_threads.py",
     "tuning",
 ]
 
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
+    "CONTRIBUTING.md": {"beside"},  # a constant of tuning/
+    "tests/test_paused.py": {"behind"},  # an argument of `Controller.plan` in tuning/
     "mlx_mtp/machine/progress.py": {"tell"},  # renamed with its callers in tuning/
     "bench/train_demo/card.py": {"how many", "knows", "learn", "says"},  # the released demo's model card
     "bench/train_demo/data.py": {"tell"},  # a question of its training data

@@ -28,7 +28,7 @@ from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers import gated_delta
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
 from .graph import launches
@@ -204,7 +204,7 @@ def of_model(name: str, rows: int, alone: bool = False) -> dict[str, dict[str, P
     model = make(build)
     theirs = MlxLm(model)
     found = {MLX_LM: {**of_layers([theirs, theirs], layers), CYCLE: (theirs.step(),) * 2}}
-    sites = switch.place(model)
+    sites = kernel_switch.place(model)
     states = [StartState(model, m) for m in (1, rows)]
     cycles = states[1] if rows == 4 else StartState(model, 4)
     kinds = {"none": (), **(KERNELS if alone else {}), "all": EVERY_OP}
@@ -217,7 +217,7 @@ def of_model(name: str, rows: int, alone: bool = False) -> dict[str, dict[str, P
 def with_kernels(name: str) -> Any:
     """Return a model with all kernels on."""
     model = make(MODELS[name][0])
-    switch_kernels(switch.place(model), EVERY_OP)
+    switch_kernels(kernel_switch.place(model), EVERY_OP)
     return model
 
 

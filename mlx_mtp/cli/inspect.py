@@ -46,7 +46,7 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
 
 
 def _inspect_gguf(path: str, ranks: int, *, as_json: bool) -> None:
-    """Say what a GGUF file holds, and what it is once transcoded."""
+    """Print the contents of a GGUF file, and those of its transcoded checkpoint."""
     from ..checkpoint.gguf.inspect import inspect_gguf
     from ..checkpoint.gguf.report import as_facts
     from ..checkpoint.gguf.report import as_text as written

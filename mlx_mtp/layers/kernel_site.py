@@ -90,7 +90,7 @@ class Site:
         raise NotImplementedError
 
     def splits(self, rows: int) -> bool:
-        """Tell whether a thread may have too few registers for so many rows, and they can be split."""
+        """Return whether this number of rows may exceed a thread's registers and can be split."""
         return False
 
     def stock(self, x: mx.array) -> list[mx.array]:

@@ -144,7 +144,7 @@ def test_the_summary_states_which_rows_are_split_and_the_threads_that_a_pipeline
     assert of["alternative"] == {"rows_split": [6, 8], "rows_together": [4]}
     assert of["registers"] == {"most_threads_per_group": [384, 1024]}
     assert cells[-2:] == ["rows split: M=6, 8; rows together: M=4", "for 384-1024 threads"]
-    assert (route["alternative"], route["registers"]) == (None, "not told by MLX")
+    assert (route["alternative"], route["registers"]) == (None, "not reported by MLX")
     assert (REGISTERS in of["not_checked"], REGISTERS in route["not_checked"]) == (False, True)
 
 

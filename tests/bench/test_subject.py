@@ -196,7 +196,9 @@ def test_facts_of_a_subject(config):
 
 def test_a_subject_has_the_given_name(config, tmp_path, monkeypatch):
     (tmp_path / "Qwen3.6-27B").symlink_to(demo_path())
-    monkeypatch.setattr(subject, "resolve", lambda name: tmp_path / "Qwen3.6-27B")  # the hub's cache directory
+    monkeypatch.setattr(
+        subject, "find_checkpoint", lambda name: tmp_path / "Qwen3.6-27B"
+    )  # the hub's cache directory
     assert open_subject("of/Step-3.5-Flash").facts["name"] == "Step-3.5-Flash"
     monkeypatch.chdir(config(families.MIMO_V2).parent)
     assert open_subject(config=Path("config.json"), group_size=32).facts["name"] == tmp_path.name

@@ -21,8 +21,7 @@ from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.slots import PooledState
 from mlx_mtp.layers.gated_delta import Recurrence, row_by_row
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import decide
 
 ALL = frozenset(range(1, 100))
@@ -180,12 +179,12 @@ def test_a_trial_releases_its_states(monkeypatch, ratio, rows):
     """A trial runs after rows of its own, with a tape, and releases them."""
     layer = Fed(32, mx.float32)
     site = Recurrence(layer, RecurrentCache)
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    tried = switch.trials([site], mx.float32)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    tried = kernel_switch.trials([site], mx.float32)
     with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
         verdicts = decide(tried, lane=None, timer=lambda trial: ratio, budget=1e9)
         assert site.before
-        switch.switch([site], verdicts, mx.float32)
+        kernel_switch.switch([site], verdicts, mx.float32)
     assert {trial.key for trial in tried if verdicts[trial.key].right} == {trial.key for trial in tried}
     assert set(KERNELS) < {launch.kernel for launch in launches}
     assert (layer.verify_rows, site.before) == (rows, [])

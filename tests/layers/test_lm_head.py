@@ -16,7 +16,7 @@ from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Picker, Sampling
 from mlx_mtp.layers import port
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
-from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import ab_test
 
 PROMPT = [1, 2, 3, 4, 1]
 FILTERS = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7, "min_p": 0.05}, {"top_p": 0.02}]
@@ -174,19 +174,19 @@ def test_a_choice_is_two_launches(heads, monkeypatch):
 
 @linux_only
 def test_a_trial_judges_them(step, heads, monkeypatch):
-    monkeypatch.setattr(trial_run, "DRAWS", 2)
+    monkeypatch.setattr(ab_test, "DRAWS", 2)
     head = heads[0]
     assert head.shape == "41x32 float32"
     assert head.candidates == tuple(range(1, 9))
     pairs = [(head.ours, head.stock)]
     with emulator.emulated(emulator.Options(traffic=False)):
         for rows in (1, 4):
-            trial = trial_run.KernelTrial(head.op, head.shape, rows, pairs, head.width, mx.float32)
-            assert trial_run.check(trial) is None
+            trial = ab_test.KernelTrial(head.op, head.shape, rows, pairs, head.width, mx.float32)
+            assert ab_test.check(trial) is None
         wrong = [(lambda x: [mx.maximum(y, 1) for y in head.ours(x)], head.stock)]
-        trial = trial_run.KernelTrial(head.op, head.shape, 4, wrong, head.width, mx.float32)
-        always = trial_run.KernelTrial(
+        trial = ab_test.KernelTrial(head.op, head.shape, 4, wrong, head.width, mx.float32)
+        always = ab_test.KernelTrial(
             head.op, head.shape, 4, [(lambda x: [head.ours(x)[0] + 1], head.stock)], 32, mx.float32
         )
-        assert "differs from one row alone" in str(trial_run.check(always))
-    assert np.isfinite(trial_run.time_pair(trial))
+        assert "differs from one row alone" in str(ab_test.check(always))
+    assert np.isfinite(ab_test.time_pair(trial))

@@ -19,9 +19,7 @@ from stock_ops import stock_ops
 
 from mlx_mtp import emulator
 from mlx_mtp.layers.mla import ABSORBED_ROWS, PerHead
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 LENGTH = 4096
 ROWS = range(1, ABSORBED_ROWS + 1)
@@ -139,18 +137,20 @@ def _after(layer: Any, x: mx.array, past: tuple[mx.array, mx.array], i: int) -> 
 @linux_only
 def test_kernels_around_the_attention(monkeypatch):
     """Per-head products and rotations have the bits of one row, in trials and in the layer's calls."""
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
     layer, _ = layers("deepseek_v3", qk_nope_head_dim=64)
     nn.quantize(layer, 32, 4, class_predicate=lambda path, _: path in ("embed_q", "unembed_out"))
-    found = [site for site in (*sites._latent(layer), *sites._per_head(layer)) if site is not layer.latent]
+    found = [
+        site for site in (*kernel_sites._latent(layer), *kernel_sites._per_head(layer)) if site is not layer.latent
+    ]
     assert [site.op for site in found] == ["norm_rope", "verify_qmm_heads", "verify_qmm_heads"]
-    assert not switch.others_not_exact(layer)
-    assert [line[:31] for line in switch.rows_not_exact(found)] == ["2 layers' verify_qmm_heads at M"]
+    assert not kernel_switch.others_not_exact(layer)
+    assert [line[:31] for line in kernel_switch.rows_not_exact(found)] == ["2 layers' verify_qmm_heads at M"]
     q, out = mx.random.normal((1, 3, 8 * 72)), mx.random.normal((1, 3, 8, 64)).swapaxes(1, 2)
     x = mx.random.normal((1, 3, SIZES["hidden_size"]))
     with stock_ops(), emulator.emulated():
-        assert not any(trial_run.check(trial) for trial in switch.trials(found, mx.float32) if trial.rows == 3)
+        assert not any(ab_test.check(trial) for trial in kernel_switch.trials(found, mx.float32) if trial.rows == 3)
         singly = [calls(layer, q[:, i : i + 1], x[:, i : i + 1], out[:, :, i : i + 1], i) for i in range(3)]
     for site in found:
         site.rows = frozenset(site.candidates)

@@ -14,8 +14,7 @@ from sweep import paired
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
 from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyLinear
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_sites, kernel_switch
 
 pytestmark = linux_only
 
@@ -33,7 +32,7 @@ def stacked(modules: list) -> Stack:
     stack.rows = frozenset(range(2, 9))
     for i, module in enumerate(modules):
         module.index = i
-        sites._swap(module, "site", stack, VerifyLinear)
+        kernel_sites._swap(module, "site", stack, VerifyLinear)
     return stack
 
 
@@ -94,7 +93,7 @@ def test_weights_loaded_later_are_used(heights, changed):
 def test_an_mlp_with_biases_is_not_fused(bias):
     gate, up = linears(8, 8, bias=bias)
     stacked([gate, up])
-    assert sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
+    assert kernel_sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
 
 
 @pytest.mark.parametrize("m", [1, 9])
@@ -137,7 +136,7 @@ def test_one_row_of_several_linears_is_one_product(on_paper):
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_linears(bias):
     linear, x = nn.Linear(64, 24, bias=bias), mx.random.normal((1, 3, 64))
-    sites._swap(linear, "site", Dense(linear), VerifyLinear).rows = frozenset({3})
+    kernel_sites._swap(linear, "site", Dense(linear), VerifyLinear).rows = frozenset({3})
     with emulator.emulated() as launches:
         y = linear(x)
     assert [launch.kernel for launch in launches] == ["verify_gemv"]
@@ -155,4 +154,4 @@ def test_matrices_replace_exact_products_if_they_are_on():
     assert [launch.kernel for launch in launches] == ["verify_qmm", "verify_qmm_mma"]
     assert glu.serves(few)
     assert not glu.serves(many)
-    assert switch.rows_not_exact([matrices]) == ("1 layers' verify_qmm_mma at M=6",)
+    assert kernel_switch.rows_not_exact([matrices]) == ("1 layers' verify_qmm_mma at M=6",)
