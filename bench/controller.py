@@ -1,12 +1,13 @@
-"""Set the controller against plain decoding and the best fixed draft length, in the simulator of the tests.
+"""Compare the controller with plain decoding and the best fixed draft length, in the simulator of the tests.
 
     python bench/controller.py [--seeds 20] [--scenarios 40] [--sample 1]
 
 Scenarios are drawn from all cost tables, traces, drifts and wrong starting costs of tests/support/simulator.py.
 Ratios are of tokens per second over all seeds together; "worst" is one run. In a third of the scenarios the machine
-pauses for half a second in the middle of the text. A second table is of short answers in a row, each with what the
-ones before taught; the first one is not counted. A third one is of the same on a machine with two cores that others
-use: spells in which all is slower, heavy tails, and heads that have a prompt to read. No model runs. The last line is
+pauses for half a second in the middle of the text. A second table is of consecutive short answers, each with the
+costs
+measured in the previous ones; the first answer does not count. A third table is the same on a two-core machine shared
+with other processes: slow periods, heavy tails, and heads that must prefill a prompt. No model runs. The last line is
 one JSON object.
 """
 
@@ -31,12 +32,12 @@ from mlx_mtp.tuning.plan import Fixed
 LENGTHS = (8, 20, 50, 100)  # tokens of short answers
 ANSWERING = ("reference BLAS", "OpenBLAS", "Nemotron", "M3 Ultra GLM-5.2")
 LENGTHS_IF_BUSY = (20, 100, 250)
-ANSWERS = 800  # tokens of all answers of one length in a row, at least
+ANSWERS = 800  # minimum tokens of all consecutive answers of one length
 TRACES = [*HEADS, "useless|perfect", "perfect|useless", "typical|poor", "poor|typical", "bursts"]
 
 
 def scenario(draw: random.Random) -> dict:
-    """One combination of everything."""
+    """One combination of all conditions."""
     return {
         "table": draw.choice(list(TABLES)),
         "heads": draw.choice(TRACES),
@@ -71,7 +72,7 @@ def measure(s: dict, seeds: int):
 
 
 def answers(machine: Machine, heads: str, length: int, seeds: int) -> tuple[float, float]:
-    """Compare answers in a row with plain decoding and with the best fixed k, from the second one on."""
+    """Compare consecutive answers, from the second on, with plain decoding and with the best fixed k."""
     most, count = 3, max(10, ANSWERS // length)
     steps = np.zeros(most + 2)
     for seed in range(seeds):
@@ -87,14 +88,14 @@ def answers(machine: Machine, heads: str, length: int, seeds: int) -> tuple[floa
 
 
 def busy_machine(table: str, row: float) -> Machine:
-    """Make a machine of two cores beside other processes, as recorded."""
+    """Return the recorded machine: two cores shared with other processes."""
     return Machine(TABLES[table], depth=0.2, row=row, noise=0.1, wake=0.4, prompt=30, begin=1.5, busy=True)
 
 
 def print_answers(
     title: str, machines: dict[str, Machine], kinds: tuple[str, ...], lengths: tuple[int, ...], seeds: int
 ) -> list[tuple[float, float]]:
-    """Print the ratios of answers in a row; return them all, to plain and to the best fixed k."""
+    """Print the ratios of consecutive answers; return all of them, to plain and to the best fixed k."""
     table = Table("table", "heads", *(f"{n} tokens" for n in lengths), title=f"{title}: to plain, to best k")
     every = []
     for name, machine in machines.items():
@@ -125,7 +126,7 @@ def main(seeds: int, scenarios: int, sample: int) -> None:
     calm = {name: Machine(TABLES[name], noise=0.2) for name in ANSWERING}
     pairs = print_answers("answers in a row", calm, heads, LENGTHS, few)
     busy = {name: busy_machine(name, row) for name, row in (("reference BLAS", 0.05), ("OpenBLAS", 0.015))}
-    busy_pairs = print_answers("answers in a row beside other processes", busy, heads, LENGTHS_IF_BUSY, few)
+    busy_pairs = print_answers("consecutive answers on a shared machine", busy, heads, LENGTHS_IF_BUSY, few)
     best = [r.best for _, r in rows]
     summary = {
         "scenarios": len(rows),

@@ -2,9 +2,9 @@
 
     python bench/convert_memory.py [--megabytes 1500] [--shard 50] [--experts 32] [--fp8] [--out FILE]
 
-A GLM-4.5 of small layers with numbered experts is written, converted in 16, 8 and 4 bits by a process each, and
-deleted. Shown are MLX's peak and what the process's resident memory grew by after its imports, beside the largest
-expert stack: what a conversion has to hold at the least. The last line is one JSON object with the raw counts.
+A GLM-4.5 of small layers with numbered experts is written, converted in 16, 8 and 4 bits by one process each, and
+deleted. The table shows MLX's peak, the growth of the process's resident memory after its imports, and the largest
+expert stack, which is the minimum that a conversion must hold. The last line is one JSON object with the raw counts.
 """
 
 import json
@@ -23,7 +23,7 @@ from rich.table import Table
 from mlx_mtp.bench.result import environment
 
 H, INNER, V = 512, 512, 4096
-RESIDENT = 1 if sys.platform == "darwin" else 1024  # bytes of a unit of ru_maxrss
+RESIDENT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
 KINDS = {"16 bits": {}, "8 bits": {"quantize": True, "q_bits": 8}, "4 bits": {"quantize": True, "q_bits": 4}}
 
 
@@ -60,7 +60,7 @@ def config(layers: int, experts: int) -> dict:
 
 
 def shapes(layers: int, experts: int) -> dict[str, tuple[int, ...]]:
-    """The hub's names; the last layer is the head."""
+    """Return the hub's names; the last layer is the head."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, H)}
     for i in range(layers + 1):
         p = f"model.layers.{i}"
@@ -80,7 +80,7 @@ def shapes(layers: int, experts: int) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(path: Path, megabytes: int, shard: int, experts: int, *, fp8: bool) -> tuple[int, int]:
-    """(bytes of all tensors, of the largest expert stack in bfloat16) of a checkpoint of about that size."""
+    """Write a checkpoint of this size; return bytes of all tensors, and of the largest expert stack in bfloat16."""
     matrix = H * INNER * (1 if fp8 else 2)
     layers = max(1, megabytes * 10**6 // (3 * experts * matrix) - 1)
     path.mkdir()
@@ -99,7 +99,7 @@ def write_checkpoint(path: Path, megabytes: int, shard: int, experts: int, *, fp
 
 
 def convert_alone(source: str, kind: str, shard: int) -> None:
-    """In a process of its own: convert, and print what that took."""
+    """Convert in this process and print the memory it took."""
     from mlx_mtp.checkpoint.convert import convert
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RESIDENT
@@ -125,7 +125,7 @@ def main(
     out: Path | None,
     alone: tuple[str, str] | None,
 ) -> None:
-    """Memory that converting takes."""
+    """Measure the memory of conversions."""
     if alone is not None:
         return convert_alone(*alone, shard)
     found = {}

@@ -1,10 +1,9 @@
-"""Compare the counts that kernels/README.md and docs/measurements.md state with those of now, or write them there.
+"""Compare the counts stated in kernels/README.md and docs/measurements.md with the current ones, or update them.
 
     python bench/counts.py [--write]
 
-Launches are those of `launches.py` and `launches_together.py`, bytes of source those of `launches_text.py`. Exit code
-1, and a line for each place that differs, unless they are written. README.md need not state any; numbers of launches
-that it has must be among those counted.
+Launches and bytes of source are those of `python -m bench.launches`. Without --write the exit code is 1 if any place
+differs, with a line for each. Numbers of launches in README.md must be among those counted.
 """
 
 import re
@@ -13,31 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import launches_text
-import launches_together
-from launches import CYCLE, MLX_LM, MODELS, Pair, of_model, with_kernels
+from launches import batch, source
+from launches.models import MODELS
+from launches.steps import CYCLE, MLX_LM, Pair, of_model, with_kernels
 
 ROOT = Path(__file__).parents[1]
 KERNELS, MEASURED, README = (ROOT / name for name in ("kernels/README.md", "docs/measurements.md", "README.md"))
 ROWS = 4
-TEXTS = "texts"  # among those who run a model: several at once, with all kernels
-Counts = dict[str, dict[str, dict[str, Pair]]]  # by model, by who runs it, by layer or CYCLE: at one row, and at ROWS
-TOLD = re.compile(r"(?:(\d[\d,]{2,}) (?:to|->|→|instead of) )?(\d[\d,]{2,}) launches")
+TEXTS = "texts"  # the key of counts for several sequences with all kernels
+Counts = dict[str, dict[str, dict[str, Pair]]]  # by model, implementation, and layer or CYCLE: at one row and at ROWS
+STATED = re.compile(r"(?:(\d[\d,]{2,}) (?:to|->|→|instead of) )?(\d[\d,]{2,}) launches")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place of a file, which a pattern finds once, and the text that belongs there."""
+    """A place in a file that a pattern matches once, and its correct text."""
 
     file: Path
     pattern: str
     text: str
 
     def found(self) -> str:
-        """Read what stands there; ValueError where nothing like it does."""
+        """Return the current text; ValueError unless the pattern matches once."""
         found = re.findall(self.pattern, self.file.read_text(), re.MULTILINE)
         if len(found) != 1:
-            raise ValueError(f"{self.file}: {len(found)} places like {self.pattern!r}; there has to be one")
+            raise ValueError(f"{self.file}: {len(found)} places like {self.pattern!r}; expected one")
         return found[0]
 
     def write(self) -> None:
@@ -46,7 +45,7 @@ class Place:
 
 
 def places(counts: Counts) -> Iterator[Place]:
-    """Yield where the files state counts, and these."""
+    """Yield the places that state counts, with the correct text."""
     for name, states in counts.items():
         yield Place(KERNELS, rf"^\| {re.escape(name)} \| .*$", row(name, states))
     experts = [
@@ -64,12 +63,12 @@ def places(counts: Counts) -> Iterator[Place]:
     more = f"{gain}; a cycle of Step-3.5-Flash at k = 3 {step['none'][cycle][1]} and {step['all'][cycle][1]}"
     yield Place(MEASURED, r"a layer with experts is \d+ .* a cycle of Step-3.5-Flash at k = 3 \d+ and \d+", more)
     sizes = [megabytes(name) for name in ("Step-3.5-Flash", "GLM-4.5")]
-    source = "{:.1f} MB in a cycle of Step-3.5-Flash at k = 3, {:.1f} MB in one of GLM-4.5".format(*sizes)
-    yield Place(KERNELS, r"[\d.]+ MB in a cycle of Step-3.5-Flash at k = 3, [\d.]+ MB in one of GLM-4.5", source)
+    sources = "{:.1f} MB in a cycle of Step-3.5-Flash at k = 3, {:.1f} MB in one of GLM-4.5".format(*sizes)
+    yield Place(KERNELS, r"[\d.]+ MB in a cycle of Step-3.5-Flash at k = 3, [\d.]+ MB in one of GLM-4.5", sources)
 
 
 def row(name: str, states: dict[str, dict[str, Pair]]) -> str:
-    """Make a model's line of the table: mlx-lm at one row or our loop with its modules, then the kernels."""
+    """Return a model's row of the table: mlx-lm at one row or our loop with its modules, then with the kernels."""
     theirs, stock, ours = (states[on] for on in (MLX_LM, "none", "all"))
     shown = "; ".join(f"{of} {theirs[of][0]}, {ours[of][1]}" for of in theirs if of != CYCLE)
     cycles = f"{stock[CYCLE][1]}, {ours[CYCLE][1]} | {states[TEXTS][CYCLE][1]}"
@@ -77,28 +76,28 @@ def row(name: str, states: dict[str, dict[str, Pair]]) -> str:
 
 
 def of_texts(name: str, one: int) -> Pair:
-    """Count a cycle of several texts beside `one`, a text's; ValueError where it has too many more."""
-    found = launches_together.of_texts(with_kernels(name)).total()
-    if found > launches_together.MOST * one:
-        raise ValueError(f"{name}: {found} launches for several texts, {one} for one")
+    """Return the launches `one` of a sequence's cycle and those of several; ValueError if they are too many."""
+    found = batch.of_texts(with_kernels(name)).total()
+    if found > batch.MOST * one:
+        raise ValueError(f"{name}: {found} launches for several sequences, {one} for one")
     return one, found
 
 
 def megabytes(name: str) -> float:
-    """Count the source that the launches of a cycle with three drafts carry."""
-    return sum(launch.ours for launch in launches_text.launches(launches_text.texts(with_kernels(name), ROWS))) / 1e6
+    """Return the MB of source that the launches of a cycle with three drafts carry."""
+    return sum(launch.ours for launch in source.launches(source.texts(with_kernels(name), ROWS))) / 1e6
 
 
 def unknown(counts: Counts) -> Iterator[str]:
-    """Say which numbers of launches in README.md are none that was counted."""
+    """Yield the numbers of launches in README.md that were not counted."""
     known = {n for states in counts.values() for of in states.values() for pair in of.values() for n in pair}
-    for match in TOLD.finditer(README.read_text()):
+    for match in STATED.finditer(README.read_text()):
         if not {int(n.replace(",", "")) for n in match.groups() if n} <= known:
-            yield f"README.md: {match[0]!r} stated, and nothing has so many"
+            yield f"README.md: {match[0]!r} is stated, but was not counted"
 
 
 @click.command(help=__doc__)
-@click.option("--write", is_flag=True, help="Write what is counted.")
+@click.option("--write", is_flag=True, help="Write the current counts.")
 def main(write: bool) -> None:
     counts = {name: of_model(name, ROWS) for name in MODELS}
     for name, states in counts.items():

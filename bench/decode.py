@@ -2,11 +2,11 @@
 
     python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--ignore-eos] [--per-category N] [--out FILE]
 
-For each prompt all contenders take turns, so that a machine that slows down slows them all. A speed is tokens after
-the first over the time since the first, summed over prompts; ratios are within a run, their median is shown. The
-texts must be equal. "adaptive" is what a user gets who says nothing; it learns costs while it generates, and knows
-them from one prompt to the next. It is run with heads of random weights, too: what it then loses. In "compiled" loops
-cycles are recorded and replayed (`compile_cycles`), for which the warm-up pays. The last line is one JSON object with
+For each prompt all contenders take turns, so that a machine that slows down affects all of them. A speed is the
+number of tokens after the first over the time since the first, summed over prompts; ratios are within a run, and
+their median is shown. The texts must be equal. "adaptive" is the default; it measures costs while it generates and
+keeps them for the next prompt. It also runs with heads of random weights, which shows its loss with useless drafts.
+"compiled" loops record and replay cycles (`compile_cycles`) after a warm-up. The last line is one JSON object with
 every raw time.
 """
 
@@ -25,17 +25,17 @@ import mlx_mtp
 from mlx_mtp.bench import timing
 from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
 from mlx_mtp.bench.result import environment
-from mlx_mtp.bench.subject import forget
+from mlx_mtp.bench.subject import reset_costs
 from mlx_mtp.decoding.summary import paused, percentages
 from mlx_mtp.demo import demo_path
 
 HERE = Path(__file__).parent
 USELESS, COMPILED = "adaptive, useless heads", "adaptive, compiled"
-REPETITIVE = 40  # distinct 8-grams per 100 tokens, below which a text repeats itself
+REPETITIVE = 40  # a text with fewer distinct 8-grams per 100 tokens is repetitive
 
 
 def read_prompts(tokenizer, file: Path, per_category: int | None = None) -> list[tuple[str, list[int]]]:
-    """(category, token ids) of the prompts, all or the first of each category; a chat goes through the template."""
+    """Return (category, token ids) of all prompts or of the first of each category; chats use the template."""
     prompts = []
     for category, entries in json.loads(file.read_text()).items():
         for entry in entries[:per_category]:
@@ -49,17 +49,17 @@ def read_prompts(tokenizer, file: Path, per_category: int | None = None) -> list
 
 
 def sibling(model, path: Path):
-    """The checkpoint again, with the arrays of `model`: a copy that rests for a while is slow to come back."""
+    """Load the checkpoint again with the arrays of `model`: a copy that is idle for a while would start slowly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other, _ = mlx_mtp.load(path)
     other.update(model.parameters())
-    forget(other)
+    reset_costs(other)
     return other
 
 
 def with_useless_heads(model, path: Path):
-    """A sibling with heads of random weights, as large as the trained ones."""
+    """Return a model with the same trunk and heads of random weights."""
     other = sibling(model, path)
     for head in other.mtp:
         head.update(tree_map(_noise, head.parameters()))
@@ -72,17 +72,17 @@ def _noise(w: mx.array) -> mx.array:
 
 
 def distinct_8grams(text: list[int]) -> float:
-    """Distinct 8-grams per 100 tokens."""
+    """Return the distinct 8-grams per 100 tokens."""
     grams = {tuple(text[i : i + 8]) for i in range(len(text) - 7)}
     return 100 * len(grams) / max(1, len(text) - 7)
 
 
 def measure(loops: list[Loop], prompts: list, settings: LoopSettings, runs: int) -> tuple[dict, list, dict]:
-    """seconds[loop][run][prompt], the texts, which every loop must agree on, and each loop's counters of all runs."""
+    """Return seconds[loop][run][prompt], the texts, which must be equal for all loops, and each loop's counters."""
     readers = [{loop.name: Reader(loop, prompt, settings).read() for loop in loops} for _, prompt in prompts]
     turns = [{name: reader.run for name, reader in of_prompt.items()} for of_prompt in readers]
     for each in turns:
-        timing.interleaved(each, 0)  # a warm-up on everything, for which recorded cycles are grateful
+        timing.interleaved(each, 0)  # a warm-up on all prompts, which also records cycles
     found = [timing.interleaved(each, runs, warmups=0) for each in turns]
     texts = [next(iter(each.values()))[0].tokens for each in found]
     stats = {loop.name: mlx_mtp.Stats() for loop in loops if loop.stats}
@@ -98,7 +98,7 @@ def measure(loops: list[Loop], prompts: list, settings: LoopSettings, runs: int)
 
 
 def speeds(seconds: dict, texts: list, chosen: list[int]) -> dict[str, list[float]]:
-    """Tokens per second of each contender and run over the chosen prompts."""
+    """Return tokens per second of each contender and run over the chosen prompts."""
     tokens = sum(len(texts[i]) - 1 for i in chosen)
     return {name: [tokens / sum(run[i] for i in chosen) for run in runs] for name, runs in seconds.items()}
 
@@ -143,7 +143,7 @@ def print_tables(seconds: dict, texts: list, prompts: list, stats: dict) -> None
 
 
 def _lengths(counts) -> str:
-    """Shares of cycles by the number of drafts that they verified."""
+    """Return the shares of cycles by the number of drafts verified."""
     return " ".join(f"{k}:{n / counts.cycles:.0%}" for k, n in sorted(counts.lengths.items()))
 
 
@@ -166,11 +166,11 @@ def main(
 ) -> None:
     """Compare mlx-lm's loop, our plain loop and MTP on one checkpoint."""
     ours, tokenizer = mlx_mtp.load(model)
-    forget(ours)
+    reset_costs(ours)
     plain = {f"k={k}": {"adaptive": False} for k in range(min(ours.max_draft_tokens, 3) + 1)}
     loops: list[Loop] = [MlxLm(twin(ours))]
     loops += [Ours(ours, name, k, options) for k, (name, options) in enumerate(plain.items())]
-    # Costs are remembered with a model: loops that cost otherwise have one of their own.
+    # Costs are stored with a model, so loops with other costs need their own model.
     other = sibling(ours, Path(model))
     loops += [
         Ours(ours, "adaptive", None),

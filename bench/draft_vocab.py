@@ -2,9 +2,10 @@
 
     python bench/draft_vocab.py [--runs 3] [--max-tokens 100] [--out FILE]
 
-Lists of each size on the demo model, by Python files of the standard library that no prompt asks about, and by the
-tokenizer's ranks alone; all contenders in turn, prompt by prompt. The texts must be equal. Acceptance and tokens per
-cycle are counts; times depend on the BLAS that is preloaded. The last line is one JSON object with every raw figure.
+Lists of each size for the demo model come from Python files of the standard library that no prompt mentions, and from
+the tokenizer's ranks alone; all contenders take turns, prompt by prompt. The texts must be equal. Acceptance and
+tokens per cycle are counts; times depend on the preloaded BLAS. The last line is one JSON object with all raw
+figures.
 """
 
 import json
@@ -32,7 +33,7 @@ SIZES = (128, 256, 512, 1024, 2048)
 
 
 def counted(tokenizer, files: int) -> Counter[int]:
-    """How often each token occurs in evenly spread files of the library, the prompts' modules left out."""
+    """Return the frequency of each token in evenly spread files of the library, without the prompts' modules."""
     sources = [source for name, source in source_files() if name.partition(".")[0] not in HELD_OUT_MODULES]
     counts: Counter[int] = Counter()
     for source in sources[:: max(1, len(sources) // files)]:
@@ -41,7 +42,7 @@ def counted(tokenizer, files: int) -> Counter[int]:
 
 
 def lists(tokenizer, sizes: tuple[int, ...], files: int) -> dict[str, list[int]]:
-    """Name of a contender -> its tokens."""
+    """Return the tokens of each contender by name."""
     size_of_all = max(SIZES)
     counts = {"texts": counted(tokenizer, files), "ranks": Counter[int]()}
     found = {"whole": list(range(size_of_all))}
@@ -52,7 +53,7 @@ def lists(tokenizer, sizes: tuple[int, ...], files: int) -> dict[str, list[int]]
 
 
 def covered(texts: list[list[int]], tokens: list[int]) -> float:
-    """The share of all generated tokens that a list has."""
+    """Return the share of all generated tokens that are in a list."""
     listed = set(tokens)
     return statistics.mean(token in listed for text in texts for token in text)
 
@@ -65,7 +66,7 @@ def load(tokens: list[int]):
 
 @click.command()
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
-@click.option("--limit", type=click.IntRange(1), help="Only so many prompts, evenly spread.")
+@click.option("--limit", type=click.IntRange(1), help="Only this number of prompts, evenly spread.")
 @click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True)
 @click.option(
     "--files", type=click.IntRange(1), default=60, show_default=True, help="Files that tokens are counted in."
@@ -77,7 +78,7 @@ def main(
     prompts: Path, limit: int | None, sizes: str, files: int, runs: int, max_tokens: int, out: Path | None
 ) -> None:
     """Compare draft vocabularies on the demo."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long texts are false
     whole, tokenizer = mlx_mtp.load(demo_path())
     chosen = lists(tokenizer, tuple(map(int, sizes.split(","))), files)
     models = {name: whole if name == "whole" else load(tokens) for name, tokens in chosen.items()}

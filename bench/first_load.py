@@ -1,11 +1,13 @@
-"""Simulate a Mac's first load of released models, and later ones: seconds to the first token, kernels on by then.
+"""Simulate a Mac's first and later loads of released models: seconds to the first token, and kernels on by then.
 
     python bench/first_load.py [--model step-3.5-flash] [--chip "M3 Ultra"] [--compile 0.3] [--typing 20]
 
-What decides is the product's own code: its sites, trials, budget, remembered verdicts, its cycles' launches. Only
-the clock and the device are not there: a pipeline takes `--compile` seconds, or `--reload` where an earlier start has
-left it in the system's shader cache; a call takes what its bytes take at the chip's bandwidth, and so much a launch.
-Arrays have shapes and no values. Not in the seconds: weights that are read, and the prompt's own products.
+Decisions are made by the product's own code: sites, trials, budget, stored verdicts, launches of cycles. Only the
+clock
+and the device are simulated. A pipeline takes `--compile` seconds, or `--reload` if an earlier start left it in the
+system's shader cache. A call takes its bytes over the chip's bandwidth, plus a constant per launch. Arrays have
+shapes
+but no values. Reading weights and the prompt's own products are not included.
 """
 
 import json
@@ -28,7 +30,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from launches import built, reached
+from launches.steps import built, reached
 from published import read_config
 
 from mlx_mtp.bench.random_model import shaped_model
@@ -42,10 +44,10 @@ from mlx_mtp.tuning.kernel_switch import FIRST_ROWS
 CONFIGS = Path(__file__).parents[1] / "tests" / "support" / "fixtures"
 MODELS = ("step-3.5-flash", "glm-4.5-air", "qwen3.5-35b-a3b", "deepseek-v3")
 CYCLES = (4, 2, 1)  # rows of the first cycles
-NARROW = 8  # columns of a trial's x, which nothing reads
-Launch = tuple[tuple, tuple]  # a pipeline's name and template, and the signature that its source has besides
+NARROW = 8  # columns of a trial's x, which is never read
+Launch = tuple[tuple, tuple]  # a pipeline's name and template, and the rest of its source's signature
 
-# Launches of MLX's own for an op, about.
+# Approximate number of MLX's own launches for an op.
 STOCK_LAUNCHES = {
     **{"verify_qmm": 2, "verify_glu": 5, "verify_moe": 20, "verify_attention": 3, "verify_latent_attention": 6},
     **{"norm_rope": 4, "add_norm": 2, "verify_head": 3, "gated_delta_verify": 40, "verify_qmm_heads": 2},
@@ -54,8 +56,9 @@ STOCK_LAUNCHES = {
 
 @dataclass(frozen=True)
 class Mac:
-    """Seconds: of a compilation, of a pipeline found in the shader cache, of a launch on the GPU, of building a call,
-    and of waiting for a result. bandwidth: bytes a second.
+    """Seconds of a compilation, a pipeline in the shader cache, a launch on the GPU, building a call, and a wait.
+
+    bandwidth: bytes per second.
     """
 
     compile: float = 0.3
@@ -68,13 +71,13 @@ class Mac:
 
 @dataclass
 class Device:
-    """A GPU that is not there. on_disk: pipelines in the shader cache; compiled: those of this process, by name."""
+    """A simulated GPU. on_disk: pipelines in the shader cache; compiled: those of this process, by name."""
 
     mac: Mac
     on_disk: set[Launch]
     now: float = 0.0
-    due: float = 0.0  # seconds of work that was not waited for
-    trying: bool = True  # sites' ops are stand-ins
+    due: float = 0.0  # seconds of pending work
+    trying: bool = True  # whether sites' ops are replaced
     compiled: dict[tuple, tuple] = field(default_factory=dict)
     launches: list[tuple[Launch, Sequence[Any], int]] = field(default_factory=list)
     calls: dict[tuple, tuple[list[Launch], float]] = field(default_factory=dict)
@@ -83,13 +86,13 @@ class Device:
         return self.now
 
     def metal_kernel(self, name: str, **_: Any) -> Callable[..., list[mx.array]]:
-        """Stand in for mx.fast.metal_kernel."""
+        """Replace mx.fast.metal_kernel."""
         return partial(self.launch, name)
 
     def launch(
         self, name: str, *, inputs: Any, template: Any, output_shapes: Any, output_dtypes: Any, **_: Any
     ) -> Any:
-        """Compile what a launch needs and note what it reads, as long as trials ask; its outputs have no values."""
+        """Compile a launch's pipeline and, during trials, record its reads; its outputs have no values."""
         signature = tuple((a.dtype, a.size < 8) if isinstance(a, mx.array) else type(a) for a in inputs)
         outputs = [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         pipeline = (name, *template), signature
@@ -99,7 +102,7 @@ class Device:
         return outputs
 
     def compile(self, pipelines: list[Launch]) -> None:
-        """Compile what is not; MLX compiles anew where the same name comes with another source."""
+        """Compile a missing pipeline; MLX compiles again if the same name has another source."""
         for name, signature in pipelines:
             if self.compiled.get(name) != signature:
                 self.compiled[name] = signature
@@ -107,17 +110,17 @@ class Device:
                 self.on_disk.add((name, signature))
 
     def wait(self, *_: Any) -> None:
-        """Stand in for mx.eval: values that somebody looks at are computed when he does, weights have none."""
+        """Replace mx.eval: small values are computed, weights have none."""
         self.now, self.due = self.now + self.due + self.mac.wait, 0.0
 
     def takes(self, x: mx.array, seconds: float) -> list[mx.array]:
-        """Note a call's seconds; what it gives is one column of x."""
+        """Add a call's seconds; return one column of x."""
         self.now, self.due = self.now + self.mac.host, self.due + seconds
         return [x[:, :1]]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Be the machine's GPU and clock."""
+        """Act as the machine's GPU and clock inside the block."""
         place = kernel_switch.place
         with ExitStack() as stack:
             for owner, name, stand_in in (
@@ -136,7 +139,7 @@ class Device:
 
 
 class StandIn:
-    """The ops of a site, which take their time on a device and, for trials, compute next to nothing."""
+    """A site's ops, which take time on the device and, in trials, compute almost nothing."""
 
     def __init__(self, device: Device, site: Any):
         self.device, self.site, self.width = device, site, site.width
@@ -161,7 +164,7 @@ class StandIn:
         if not self.device.trying:
             return self.real_stock(x)
         op, rows = self.site.op, len(x)
-        # Chips from M3 on ask for the weights of up to five rows once; keys and values are asked for by each row.
+        # From M3 on, chips request the weights of up to five rows once; keys and values are requested per row.
         reads = rows if "attention" in op else 2 if rows > 5 and "moe" not in op else 1
         return self.device.takes(x, reads * self._cost(rows)[1] + self.device.mac.launch * STOCK_LAUNCHES.get(op, 1))
 
@@ -169,7 +172,7 @@ class StandIn:
         return [y.astype(mx.float32) for y in self.device.takes(x, 16 * self._cost(len(x))[1])]
 
     def _cost(self, rows: int, split: bool = False) -> tuple[list[Launch], float]:
-        """Find the pipelines of a call and its seconds of bytes, from the launches of the first of that shape."""
+        """Return a call's pipelines and seconds of bytes, from the launches of the first call of that shape."""
         device, key = self.device, (self.site.op, self.site.shape, rows, split)
         if key not in device.calls:
             device.launches.clear()
@@ -184,7 +187,7 @@ class StandIn:
         return device.calls[key]
 
     def _bytes(self, rows: int) -> float:
-        """Count what the recorded launches read and write; of experts those that rows visit."""
+        """Return the bytes that recorded launches read and write; of experts only those that rows visit."""
         launches = self.device.launches
         inputs = {id(a): a for _, arrays, _ in launches for a in arrays if isinstance(a, mx.array)}
         read = sum(a.nbytes for a in inputs.values())
@@ -195,28 +198,28 @@ class StandIn:
 
 
 def one_state(q: mx.array, k: mx.array, v: mx.array, *_: Any) -> tuple[mx.array, mx.array]:
-    """Stand in for mlx-lm's recurrence, whose kernel needs Metal: outputs and a state of their shapes."""
+    """Replace mlx-lm's recurrence, whose kernel needs Metal, by outputs and a state of the right shapes."""
     return mx.zeros_like(v), mx.zeros((1, *v.shape[2:], k.shape[-1]))
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of a model came to."""
+    """The result of one start of a model."""
 
     model: str
     pipelines: int  # before the first token
     decisions: int
-    in_cycles: int  # pipelines that the first cycles had to wait for
+    in_cycles: int  # pipelines compiled in the first cycles
     seconds: float  # to the first token
-    on: int  # kernels, a number of rows each, of `of` at up to FIRST_ROWS
+    on: int  # pairs of a kernel and a row count that are on, of `of` up to FIRST_ROWS
     of: int
-    on_later: int  # at any number of rows, after the user has typed for a while
+    on_later: int  # at any row count, after a while of typing
     of_all: int
     pipelines_later: int
 
 
 def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
-    """Load a model, run its first cycles, and wait for a user to type; what it remembers is in MLX_MTP_CACHE."""
+    """Load a model, run its first cycles, and simulate typing; files are in MLX_MTP_CACHE."""
     device = Device(mac, on_disk)
     with tempfile.TemporaryDirectory() as folder, device.installed():
         file = Path(folder) / "config.json"
@@ -240,13 +243,13 @@ def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
 
 
 def timed() -> int:
-    """Count the remembered findings that were timed."""
+    """Return the number of stored verdicts that were timed."""
     files = Path(os.environ["MLX_MTP_CACHE"]).glob("*.json")
     return sum(ratio is not None for file in files for *_, ratio, _ in json.loads(file.read_text())["found"])
 
 
 def cycles(model: Any) -> None:
-    """Build cycles behind a prompt, for their launches."""
+    """Build cycles after a prompt, for their launches."""
     cache, width = reached(model, CYCLES[0]), model.no_hidden().shape[-1]
     for rows in CYCLES:
         built(
@@ -259,7 +262,7 @@ def cycles(model: Any) -> None:
 
 
 def simulated(name: str, mac: Mac, typing: float = 20.0) -> tuple[Start, Start]:
-    """Start a model twice on one machine: with nothing compiled or remembered, and with what that left."""
+    """Start a model twice on one machine: with nothing compiled or stored, then with the first start's results."""
     on_disk: set[Launch] = set()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MLX_MTP_CACHE=folder):
         return start(name, mac, on_disk, typing), start(name, mac, on_disk, typing)

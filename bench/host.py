@@ -1,21 +1,25 @@
-"""Time what a cycle costs the host: our loop at k = 0, 1 and 3, and mlx-lm's plain and speculative loops.
+"""Time the host's work per cycle: our loop at k = 0, 1 and 3, and mlx-lm's plain and speculative loops.
 
     python bench/host.py [--runs 3] [--cycles 40] [--families GLM-4.5] [--out FILE]
 
-Families at their real depth in tiny widths, 4-bit, so that there is little to compute; mlx-lm's models have the same
-weights, its draft model is the target's first layer with the target's embedding and LM head. Contenders take turns,
-medians are over cycles. Seen from outside: `submit` is the time in mx.async_eval, `wait` in mx.eval, item and tolist,
-`build` all the rest of a cycle. `CPU` is what of each the Python thread ran (time.thread_time): no waits, none of
-MLX's own threads, hardly what else the machine does. On a CPU mx.async_eval returns only when all but a few of the
-operations are done, and its CPU is that of waking up for them: there, `build` is the host's. Random weights:
-acceptance means nothing here.
+Families have their real depth in tiny widths, 4-bit, so that there is little to compute. mlx-lm's models have the
+same
+weights; its draft model is the target's first layer with the target's embedding and LM head. Contenders take turns,
+and
+medians are over cycles. `submit` is the time in mx.async_eval, `wait` that in mx.eval, item and tolist, and `build`
+the
+rest of a cycle. `CPU` is the CPU time of the Python thread (time.thread_time), which excludes waits, MLX's threads
+and
+mostly other processes. On a CPU mx.async_eval returns only when nearly all operations are done, and its CPU time is
+that of waking up; only `build` is then the host's. Weights are random, so acceptance has no meaning.
 
-On a CPU both sides take MLX's forms for it of norms, RoPE, attention and gated delta, tens of operations each.
+On a CPU both sides use MLX's CPU forms of norms, RoPE, attention and gated delta, tens of operations each.
 
 The second and third tables are thread time of graphs as on a Mac, where each of these is one operation; nothing is
-computed. Replaying cycles from a record (`mx.compile`; launches are stood in for, so that mlx-lm's step, built beside
-them, does not write its kernels' sources), then building them, without and with kernels in the modules' place
-(mx.compile is off, sources are written). The last line is one JSON object.
+computed. The second replays recorded cycles (`mx.compile`; launches are replaced by plain operations, so that
+mlx-lm's
+step, built for comparison, writes no kernel sources). The third builds cycles without and with kernels (mx.compile is
+off, sources are written). The last line is one JSON object.
 """
 
 import copy
@@ -35,8 +39,9 @@ from unittest import mock
 import click
 import mlx.core as mx
 import mlx.nn as nn
-from launches import MODELS, WIDTH, at_rest, make, reached
-from launches_graph import as_on_a_mac
+from launches.graph import as_on_a_mac
+from launches.models import MODELS, WIDTH
+from launches.steps import at_rest, make, reached
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate import speculative_generate_step
@@ -56,7 +61,7 @@ from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers.expert_rows import number_rows
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
@@ -69,8 +74,8 @@ THEIRS = {
 }
 DRAFTS = (0, 1, 3)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-RECORDED = 3  # cycles until those of a kind are replayed
-WARM = 4  # cycles before those that count: heads read the prompt, buffers grow
+RECORDED = 3  # cycles of a kind before it is replayed
+WARM = 4  # warm-up cycles: heads are prefilled, buffers grow
 PARTS = ("build", "submit", "wait", "total", "CPU build", "CPU total")
 
 
@@ -79,7 +84,7 @@ Moment = tuple[float, float, float, float, float]
 
 @dataclass
 class Clock:
-    """Seconds so far in MLX's calls: wall in those that submit, wall in those that wait, thread CPU in both."""
+    """Seconds so far in MLX's calls: wall time of submits and of waits, and thread CPU time of both."""
 
     spent: dict[str, float] = field(default_factory=lambda: {"submit": 0.0, "wait": 0.0, "CPU": 0.0})
 
@@ -95,14 +100,14 @@ class Clock:
         return call
 
     def now(self) -> Moment:
-        """`spent`, wall and thread seconds."""
+        """Return `spent`, wall and thread seconds."""
         submit, wait, cpu = self.spent.values()
         return submit, wait, cpu, time.perf_counter(), time.thread_time()
 
 
 @contextmanager
 def watched() -> Iterator[Clock]:
-    """Time what any loop submits and waits for."""
+    """Time the submits and waits of any loop inside the block."""
     clock = Clock()
     places = [(mx, "async_eval", "submit"), (mx, "eval", "wait"), (mx.array, "item", "wait")]
     with ExitStack() as stack:
@@ -112,7 +117,7 @@ def watched() -> Iterator[Clock]:
 
 
 def differences(moments: list[Moment]) -> dict[str, list[float]]:
-    """Milliseconds of each cycle, by part, from the clock's readings at the cycles' ends."""
+    """Return milliseconds of each cycle by part, from the clock's readings at the cycles' ends."""
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for before, after in itertools.pairwise(moments):
         submit, wait, evaluating, total, cpu = (1000 * (b - a) for a, b in zip(before, after, strict=True))
@@ -123,7 +128,7 @@ def differences(moments: list[Moment]) -> dict[str, list[float]]:
 
 
 def cycles_of(drafted: Iterator[bool], clock: Clock, cycles: int) -> tuple[dict[str, list[float]], float]:
-    """Milliseconds by part of `cycles` cycles, and tokens per cycle. Each cycle ends in a token that is no draft."""
+    """Return milliseconds by part of `cycles` cycles, and tokens per cycle; a cycle ends with a non-draft token."""
     moments, tokens = [], 0
     for from_draft in drafted:
         if len(moments) > WARM:
@@ -150,24 +155,24 @@ def speculative(model: Any, draft: Any, k: int) -> Iterator[bool]:
 
 
 def ours_of(name: str) -> Any:
-    """Our model of a family, as it is loaded."""
+    """Return our model of a family, as loaded."""
     model = make(MODELS[name][0])
     number_rows(model.modules())
     return model
 
 
 def mlx_lm_model(name: str, model: Any, layers: int | None = None) -> Any:
-    """mlx-lm's own, with the weights of ours; of its first `layers` layers."""
+    """Return mlx-lm's own model with our weights, or only its first `layers` layers."""
     made = THEIRS[name](model.args if layers is None else replace(model.args, num_hidden_layers=layers))
     nn.quantize(made, group_size=32, bits=4, class_predicate=lambda _, m: hasattr(m, "to_quantized"))
     weights = dict(tree_flatten(model.parameters()))
     made.load_weights([(path, weights[path]) for path, _ in tree_flatten(made.parameters())])
-    made.eval()  # as mlx-lm loads it: in training gated delta has no kernel
+    made.eval()  # as loaded by mlx-lm: in training mode gated delta has no kernel
     return made
 
 
 def contenders(name: str, model: Any) -> tuple[dict[str, Callable[[], Iterator[bool]]], dict[str, str]]:
-    """The loops, and why others do not run, or not as they should."""
+    """Return the loops, and why others do not run or run differently."""
     target = mlx_lm_model(name, model)
     runs: dict[str, Callable[[], Iterator[bool]]] = {"mlx-lm": lambda: plain(target)}
     remarks: dict[str, str] = {}
@@ -188,9 +193,9 @@ def contenders(name: str, model: Any) -> tuple[dict[str, Callable[[], Iterator[b
 
 
 def measure(runs: dict[str, Callable[[], Iterator[bool]]], times: int, cycles: int) -> dict[str, Any]:
-    """By contender: milliseconds of all cycles by part, and tokens per cycle."""
+    """Return milliseconds of all cycles by part, and tokens per cycle, by contender."""
     found: dict[str, Any] = {name: {"ms": {part: [] for part in PARTS}, "tokens_per_cycle": []} for name in runs}
-    for time_ in range(-1, times):  # the first is a warm-up
+    for time_ in range(-1, times):  # the first run is a warm-up
         for name, run in runs.items():
             with watched() as clock:
                 ms, tokens = cycles_of(run(), clock, cycles if time_ >= 0 else 1)
@@ -207,14 +212,14 @@ def _answer(value: Any, **_: Any) -> Any:
 
 @dataclass
 class Build:
-    """What builds, or replays, the graph of a step; `reset` brings its caches back to where they were."""
+    """Builds or replays the graph of a step; `reset` restores its caches."""
 
     reset: Callable[[], None]
     run: Callable[[], list[mx.array]]
     ms: list[float] = field(default_factory=list)
 
     def timed(self) -> list[mx.array]:
-        """Note the thread milliseconds of a run."""
+        """Record the thread milliseconds of a run."""
         self.reset()
         tic = time.thread_time()
         outputs = self.run()
@@ -223,9 +228,9 @@ class Build:
 
 
 def traced(build: Build, times: int) -> list[float]:
-    """Milliseconds of building a graph as on a Mac; it is traced, for it could not run here."""
+    """Return milliseconds of building a graph as on a Mac; it is traced, because it cannot run here."""
     with as_on_a_mac(), ExitStack() as stack:
-        mx.disable_compile()  # what it makes cannot be traced
+        mx.disable_compile()  # compiled functions cannot be traced
         stack.callback(mx.enable_compile)
         for _ in range(times + 1):
             mx.export_function(lambda _: None, lambda _: build.timed(), mx.array(0))
@@ -233,7 +238,7 @@ def traced(build: Build, times: int) -> list[float]:
 
 
 def plain_step(target: Any) -> Build:
-    """Build a plain step of mlx-lm's loop."""
+    """Return a build of a plain step of mlx-lm's loop."""
     caches, newest = make_prompt_cache(target), mx.array([1])
     target(mx.array(PROMPT)[None], cache=caches)
     mx.eval([c.state for c in caches], newest)
@@ -252,7 +257,7 @@ def plain_step(target: Any) -> Build:
 
 
 def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
-    """Build, or replay, a cycle behind a verify, a plain step behind others."""
+    """Build or replay a cycle after a verify, or a plain step after others."""
     cache, rows = reached(model, 4) if k else at_rest(model, 4), k + 1
     if replayed:
         cache.to_device()
@@ -274,11 +279,11 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
 
 
 def builds(name: str, times: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of building mlx-lm's step and, by k, cycles of a model without and with kernels."""
+    """Return milliseconds of building mlx-lm's step and, by k, cycles of a model without and with kernels."""
     model = ours_of(name)
     found = {"mlx-lm": {"k=0": traced(plain_step(mlx_lm_model(name, model)), times)}}
     found["stock"] = {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}
-    for site in switch.place(model):
+    for site in kernel_switch.place(model):
         site.rows = frozenset(site.candidates)
     return found | {"kernels": {f"k={k}": traced(cycle(model, k), times) for k in DRAFTS}}
 
@@ -291,18 +296,18 @@ def blank(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def launch(*, inputs: list[Any], output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
-    """Stand in for a kernel's launch: one operation per output, of these inputs."""
+    """Replace a kernel's launch by one operation per output, of these inputs."""
     arrays = [each for each in inputs if isinstance(each, mx.array)]
     outputs = [blank(tuple(shape), dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
     return [mx.depends(output, arrays) for output in outputs]
 
 
 def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
+    """Return milliseconds of building mlx-lm's step and, by k, of replaying cycles without and with kernels."""
     plain, kernels = ours_of(name), ours_of(name)
-    for site in switch.place(kernels):
+    for site in kernel_switch.place(kernels):
         site.rows = frozenset(site.candidates)
-    with as_on_a_mac(partial(_answer, launch)):  # which mx.compile can record
+    with as_on_a_mac(partial(_answer, launch)):  # mx.compile can record these
         found = {"mlx-lm": {"k=0": repeated(plain_step(mlx_lm_model(name, plain)), times)}}
         for side, model in (("stock", plain), ("kernels", kernels)):
             found[side] = {f"k={k}": repeated(cycle(model, k, replayed=True), times) for k in DRAFTS}
@@ -310,7 +315,7 @@ def replays(name: str, times: int) -> dict[str, dict[str, list[float]]]:
 
 
 def repeated(build: Build, times: int) -> list[float]:
-    """Milliseconds of a build that repeats itself."""
+    """Return milliseconds of a repeated build."""
     for _ in range(times + RECORDED):
         build.timed()
     return build.ms[RECORDED:]
@@ -349,7 +354,7 @@ def main(runs: int, cycles: int, families: tuple[str, ...], out: Path | None) ->
     console, found = Console(width=118), {}
     for name in families or MODELS:
         model = ours_of(name)
-        model.set_dtype(mx.float32)  # whose products a CPU has
+        model.set_dtype(mx.float32)  # a CPU has products in this type
         loops, remarks = contenders(name, model)
         measured = measure(loops, runs, cycles)
         print_loops(console, name, len(model.layers), measured, remarks)

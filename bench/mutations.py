@@ -1,11 +1,12 @@
-"""Break the package's code one line at a time, at random, and count how many of the breaks the tests notice.
+"""Break the package's code one line at a time at random, and count the breaks that the tests find.
 
-    python bench/mutations.py trace trace.jsonl                     the whole suite once: which test enters what
+    python bench/mutations.py trace trace.jsonl                     run the suite once, recording each test's
+    functions
     python bench/mutations.py run trace.jsonl --out found.json      60 breaks, drawn over all rooms from a fixed seed
     python bench/mutations.py run trace.jsonl --like found.json     the same breaks in another version of the code
 
 A break changes one operator, comparison or constant in one line of a copy of this checkout. Then the tests that enter
-the function are run, the fastest first, until one fails; a module's own lines are seen by all tests of its functions.
+the function run, the fastest first, until one fails. For a module's own lines all tests of its functions run.
 """
 
 import ast
@@ -41,19 +42,19 @@ SKIPPED = {"demo"}  # rooms without code
 
 @dataclass(frozen=True)
 class Break:
-    """One change: `line` of `function` in `file` becomes `broken`; both without indentation."""
+    """A change: `line` of `function` in `file` becomes `broken`; both without indentation."""
 
     file: str
     function: str
     line: str
     broken: str
-    nth: int = 0  # of the equal lines in that function
+    nth: int = 0  # index among equal lines of that function
     red: bool | None = None
     by: str = ""
 
 
 def breaks_of(file: Path, root: Path) -> list[Break]:
-    """List every break of a file's lines."""
+    """Return every possible break of a file's lines."""
     text = file.read_text()
     tree, lines, found = ast.parse(text), text.splitlines(), []
     owner = {}
@@ -75,7 +76,7 @@ def breaks_of(file: Path, root: Path) -> list[Break]:
 
 
 def functions(tree: ast.AST, prefix: str = ""):
-    """Yield (function's node, its qualified name), outer ones first."""
+    """Yield (function's node, its qualified name), outer functions first."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield node, prefix + node.name
@@ -85,7 +86,7 @@ def functions(tree: ast.AST, prefix: str = ""):
 
 
 def annotated(node: ast.AST):
-    """Yield what stands in annotations, which nothing evaluates or compares."""
+    """Yield the nodes in annotations, which are never evaluated or compared."""
     for name in ("annotation", "returns"):
         if (inner := getattr(node, name, None)) is not None:
             yield from ast.walk(inner)
@@ -123,7 +124,7 @@ def swapped(code: bytes, start: int, end: int, table: dict[str, str]):
 
 
 def draw(root: Path, count: int, seed: int) -> list[Break]:
-    """Draw `count` breaks, the rooms in turn, each line of a room alike likely."""
+    """Draw `count` breaks from the rooms in turn; within a room each line is equally likely."""
     rooms: dict[str, list[Break]] = defaultdict(list)
     for file in sorted((root / "mlx_mtp").rglob("*.py")):
         inside = file.relative_to(root / "mlx_mtp").parts
@@ -137,7 +138,7 @@ def draw(root: Path, count: int, seed: int) -> list[Break]:
 
 
 def found_again(broken: Break, candidates: list[Break]) -> Break | None:
-    """Find the same break in another version: in a function of the same name that has the line, in whatever file."""
+    """Find the same break in another version: in a function of the same name with that line, in any file."""
     same = [
         candidate
         for candidate in candidates
@@ -148,10 +149,10 @@ def found_again(broken: Break, candidates: list[Break]) -> Break | None:
 
 
 def tests_of(broken: Break, trace: list[dict], budget: float) -> list[str]:
-    """Find the tests that enter the function, or for a module's own line any function of its file, fastest first."""
+    """Return the tests that enter the function (for a module's own line any function of its file), fastest first."""
     file, name = broken.file.removeprefix("mlx_mtp/"), broken.function
     seen = [t for t in trace if any(f == file and name in ("", q) for f, q, *_ in t["f"])]
-    if not seen:  # a constant of a module without functions, or what only a process of its own runs
+    if not seen:  # a module without functions, or code that runs only in another process
         seen = [t for t in trace if any(f.split("/")[0] == file.split("/")[0] for f, *_ in t["f"])]
     chosen, spent = [], 0.0
     for test in sorted(seen, key=lambda t: t["s"]):
@@ -163,7 +164,7 @@ def tests_of(broken: Break, trace: list[dict], budget: float) -> list[str]:
 
 
 def is_red(broken: Break, tree: Path, tests: list[str], limit: float) -> tuple[bool, str]:
-    """Tell whether a test fails with the break in place, and which."""
+    """Return the test that fails with the break in place, if any."""
     file = tree / broken.file
     text = file.read_text()
     lines, names = text.splitlines(keepends=True), {}
@@ -181,8 +182,8 @@ def is_red(broken: Break, tree: Path, tests: list[str], limit: float) -> tuple[b
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{ids}"]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit)
-        said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return done.returncode not in (0, 5), (said or [f"exit code {done.returncode}"])[0]
+        failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return done.returncode not in (0, 5), (failures or [f"exit code {done.returncode}"])[0]
     except subprocess.TimeoutExpired:
         return True, f"not done after {limit:.0f} s"
     finally:
@@ -197,7 +198,7 @@ def main() -> None:
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def trace(file: Path) -> None:
-    """Run the suite and write which functions of the package each test enters to FILE, a line of JSON a test."""
+    """Run the suite and write the functions that each test enters to FILE, a line of JSON per test."""
     environment = {**os.environ, "TRACE_ROOT": str(ROOT), "TRACE_OUT": str(file.resolve())}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     subprocess.run([sys.executable, "-m", "pytest", "-n", "2", "-q", "-p", "call_trace"], cwd=ROOT, env=environment)
@@ -216,7 +217,7 @@ def trace(file: Path) -> None:
 @click.option("--seconds", default=120.0, show_default=True, help="Tests of one break, by the trace's times.")
 @click.option("--tree", default=ROOT, type=click.Path(path_type=Path), help="The checkout.  [default: this one]")
 def run(trace_file: Path, count: int, seed: int, like: Path | None, out: Path | None, seconds: float, tree: Path):
-    """Apply each break in turn and say whether the tests that see it went red."""
+    """Apply each break in turn and report whether a test found it."""
     lines = [json.loads(line) for line in trace_file.read_text().splitlines()]
     if like is None:
         drawn: list[Break | None] = list(draw(tree, count, seed))

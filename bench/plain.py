@@ -1,12 +1,14 @@
-"""Time plain decoding, and what a user gets who says nothing, beside mlx-lm's loop, and that loop beside itself.
+"""Time plain decoding and the default flags against mlx-lm's loop, and that loop against itself.
 
     python bench/plain.py [--model DIR] [--contexts 500,8000] [--rounds 24] [--max-tokens 100]
 
-All read the same text of so many tokens but the last and go on from there, in every round in another order. A speed
-is tokens over all seconds from that last token on: mlx-lm hands out a token when the next one is nearly computed. A
-ratio is of two turns of one round; medians and quartiles are shown. Ours is as fast as mlx-lm's where its median is 1
-or more, or within the quartiles of the second turn of mlx-lm's. A model with fewer positions than are asked for is
-given as many: its text is worth nothing then, but no slower. The last line is one JSON object.
+All loops prefill the same text except its last token and continue from there, in a different order in each round. A
+speed is the number of tokens over the time from that last token on, because mlx-lm yields a token when the next one
+is
+nearly computed. A ratio compares two turns of one round; medians and quartiles are shown. Ours is as fast as mlx-lm's
+if its median is at least 1, or within the quartiles of the second turn of mlx-lm's loop. A model with too few
+positions
+is given more: its text is then worthless, but not slower. The last line is one JSON object.
 """
 
 import copy
@@ -27,14 +29,14 @@ from rich.table import Table
 import mlx_mtp
 from mlx_mtp.bench.decode import Loop, LoopSettings, MlxLm, Ours, Reader, twin
 from mlx_mtp.bench.result import environment
-from mlx_mtp.bench.subject import forget
+from mlx_mtp.bench.subject import reset_costs
 from mlx_mtp.demo import demo_path
 
 WARMUPS = 3
 
 
 def with_positions(path: Path, positions: int, to: Path) -> Path:
-    """Copy a checkpoint to a directory, with at least so many positions in its config."""
+    """Copy a checkpoint to a directory, with at least `positions` positions in its config."""
     shutil.copytree(path, to, dirs_exist_ok=True)
     config = json.loads((to / "config.json").read_text())
     config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
@@ -43,14 +45,14 @@ def with_positions(path: Path, positions: int, to: Path) -> Path:
 
 
 def text_of(tokenizer, tokens: int) -> list[int]:
-    """So many tokens of the benchmark's prompts, again and again."""
+    """Return this number of tokens from the benchmark's prompts, repeated."""
     entries = [entry for of_kind in json.loads((HERE / "prompts.json").read_text()).values() for entry in of_kind]
     text = tokenizer.encode(" ".join(entry for entry in entries if isinstance(entry, str)))
     return (text * (tokens // len(text) + 1))[:tokens]
 
 
 def measure(loops: list[Loop], prompt: list[int], settings: LoopSettings, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each loop by round."""
+    """Return the seconds of each loop by round."""
     readers, order = {loop.name: Reader(loop, prompt, settings).read() for loop in loops}, random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     for round_ in range(-WARMUPS, rounds):
@@ -62,7 +64,7 @@ def measure(loops: list[Loop], prompt: list[int], settings: LoopSettings, rounds
 
 
 def turn(reader: Reader) -> float:
-    """Generate once, and return the seconds that it took."""
+    """Generate once and return the seconds."""
     loop, settings = reader.loop, reader.settings
     cache = copy.deepcopy(reader.cache, {id(loop.model): loop.model})
     mx.synchronize()
@@ -75,7 +77,7 @@ def turn(reader: Reader) -> float:
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Lower quartile, median and upper quartile of each loop's speed over that of the first."""
+    """Return lower quartile, median and upper quartile of each loop's speed relative to the first loop's."""
     first, *others = seconds
     pairs = {name: [a / b for a, b in zip(seconds[first], seconds[name], strict=True)] for name in others}
     return {name: statistics.quantiles(values, n=4) for name, values in pairs.items()}
@@ -92,7 +94,7 @@ def main(model: str, contexts: str, rounds: int, max_tokens: int, out: Path | No
     lengths, found = [int(context) for context in contexts.split(",")], {}
     with tempfile.TemporaryDirectory() as folder:
         ours, tokenizer = mlx_mtp.load(with_positions(Path(model), max(lengths) + max_tokens, Path(folder)))
-    forget(ours)
+    reset_costs(ours)
     theirs = twin(ours)
     loops = [MlxLm(theirs), MlxLm(theirs, "mlx-lm again"), Ours(ours, "plain", 0), Ours(ours, "default flags", None)]
     table = Table("context", *(loop.name for loop in loops[1:]), title="tokens/s over mlx-lm's loop (quartiles)")

@@ -1,4 +1,4 @@
-"""Time one text in a pool of its own beside the loop for one text, which keeps exact slices while it drafts nothing.
+"""Time one sequence in a pool relative to the loop for one sequence, which uses exact slices while it does not draft.
 
     python bench/pool_of_one.py [--rounds 5] [--tokens 500 --tokens 2000] [--k 0 --k 3]
 

@@ -1,11 +1,11 @@
-"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: time to first token, speed, a prompt that
-is asked again, a conversation.
+"""Compare `mlx-mtp serve` with `mlx_lm.server` on the demo's weights: first token, speed, repeated prompts, chats.
 
     python bench/serve.py [--runs 5] [--max-tokens 250]
 
-Both servers run all the time, in processes of their own; each measurement is taken of one, then of the other. That of
-mlx_lm gets a copy of the weights in float32, as it has no bfloat16 experts on a CPU. For long answers of one client
-both get copies that say of another token that it ends a text: the demo's own answers are short.
+Both servers run all the time in their own processes; each measurement is made on one, then on the other. mlx_lm's
+server gets a copy of the weights in float32, because mlx_lm has no bfloat16 experts on a CPU. For long answers both
+get
+copies with another stop token, because the demo's own answers are short.
 """
 
 import json
@@ -28,14 +28,14 @@ from mlx_lm.utils import load_config, load_tokenizer, save_config
 
 from mlx_mtp.demo import demo_path
 
-PREFIX = 1500  # tokens of the conversation's system prompt, about
-UNENDING, AS_WRITTEN = 191, "Ā"  # byte 0, as the token that ends a text
+PREFIX = 1500  # approximate tokens of the conversation's system prompt
+UNENDING, AS_WRITTEN = 191, "Ā"  # byte 0 as the stop token
 QUESTIONS = ("What does len do?", "What does sorted do?", "What does os.path.join do?", "What does zip do?")
 
 
 @contextmanager
 def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
-    """Run a server; yields its address, and its process."""
+    """Run a server; yield its address and its process."""
     process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -52,7 +52,7 @@ def server(command: list[str], port: int) -> Iterator[tuple[str, int]]:
 
 
 def copied(path: Path, out: Path, *, float32: bool, unending: bool) -> Path:
-    """Copy the demo, with its weights in float32, or with another token to end texts."""
+    """Copy the demo with its weights in float32, or with another stop token."""
     shutil.copytree(path, out)
     if float32:
         weights = {name: array.astype(mx.float32) for name, array in mx.load(str(path / "model.safetensors")).items()}
@@ -68,10 +68,10 @@ def copied(path: Path, out: Path, *, float32: bool, unending: bool) -> Path:
     return out
 
 
-def ask(address: str, said: str | list[dict], max_tokens: int) -> tuple[float, float, int, str]:
-    """Stream one completion or answer: seconds to its first token, seconds after that, tokens, text."""
-    path, field = ("completions", "prompt") if isinstance(said, str) else ("chat/completions", "messages")
-    body = {field: said, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+def ask(address: str, question: str | list[dict], max_tokens: int) -> tuple[float, float, int, str]:
+    """Stream one completion; return seconds to its first token, seconds after that, tokens, text."""
+    path, field = ("completions", "prompt") if isinstance(question, str) else ("chat/completions", "messages")
+    body = {field: question, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     request = urllib.request.Request(f"{address}/v1/{path}", json.dumps(body).encode())
     request.add_header("content-type", "application/json")
@@ -89,7 +89,7 @@ def ask(address: str, said: str | list[dict], max_tokens: int) -> tuple[float, f
 
 
 def single(address: str, run: int, max_tokens: int) -> tuple[float, float]:
-    """One client, one long answer: seconds to the first token, tokens per second."""
+    """Return seconds to the first token and tokens per second for one client and one long answer."""
     kinds = json.loads(Path(__file__).with_name("prompts.json").read_text()).values()
     texts = [entries[0] for entries in kinds if isinstance(entries[0], str)]
     first, rest, tokens, _ = ask(address, texts[run % len(texts)], max_tokens)
@@ -97,18 +97,18 @@ def single(address: str, run: int, max_tokens: int) -> tuple[float, float]:
 
 
 def again(address: str, run: int) -> tuple[float, float]:
-    """A prompt that was asked half a second ago: seconds to the first token, tokens per second."""
-    said = [{"role": "user", "content": f"Run {run}. {QUESTIONS[run % len(QUESTIONS)]}"}]
-    ask(address, said, 30)
+    """Return seconds to the first token and tokens per second for a prompt sent half a second earlier."""
+    question = [{"role": "user", "content": f"Run {run}. {QUESTIONS[run % len(QUESTIONS)]}"}]
+    ask(address, question, 30)
     time.sleep(0.5)
-    first, rest, tokens, _ = ask(address, said, 30)
+    first, rest, tokens, _ = ask(address, question, 30)
     return first, (tokens - 1) / rest if rest else 0.0
 
 
 def conversation(address: str, run: int) -> tuple[float, float]:
-    """Four turns behind a long system prompt: median seconds to first tokens of turns 2 to 4, seconds of all."""
-    said = "Be brief and correct. "
-    system = f"Run {run}. " + said * (PREFIX // len(load_tokenizer(demo_path()).encode(said)))
+    """Return median seconds to first tokens of turns 2 to 4 of four after a long system prompt, and the total."""
+    question = "Be brief and correct. "
+    system = f"Run {run}. " + question * (PREFIX // len(load_tokenizer(demo_path()).encode(question)))
     messages, firsts, tic = [{"role": "system", "content": system}], [], time.perf_counter()
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -127,7 +127,7 @@ def free_port() -> int:
 def in_turn(
     measure: Callable[[str, int], tuple[float, float]], runs: int, *, unending: bool
 ) -> dict[str, list[tuple[float, float]]]:
-    """Measure one server, then the other, run after run; the first run warms up."""
+    """Measure one server, then the other, run after run; the first run is a warm-up."""
     with tempfile.TemporaryDirectory() as directory:
         places = [Path(directory) / name for name in ("ours", "mlx_lm")]
         paths = [copied(demo_path(), p, float32=p.name != "ours", unending=unending) for p in places]

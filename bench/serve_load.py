@@ -1,11 +1,13 @@
-"""Let many clients ask `mlx-mtp serve` at once: is every answer the one that it is alone, does memory stay?
+"""Send requests of many clients to `mlx-mtp serve`: check every answer, the status codes and the memory.
 
     python bench/serve_load.py [--requests 2000] [--clients 32]
 
-The demo's server in a process of its own, which may remember 50 MB of prompts. Whole answers and streams of three
-APIs, greedy and drawn, must be those that came before anybody else asked (log probabilities to 0.001: a BLAS rounds
-a row by how many there are). Between them clients go away while a prompt is read or in the middle of a stream, and
-send what is no JSON. Resident memory is looked at each eighth of the way.
+The demo's server runs in its own process with a prefix cache of 50 MB. Whole answers and streams of three APIs,
+greedy
+and sampled, must equal those from before the load (log probabilities to 0.001: a BLAS rounds a row differently in
+batches). In between, clients disconnect during the prefill or in the middle of a stream, or send invalid JSON.
+Resident
+memory is read after each eighth.
 """
 
 import http.client
@@ -36,86 +38,86 @@ RUDE = ("no JSON", "gone while its prompt is read", "gone in the middle of a str
 
 
 def body_of(kind: int, question: int) -> tuple[str, dict[str, Any]]:
-    """Make a request: its path, and its body."""
+    """Return a request's path and body."""
     path, more = KINDS[kind]
     text = QUESTIONS[question]
-    said = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    return path, {**said, "max_tokens": 30, **more}
+    body = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    return path, {**body, "max_tokens": 30, **more}
 
 
 def post(port: int, path: str, body: str) -> http.client.HTTPResponse:
-    """Send a request; the response is not read yet, and closes its connection."""
+    """Send a request; the response is not read yet, and reading it closes its connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", path, body, {"content-type": "application/json", "connection": "close"})
     return connection.getresponse()
 
 
-class Said(NamedTuple):
-    """An answer: its status, what it says, without what differs each time, and the numbers in that."""
+class Answer(NamedTuple):
+    """An answer: its status, its content without varying parts, and the numbers in it."""
 
     status: int
     text: str
     numbers: list[float]
 
-    def same(self, other: "Said") -> bool:
+    def same(self, other: "Answer") -> bool:
         alike = len(self.numbers) == len(other.numbers) and np.allclose(
             self.numbers, other.numbers, rtol=0, atol=1e-3
         )
         return bool(alike) and self[:2] == other[:2]
 
 
-def answered(port: int, kind: int, question: int) -> Said:
-    """Ask, and read the answer."""
+def answered(port: int, kind: int, question: int) -> Answer:
+    """Send a request and read the answer."""
     path, body = body_of(kind, question)
     with post(port, path, json.dumps(body)) as response:
         text = response.read().decode()
     found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    events = [told(each) for each in found or [json.loads(text)]]
-    events, numbers = json.dumps([each for each in events if each]), []  # what is left out keeps a stream alive
-    return Said(response.status, json.dumps(json.loads(events, parse_float=partial(_number, numbers))), numbers)
+    events = [content_of(each) for each in found or [json.loads(text)]]
+    events, numbers = json.dumps([each for each in events if each]), []  # empty events only keep a stream alive
+    return Answer(response.status, json.dumps(json.loads(events, parse_float=partial(_number, numbers))), numbers)
 
 
 def _number(numbers: list[float], text: str) -> None:
     numbers.append(float(text))
 
 
-def told(event: dict[str, Any]) -> Any:
-    """Take what an answer says out of an event or a whole answer."""
+def content_of(event: dict[str, Any]) -> Any:
+    """Return the content of an event or a whole answer."""
     return event.get("choices") or event.get("content") or event.get("delta") or event.get("error")
 
 
 def rude(port: int, i: int) -> int:
-    """Be a client that does not behave; return the status."""
+    """Behave as a bad client; return the status."""
     if RUDE[i % 3] == "no JSON":
         with post(port, CHAT, '{"messages": [') as response:
             return response.status
     long = RUDE[i % 3] == "gone while its prompt is read"
     text = " ".join(f"{i} {j}" for j in range(200)) if long else QUESTIONS[0]
-    said = {"messages": [{"role": "user", "content": text}], "stream": True, **DRAWN}
-    with post(port, CHAT, json.dumps(said)) as response:
-        response.read(100 if long else 600)  # the answer begins behind 200 or so
+    body = {"messages": [{"role": "user", "content": text}], "stream": True, **DRAWN}
+    with post(port, CHAT, json.dumps(body)) as response:
+        response.read(100 if long else 600)  # the answer starts after about 200 bytes
         return response.status
 
 
 def resident(pid: int) -> float:
-    """Look up a process's resident megabytes."""
+    """Return a process's resident megabytes."""
     return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1000
 
 
-def one(port: int, i: int, alone: dict[tuple[int, int], Said]) -> str:
-    """Send the i-th request; return what came of it, in words."""
+def one(port: int, i: int, alone: dict[tuple[int, int], Answer]) -> str:
+    """Send the i-th request; return its outcome in words."""
     if i % 4 == 3:
         return f"rude {rude(port, i // 4)}"
     at = i % len(KINDS), i // len(KINDS) % len(QUESTIONS)
-    said = answered(port, *at)
-    return f"answer {said.status}" if said.same(alone[at]) else f"WRONG {said.status}: {said.text[:200]}"
+    answer = answered(port, *at)
+    return f"answer {answer.status}" if answer.same(alone[at]) else f"WRONG {answer.status}: {answer.text[:200]}"
 
 
 @click.command()
 @click.option("--requests", default=2000, show_default=True)
 @click.option("--clients", default=32, show_default=True)
 def main(requests: int, clients: int) -> None:
-    """Ask, count what came, and fail where an answer is wrong or a status is the server's fault."""
+    """Send all requests, count outcomes, and fail if an answer is wrong or a status is a server error."""
     port, found, memory, tic = free_port(), Counter(), [], time.perf_counter()
     command = [sys.executable, "-m", "mlx_mtp", "serve", "--quiet", "--prompt-cache-size", "0.05"]
     with server(command, port) as (_, pid), ThreadPoolExecutor(clients) as pool:

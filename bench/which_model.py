@@ -1,9 +1,9 @@
-"""Print the README's table of models: what released checkpoints take in memory, quantized by `mlx-mtp convert -q`.
+"""Print the README's table of models: memory of released checkpoints quantized by `mlx-mtp convert -q`.
 
     python bench/which_model.py
 
-Each model is built of its released config.json (`tests/support/fixtures/` says where each is from), quantized as
-`convert -q` does, its heads in 8 bits, and counted as `mlx-mtp inspect` counts. No weight is there, or drawn.
+Each model is built from its released config.json (sources in `tests/support/fixtures/`), quantized as by `convert -q`
+with its heads in 8 bits, and counted as by `mlx-mtp inspect`. No weights are read or drawn.
 """
 
 import sys
@@ -23,7 +23,7 @@ sys.path.append(str(SUPPORT))
 
 import published  # noqa: E402
 
-MODELS = {  # official repository: the fixture with its config.json, or that of a sister of the same sizes
+MODELS = {  # official repository: the fixture of its config.json, or of a model of the same sizes
     "Qwen/Qwen3.5-0.8B": "qwen3.5-0.8b",
     "XiaomiMiMo/MiMo-7B-RL": "mimo-7b",
     "Qwen/Qwen3.6-27B": "qwen3.5-27b",
@@ -38,20 +38,20 @@ MODELS = {  # official repository: the fixture with its config.json, or that of 
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
     "zai-org/GLM-5.1": "glm-5.1",
 }
-TRIED: set[str] = set()  # repositories whose released weights gave the right text, with drafts that were right
-MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB of memory that Macs are sold with
-USED = 0.75  # of it, which macOS lets a GPU have
+TRIED: set[str] = set()  # repositories whose released weights were tested: right text, accepted drafts
+MACS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # GB of memory in available Macs
+USED = 0.75  # share that macOS lets a GPU use
 
 
 def row(repository: str) -> str:
-    """Write a model's line of the table."""
+    """Return the model's line of the table."""
     few, many = (least_memory(MODELS[repository], bits) for bits in (4, 8))
     mac = next((f"{size} GB" for size in MACS if few < USED * size * 1e9), "none")
     return f"| {mac} | `{repository}` | {in_gb(few)} | {in_gb(many)} | {'yes' if repository in TRIED else 'no'} |"
 
 
 def least_memory(fixture: str, bits: int) -> int:
-    """Count the bytes of a conversion in so many bits at a context of one token, as `inspect` does."""
+    """Return the bytes of a conversion to `bits` bits with a context of one token, as counted by `inspect`."""
     file = SUPPORT / "fixtures" / f"{fixture}.txt"
     config = published.read_config(file)
     port: Any = find_port(config)
@@ -64,7 +64,7 @@ def least_memory(fixture: str, bits: int) -> int:
 
 
 def in_gb(size: int) -> str:
-    """Write GB, with a digit behind the point below ten."""
+    """Format GB, with one decimal below ten."""
     return f"{size / 1e9:.0f} GB" if size >= 9.95e9 else f"{size / 1e9:.1f} GB"
 
 

@@ -1,4 +1,4 @@
-"""Chat with a model, with all of the conversation in its caches.
+"""Chat with a model; its caches hold the whole conversation.
 
     python examples/chat.py [MODEL]
 

@@ -1,10 +1,10 @@
-"""Convert a checkpoint with its MTP heads, and see that drafting does not change what it says.
+"""Convert a checkpoint with its MTP heads, and check that drafting does not change its text.
 
     python examples/convert_and_prove.py [MODEL NEW_DIRECTORY [BITS]]
 
-MODEL is a directory or a hub name, BITS quantize it (4 or 8). Without arguments the demo is converted as it is. On
-the command line: `mlx-mtp convert --hf-path MODEL --mlx-path NEW_DIRECTORY -q`, then `mlx-mtp verify-lossless
---model NEW_DIRECTORY`, which also tests draws and how the heads are wired. It takes a minute or more.
+MODEL is a directory or a hub name, BITS quantize it (4 or 8). Without arguments the demo is converted, not
+quantized. On the command line: `mlx-mtp convert --hf-path MODEL --mlx-path NEW_DIRECTORY -q`, then `mlx-mtp
+verify-lossless --model NEW_DIRECTORY`, which also tests sampling and the wiring of the heads, in a minute or more.
 """
 
 import sys
@@ -19,7 +19,7 @@ from mlx_mtp.lossless.prompts import Prompt
 source, new, bits = (*sys.argv[1:4], *(None,) * (4 - len(sys.argv)))[:3]
 new = new or Path(tempfile.mkdtemp()) / "converted"
 
-# The target gets these bits, the heads 8: few bits in a head cost right drafts, and it is small anyway.
+# The target gets these bits, the heads 8: fewer bits in a head lower the acceptance, and a head is small.
 written = mlx_mtp.convert(source or demo_path(), new, quantize=bits is not None, q_bits=bits and int(bits))
 print(f"{written.nbytes / 1e6:.1f} MB in {written.path}\n\n{written.report}\n")
 

@@ -18,7 +18,7 @@ most = model.max_draft_tokens  # 0 for a model without heads
 
 
 def no_digits(tokens: mx.array, logits: mx.array) -> mx.array:
-    """Forbid all tokens with a digit. tokens: the ids so far [T], logits: [1, V]; as mlx_lm calls it."""
+    """Forbid tokens with a digit; an mlx_lm logits processor. tokens: ids so far [T]; logits: [1, V]."""
     return mx.where(DIGITS, -mx.inf, logits)
 
 

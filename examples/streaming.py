@@ -1,4 +1,4 @@
-"""Print a text as it comes, and what drafting was worth.
+"""Print a text while it is generated, then the gain of drafting.
 
 python examples/streaming.py [MODEL]
 """

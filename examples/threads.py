@@ -1,4 +1,4 @@
-"""Answer several callers at once from asyncio: any thread may load, generate, and take the next token.
+"""Serve several callers from asyncio: any thread may load a model, generate, and advance a generator.
 
     python examples/threads.py [MODEL]
 
@@ -15,7 +15,7 @@ PROMPTS = ("def read_lines(path):", "class Stack:", "import os\n")
 
 
 async def stream(model, tokenizer, prompt: str) -> str:
-    """Take one text's pieces in worker threads, while the event loop stays free."""
+    """Collect a generation's pieces in worker threads, without blocking the event loop."""
     responses, pieces = mlx_mtp.stream_generate(model, tokenizer, prompt, max_tokens=8), []
     while (response := await asyncio.to_thread(next, responses, None)) is not None:
         pieces.append(response.text)

@@ -1,8 +1,8 @@
-"""Hold a conversation: its messages, and the caches that already hold most of the next prompt.
+"""Hold a conversation: its messages and the caches of the tokens already processed.
 
-The whole conversation is rendered and tokenized anew for every turn, so the text never depends on what was
-cached. The caches continue where their tokens are a prefix of it; where a chat template has rewritten an earlier
-answer (or a retokenized one differs) they go back to a snapshot taken before the difference.
+Every turn renders and tokenizes the whole conversation again, so the text never depends on the caches. The caches
+continue if their tokens are a prefix of the new prompt. If a chat template rewrote an earlier answer, or an answer
+tokenizes differently, they roll back to a snapshot before the first difference.
 """
 
 import time
@@ -30,15 +30,15 @@ Responses = Generator[GenerationResponse, None, None]
 
 
 class Stopped(Exception):
-    """`ChatSession.stopping` was set while the prompt was being read."""
+    """Raised when `ChatSession.stopping` is set during the prefill."""
 
 
 @dataclass
 class Turn:
-    """What one turn cost.
+    """Token counts and times of one turn.
 
-    prompt_tokens: the whole conversation up to the answer; reused: how many of them the caches already held.
-    read_time:     seconds spent on the prompt before its last few tokens, which `stats` knows about.
+    prompt_tokens: the whole conversation up to the answer; reused: the number of them that the caches already held.
+    read_time:     prefill seconds that `stats` does not include, those before the last few tokens.
     """
 
     prompt_tokens: int
@@ -48,7 +48,7 @@ class Turn:
 
     @property
     def prompt_tps(self) -> float:
-        """New prompt tokens per second, until the first token of the answer had arrived."""
+        """New prompt tokens per second, up to the first token of the answer."""
         new, seconds = self.prompt_tokens - self.reused, self.read_time + self.stats.prefill_time
         return new / seconds if seconds else 0.0
 
@@ -56,9 +56,9 @@ class Turn:
 class ChatSession:
     """Messages and caches of a conversation.
 
-    cache:    the tokens it holds are in `cache.tokens`, whatever stopped a turn.
-    stopping: set it (from a signal handler, another thread) to end the turn under way; it is cleared at the end.
-    num_draft_tokens: may be changed between turns.
+    cache:    `cache.tokens` lists its tokens, however a turn ended.
+    stopping: set it from a signal handler or another thread to end the current turn; the turn's end clears it.
+    num_draft_tokens: may change between turns.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Any,
     ):
-        """options: those of `stream_generate`; the first message begins with what a `prompt_cache` holds of it.
+        """options: those of `stream_generate`; the first message continues the prompt that a `prompt_cache` holds.
 
         Raises ValueError for an option out of range.
         """
@@ -93,7 +93,7 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation. Answers are counted on, so that a seed's draws do not repeat."""
+        """Start a new conversation. The count of answers continues, so that seeded draws do not repeat."""
         self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._at_rest:
             self.cache = self._given
@@ -103,10 +103,12 @@ class ChatSession:
         self._at_rest = True
 
     def resume(self, messages: list[dict[str, str]], answers: int) -> None:
-        """Go on with these messages as the session would that gave so many answers, on which a seed's draws depend.
+        """Continue with these messages as if the session had given `answers` answers; seeded draws depend on that
+        count.
 
-        messages: {"role", "content"}; a first one of role "system" is the system prompt from now on. Raises
-        ValueError, and changes nothing, where the chat template does.
+        messages: {"role", "content"}; a first message of role "system" becomes the system prompt. If the chat
+                  template
+        raises, ValueError is raised and nothing changes.
         """
         self._tokens([*messages, {"role": "user", "content": "?"}])
         self._system = [message for message in messages[:1] if message["role"] == "system"]
@@ -114,7 +116,7 @@ class ChatSession:
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt; may be set at any time, for the answers that follow. Raises as `resume` does."""
+        """The system prompt; may be set at any time and applies to later answers. Raises as `resume` does."""
         return self._system[0]["content"] if self._system else None
 
     @system_prompt.setter
@@ -128,36 +130,37 @@ class ChatSession:
         self._given = None
 
     def _continue(self, cache: PromptCache, system_prompt: str | None) -> str | None:
-        """Take over what a given cache holds; return the system prompt."""
+        """Adopt the contents of a given cache; return the system prompt."""
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         prefix = cache.prefix
         if prefix is None and not cache.offset:
             return system_prompt
         if prefix is None or (self.tokenizer.has_chat_template and not prefix.template):
-            raise ValueError("prompt_cache: does not hold the beginning of a conversation")
+            raise ValueError("prompt_cache: does not hold the start of a conversation")
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
 
     def idle(self) -> IdleTrials:
-        """Try kernels, while this is entered, that the load left untried: for whoever waits for the next message."""
+        """Return a context manager that tries the remaining kernels while the program waits for the next message."""
         return IdleTrials(self.model)
 
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.
 
-        Closing the iterator or setting `stopping` ends the answer, which stays in the conversation as far as it
-        was yielded; where nothing was, the message is left out. Raises ValueError where the template does.
+        Closing the iterator or setting `stopping` ends the answer. The conversation keeps the part that was yielded;
+        if
+        none was, it drops the message. Raises ValueError if the chat template does.
         """
         return in_turns(self._answer(text, progress))
 
     def _answer(self, text: str, progress: Progress | None) -> Responses:
-        """Make the answer of `ask`."""
+        """Generate the responses of `ask`."""
         text = text if len(self.messages) > len(self._system) else self._prefix_text + text
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
-        if not self._at_rest:  # an exception ended the last turn, perhaps halfway through a write
+        if not self._at_rest:  # an exception ended the last turn, possibly during a write to the caches
             self._start_over()
         self._at_rest = False
         answer: list[str] = []
@@ -177,25 +180,25 @@ class ChatSession:
                 self.answers += 1
 
     def _ends(self) -> bool:
-        """Tell whether the answer is to be broken off here; ranks end it together, a cycle or two later."""
+        """Return whether to stop the answer here; ranks agree on a stop, one or two cycles later."""
         if self.ranks:
             self.ranks.stopping = self.stopping
         return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
-        """Read what is new of the prompt, with a snapshot at `end`, and answer."""
+        """Prefill the new part of the prompt, with a snapshot at `end`, then decode."""
         common = shared(self.cache.tokens, prompt[:-1])
         reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
         turn = self.turn = Turn(len(prompt), reused)
         self._remember()
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
-        self._at_rest = True  # should this raise
+        self._at_rest = True  # the caches are intact if this raises
         self._check(total)
         self._at_rest = False
-        options: dict[str, Any] = {**self.options, "check_memory": False}  # of each part of the prompt
+        options: dict[str, Any] = {**self.options, "check_memory": False}  # checked above for the whole prompt
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         if not self.num_draft_tokens and self.model.max_draft_tokens:
-            options["prompt_lookup"] = False  # switched off with the heads
+            options["prompt_lookup"] = False  # disabled together with the heads
         if first:
             tic = time.perf_counter()
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
@@ -210,7 +213,7 @@ class ChatSession:
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _check(self, new: int) -> None:
-        """Raise ValueError where `new` tokens and an answer do not fit."""
+        """Raise ValueError if `new` tokens and an answer do not fit."""
         options = self.options
         step = options.get("prefill_step_size") or default_step(self.model)
         ignore = not options.get("check_memory", True)
@@ -218,14 +221,14 @@ class ChatSession:
         check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
-        """Stop or go on between two chunks, where caches are whole (they are not yet after a part's last one)."""
+        """Report progress or raise Stopped, but only between chunks: after the last one caches are incomplete."""
         if done < part and (self.ranks.told(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)
 
     def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], most: int) -> int:
-        """Take the caches back to the last of the snapshots with at most so many tokens; return its length."""
+        """Roll back to the latest snapshot of at most `most` tokens; return its length, 0 for empty caches."""
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
         self._snapshots = [s for s in snapshots if s[0].length <= most and s[1] is due]
         if not self._snapshots or not self.cache.rewinds:
@@ -236,17 +239,17 @@ class ChatSession:
         return last.length
 
     def _remember(self) -> None:
-        """Take a snapshot here, unless there is one."""
+        """Take a snapshot at the current position unless it exists."""
         here = self.cache.offset
         if here and not (self._snapshots and self._snapshots[-1][0].length == here):
             self._snapshots.append((self.cache.snapshot(), self.cache.quantizing))
             del self._snapshots[:-KEPT_SNAPSHOTS]
 
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
-        """Encode the prompt; return also where its generation prompt begins, which is before its last token."""
+        """Return the prompt's tokens, and where its generation prompt begins, which is before its last token."""
         prompt = self._encode(messages, answering=True)
         if not prompt:
-            raise ValueError("the prompt is empty: the chat template makes nothing of this conversation")
+            raise ValueError("the prompt is empty: the chat template renders nothing for this conversation")
         return prompt, shared(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:
@@ -257,7 +260,7 @@ class ChatSession:
 
 
 def _running_text(messages: list[dict]) -> str:
-    """Write a conversation without a template: the texts as they are, each message on a line of its own."""
+    """Concatenate a conversation's messages without a template, each on its own line."""
     text = ""
     for message in messages:
         if message["role"] == "user" and text and not text.endswith("\n"):

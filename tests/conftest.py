@@ -7,7 +7,7 @@ import os
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
-# A worker keeps to a core, where MLX's thread takes turns with Python's: a third of the time went on waking it.
+# Each worker runs on one core, shared by MLX's thread and Python's: switching between cores took a third of the time.
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
     with contextlib.suppress(OSError):
         _cores = sorted(os.sched_getaffinity(0))
@@ -22,7 +22,7 @@ import mlx_mtp
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collector need not look at it again."""
+    """Exclude imported objects from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -30,7 +30,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Neighbouring tests go to the same worker, which then makes what they share once."""
+    """Run neighbouring tests on the same worker, which then creates their shared fixtures once."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
@@ -49,7 +49,7 @@ def pytest_runtest_setup():
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_directory(tmp_path_factory):
-    """What is measured here is not kept for the user's own runs, and what was kept there is not known here."""
+    """Use a cache directory of the tests' own: neither reads nor writes the user's measurements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

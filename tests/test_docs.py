@@ -14,26 +14,13 @@ from sweep import sampled, sweep
 
 import mlx_mtp
 from bench import which_model
-from mlx_mtp.cli import main
+from docs import commands as docs_commands
 from mlx_mtp.cli.conversation import HELP
 from mlx_mtp.decoding.options import EXPLANATION
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES["README.md"]
-
-
-def commands(group=main, path=()):
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-        else:
-            yield " ".join((*path, name)), command
-
-
-def line_of(param):
-    """An option as docs/commands.md has it: its flags, and its help."""
-    return f"- `{' '.join([', '.join(param.opts), *param.secondary_opts])}`: {param.help}"
 
 
 def test_the_readme_is_short_and_links_every_page():
@@ -119,17 +106,22 @@ def test_python_that_is_shown_runs(name, monkeypatch, tmp_path):
     assert {"model", "tokenizer"} <= inside.keys()
 
 
-def test_commands_page_has_every_command_and_flag():
-    """In the words of `--help`; what several commands share stands once."""
+def test_the_commands_page_is_generated_from_the_command_line():
+    """Run `python docs/commands.py` after a change of a command's help, options or defaults."""
     page = PAGES["commands.md"]
+    assert page == docs_commands.page(page)
     assert all(f"\n    {line}\n" in page for line in HELP.splitlines())
-    sections = dict(re.findall(r"^## `mlx-mtp ([\w -]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    shared = re.search(r"^## Flags that several commands share\n(.*)", page, re.MULTILINE | re.DOTALL)
-    assert shared
-    assert sections.keys() == {name for name, _ in commands()}
-    lines = set()
-    for name, command in commands():
-        known = [line_of(p) for p in command.params if isinstance(p, click.Option) and not p.hidden]
-        assert [line for line in known if f"{line}\n" not in sections[name] + shared[1]] == [], name
-        lines |= set(known)
-    assert set(re.findall(r"^- `-.*", page, re.MULTILINE)) == lines
+
+
+def test_the_commands_page_has_each_commands_own_flags_and_defaults():
+    sections = dict(
+        re.findall(r"^## `mlx-mtp ([\w -]+)`\n(.*?)(?=^## |\Z)", PAGES["commands.md"], re.MULTILINE | re.DOTALL)
+    )
+    assert sections.keys() == {name for name, _ in docs_commands.commands()}
+    for name, command in docs_commands.commands():
+        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        listed = re.findall(r"^- `([^`]+)`: ", sections[name], re.MULTILINE)
+        assert [re.findall(r"-[\w-]+", flags) for flags in listed] == [[*p.opts, *p.secondary_opts] for p in options]
+    assert "- `--seed`: Seed of the draws.  [default: 0]\n" in sections["chat"]
+    assert "  [default: -1]\n" in sections["serve"]
+    assert "  [default: 100]\n" in sections["generate"]

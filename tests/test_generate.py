@@ -101,7 +101,7 @@ def test_a_stop_token_ends_the_text(demo):
 
 
 def test_the_demo_answers_and_continues(demo):
-    """It is a demo, but what it was trained on it knows."""
+    """The demo answers questions from its training data."""
     model, tokenizer = demo
     question = [{"role": "user", "content": "What does os.path.join do?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Programs that call mlx_lm run with the import changed, or are told in one line what to change."""
+"""Programs that call mlx_lm run with the import changed, or fail with one line that states the change."""
 
 import inspect
 import itertools
@@ -78,7 +78,7 @@ SAMPLERS = [
 
 @pytest.mark.parametrize("options", sampled(SAMPLERS[2:], SAMPLERS))
 def test_a_seed_gives_a_samplers_text_for_every_k(tiny_models, options):
-    """Also where cycles are built ahead, and behind processors; the thread's own draws go on as without."""
+    """Also if cycles are built ahead, and after processors; the thread's own draws are unaffected."""
     model, _ = tiny_models(0)
     options = {"sampler": make_sampler(**options), "logits_processors": make_logits_processors(None, 1.1)}
 
@@ -96,7 +96,7 @@ def test_a_seed_gives_a_samplers_text_for_every_k(tiny_models, options):
 
 
 def test_caches_of_mlx_lms_making(demo):
-    """An empty list comes to hold one cache of ours, which mlx_lm's functions take; what holds text is refused."""
+    """An empty list receives one cache of ours, which mlx_lm's functions accept; a list with content is refused."""
     model, tokenizer, theirs = demo
     caches = mlx_lm_caches.make_prompt_cache(model)
     mlx_mtp.generate(model, tokenizer, PROMPT, max_tokens=12, prompt_cache=caches)
@@ -142,7 +142,7 @@ def test_what_is_done_elsewhere(demo):
 
 
 def test_mlx_lm_does_not_read_our_caches(demo):
-    """It is told what does, whoever loaded the model, and also where our cache took the place of a list's members."""
+    """The error names our function, for a model of either package, also if our cache replaced a list's members."""
     model, tokenizer, theirs = demo
     cache = mlx_mtp.make_prompt_cache(model)
     for loaded, given in itertools.product((model, theirs), (cache, [cache])):
@@ -152,7 +152,7 @@ def test_mlx_lm_does_not_read_our_caches(demo):
 
 
 def test_defaults_are_those_of_the_command_line(demo):
-    """Keys and values of heads of 32 are quantized, and a prompt is read in chunks that suit the device."""
+    """Keys and values of heads of 32 are quantized, and the prefill chunk size depends on the device."""
     from mlx_mtp.cli.generate import generate as command
 
     model, tokenizer, _ = demo

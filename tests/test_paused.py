@@ -1,4 +1,4 @@
-"""Drafting that is paused is shown as paused wherever drafts are shown, never as drafts that were wrong."""
+"""Paused drafting is reported as paused wherever drafts are reported, and not as rejected drafts."""
 
 import io
 import json
@@ -29,13 +29,13 @@ from mlx_mtp.tuning.plan import PLAIN
 
 ROOT = Path(__file__).parents[1]
 WORDS = "drafting paused: costs 3.8 plain steps, gains 3.6 tokens"
-FAILED = re.compile(r"\b0(\.0)?%|\b0 of 0\b|\b0/0\b|/0%")  # looks like drafts that were wrong
+FAILED = re.compile(r"\b0(\.0)?%|\b0 of 0\b|\b0/0\b|/0%")  # looks like rejected drafts
 QUESTION, CODE = "What does os.path.join do?", "def read_lines(path):"
 
 
 @pytest.fixture(autouse=True)
 def _paused(monkeypatch):
-    """Every adaptive generation finds drafts too dear from its first cycle on."""
+    """Pause drafting in every adaptive generation from its first cycle on."""
 
     def plan(self, matched=0, behind=0):
         self.paused = WORDS.removeprefix("drafting paused: ")
@@ -77,7 +77,7 @@ def test_commands(command, stdin):
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_a_batch_notes_it_for_each_sequence(demo, together):
-    """Where sequences share cycles, too."""
+    """Also in a batch."""
     model, tokenizer = demo
     whole, each = mlx_mtp.Stats(), [mlx_mtp.Stats() for _ in range(together)]
     batch = mlx_mtp.BatchGenerator(model, stats=whole)
@@ -89,14 +89,14 @@ def test_a_batch_notes_it_for_each_sequence(demo, together):
 
 
 def test_a_stream_that_is_not_read_to_its_end(demo):
-    """The reason is known while tokens arrive."""
+    """The reason is available while tokens arrive."""
     responses = mlx_mtp.stream_generate(*demo, CODE, max_tokens=20)
     stats = [next(responses) for _ in range(5)][-1].stats
     assert_paused(stats.summary)
 
 
 def test_the_server(caplog):
-    """Its log, and each API's answer, which the page shows."""
+    """In the server's log and in each API's response."""
     site, app = start(options={})
     with TestClient(app, base_url="http://localhost") as client:
         while site.engine.state == "loading":
@@ -120,7 +120,7 @@ def test_the_server(caplog):
 
 
 def test_the_tables_of_bench_decode_and_doctor():
-    """A result that was written before there was a reason is shown, too."""
+    """A result written by a version without reasons can be shown."""
     session = decode.open_session(open_subject(None, kernels="off"), (), 1, 0.0)
     session.loops = [loop for loop in session.loops if loop.name in (decode.PLAIN, decode.ADAPTIVE)]
     prompt = decode.BenchPrompt("code", session.subject.tokenizer.encode(CODE), 0)

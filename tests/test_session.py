@@ -1,4 +1,4 @@
-"""Hold conversations: every turn's text is that of a full prefill, whatever was cached, stopped or switched."""
+"""Check conversations: every turn's tokens equal those of a full prefill, however it was cached or stopped."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ def model(tiny_models):
 
 
 def full_prefill(session, text):
-    """The answer's tokens, by plain decoding from the whole conversation and an empty cache."""
+    """Return the answer's tokens from plain decoding of the whole conversation with an empty cache."""
     max_tokens = session.options["max_tokens"]
     messages = [*session.messages, {"role": "user", "content": text}]
     tokenizer = session.tokenizer
@@ -48,20 +48,20 @@ def test_turns_equal_full_prefills(tiny_models, template, seed):
     assert session.cache.offset > 40  # the window of 8 has wrapped
 
 
-def test_only_what_is_new_is_read(model):
+def test_only_new_tokens_are_prefilled(model):
     session = make_session(model)
     answer(session, "abc")
     held = session.cache.offset
     answer(session, "de")
     assert session.turn.reused == held
-    # The first answer's last token, the template's "<e>" where that was not it, and "<u>de<e><a>".
+    # The first answer's last token, the template's "<e>" unless it was that, and "<u>de<e><a>".
     assert session.turn.prompt_tokens - held in (6, 7)
 
 
 def test_a_rewritten_answer_costs_one_turn(model):
     session = make_session(model, REWRITING)
     for i, text in enumerate(MESSAGES):
-        boundary = session.turn.prompt_tokens - 2  # the last one's, before its generation prompt "<a>["
+        boundary = session.turn.prompt_tokens - 2  # before the generation prompt "<a>[" of the last turn
         answer(session, text)
         assert i == 0 or session.turn.reused >= boundary
 
@@ -77,7 +77,7 @@ def test_stopped_at_every_token(model, template, how):
         if how == "close":
             responses.close()
         else:
-            session.stopping = len(shown) == n  # fewer: the answer had already ended
+            session.stopping = len(shown) == n  # fewer if the answer had already ended
             assert list(responses) == []
             assert not session.stopping
         assert session.messages[-1]["content"] == "".join(response.text for response in shown)
@@ -104,7 +104,7 @@ def test_stopped_in_prefill(model):
     assert session.turn.reused == held
 
 
-def test_another_question_after_a_stop_in_prefill(model):
+def test_a_new_question_after_a_stop_in_prefill(model):
     session = make_session(model, prefill_step_size=8)
     answer(session, "abc")
     held = session.cache.offset
@@ -216,7 +216,7 @@ def test_without_a_template(model):
     [
         ("{{ raise_exception('no system role') }}", "refuses this conversation"),
         ("{{ 1 + 'a' }}", "refuses this conversation"),
-        ("{# nothing #}", "makes nothing of this conversation"),
+        ("{# nothing #}", "renders nothing for this conversation"),
     ],
 )
 def test_refusing_template(model, template, message):

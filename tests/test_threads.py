@@ -1,4 +1,4 @@
-"""Load in one thread, generate in others, go on in a third: the text is that of one thread."""
+"""Load in one thread, generate in others, continue in a third: the text is that of one thread."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def tokens(model, k=2, n=12, **options):
 
 
 def by_threads(steps, count=3):
-    """What is left of a generator whose items are asked for by several threads, one after the other."""
+    """Return the remaining items of a generator that several threads advance in turn."""
     found, end = [], object()
     pools = [ThreadPoolExecutor(1) for _ in range(count)]
     while (item := pools[len(found) % count].submit(next, steps, end).result(60)) is not end:
@@ -48,7 +48,7 @@ def test_several_threads_at_once(tiny_models):
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_each_token_by_another_thread(tiny_models, monkeypatch, replayed):
-    """Built ahead in one thread and submitted in the next; what one thread has recorded is not another's."""
+    """Build ahead in one thread and submit in the next; recordings of threads are separate."""
     monkeypatch.setattr(replay, "OFTEN", 1)
     model, _ = tiny_models(0)
     stats, cache = mlx_mtp.Stats(), mlx_mtp.make_prompt_cache(model)

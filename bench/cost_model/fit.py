@@ -2,11 +2,11 @@
 
     python -m bench.cost_model.fit    (at the checkout's root)
 
-writes what `mlx-mtp bench model` reads: the constants, and what the validation found.
+writes the file that `mlx-mtp bench model` reads: the constants and the validation.
 
-For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (taken to
-be right within 10%) and a prior: of the bandwidth what is published, else 85%, within 10%; of the issue rate, within
-30%, what all rows of M <= 2 of its family (M1 and M2; M3 and later) say. A chip without rows keeps the prior.
+For each chip the shares of bandwidth and of issue rate are the most likely ones, given its rows of M <= 2 (assumed
+right within 10%) and a prior: for the bandwidth the published share, else 85%, within 10%; for the issue rate, within
+30%, the fit to all rows of M <= 2 of its family (M1 and M2; M3 and later). A chip without rows keeps the prior.
 """
 
 import json
@@ -30,14 +30,14 @@ ISSUES = np.geomspace(0.2, 3.0, 136)  # 2% apart
 
 
 def on_grid(costs: PassCosts, chip: Chip, form: str) -> np.ndarray:
-    """Predict seconds for every pair of shares [bandwidths, issues]."""
+    """Return predicted seconds for every pair of shares [bandwidths, issues]."""
     memory = costs.nbytes / (chip.gbps * 1e9) / BANDWIDTHS[:, None, None]
     issue = costs.instructions / (chip.tflops * 1e12 / 2) / ISSUES[:, None]
     return FORMS[form](memory, issue) @ costs.count + costs.launches * LAUNCH
 
 
 def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -> np.ndarray:
-    """Sum squares of (error / its expected size) for every pair of shares; looks at M <= 2 only."""
+    """Return the sum of squares of (error / its expected size) for every pair of shares, using only M <= 2."""
     total = (np.log(BANDWIDTHS / chip.usable) / BANDWIDTH_PRIOR)[:, None] ** 2 + 0 * ISSUES
     timed = {(row.source, row.base): (row, row.base_ms) for row in rows if row.base <= 2 and row.base_ms}
     for row, ms in timed.values():
@@ -51,12 +51,12 @@ def misfit(rows: Iterable[PublishedPass], chip: Chip, form: str, caches: bool) -
 
 
 def family(chip: Chip) -> str:
-    """Say of which chips all issue rates are alike: from M3 on integer and float instructions issue side by side."""
+    """Return the family of a chip: from M3 on integer and float instructions issue at the same time."""
     return "M3 and later" if chip.generation >= 15 else "M1 and M2"
 
 
 def fit(rows: Sequence[PublishedPass], form: str = FORM, caches: bool = True) -> dict[str, Chip]:
-    """Give all chips their two shares."""
+    """Return all chips with their two fitted shares."""
     by_chip = defaultdict(list)
     for row in rows:
         by_chip[row.chip].append(row)
@@ -73,7 +73,7 @@ def fit(rows: Sequence[PublishedPass], form: str = FORM, caches: bool = True) ->
 
 
 def forms(rows: Sequence[PublishedPass]) -> list[dict[str, Any]]:
-    """Try other forms of t(a, b), each fitted anew to M <= 2: form, caches, used, and errors of either rows."""
+    """Fit other forms of t(a, b) to M <= 2: return form, caches, used, and errors of both kinds of rows."""
     found = []
     for caches in (True, False):
         for form in FORMS:
@@ -84,7 +84,7 @@ def forms(rows: Sequence[PublishedPass]) -> list[dict[str, Any]]:
 
 
 def stored(rows: Sequence[PublishedPass]) -> dict[str, Any]:
-    """Make what the package reads: shares of each chip, the validation as results have it, and in sentences."""
+    """Return the contents of the package's file: shares of each chip, the validation, and its summary."""
     chips = fit(rows)
     constants = {
         name: {"usable": chip.usable, "issue": chip.issue, "fitted_to": fitted_to(name, rows)}

@@ -1,4 +1,4 @@
-"""Read published times of passes and products over several rows, and say what they are of."""
+"""Read published times of passes and products over several rows, with the operations that they measure."""
 
 import csv
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class PublishedPass:
     reason: str
 
     def costs(self, m: int, chip: Chip, caches: bool = True) -> PassCosts:
-        """Cost the same over m rows."""
+        """Return the same cost for m rows."""
         at = PassShape(m, context=CONTEXT, mlx=self.mlx, caches=caches)
         if self.linear:
             found = of_op(self.linear, at, chip)
@@ -49,12 +49,12 @@ class PublishedPass:
 
 
 def read_rows() -> list[PublishedPass]:
-    """Read every published ratio that is predicted."""
+    """Return every published ratio that is predicted."""
     return [parse(line) for line in _lines("verify_published.csv")]
 
 
 def read_unused() -> list[dict[str, str]]:
-    """Read what was published and is not predicted: source, what, why."""
+    """Return published figures that are not predicted: source, what, why."""
     return _lines("verify_unused.csv")
 
 
@@ -64,7 +64,7 @@ def _lines(name: str) -> list[dict[str, str]]:
 
 
 def parse(line: dict[str, str]) -> PublishedPass:
-    """Make a line's text numbers."""
+    """Convert a line's text to numbers."""
     sizes = [int(line[name]) for name in ("n", "k", "bits", "group")] if line["n"] else None
     return PublishedPass(
         source=line["source"],

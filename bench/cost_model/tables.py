@@ -1,4 +1,4 @@
-"""Lay the validation of the cost model out as lines of text, and as tables."""
+"""Format the validation of the cost model as lines of text and as tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,12 +14,12 @@ from .validation import Found, attention, fitted_to
 def tables(
     chips: dict[str, Chip], rows: Sequence[PublishedPass], checked: Found, forms: Sequence[Found]
 ) -> list[Table]:
-    """Show the constants, and what is predicted with them beside what was published."""
+    """Yield tables of the constants, and of predictions next to published figures."""
     return [constants(chips, rows), comparison(checked), attention_table(chips), unused(), forms_table(forms)]
 
 
 def summary(checked: Found) -> list[str]:
-    """Say the errors of all rows of M >= 3 by kind, and which rows are badly off."""
+    """Return the errors of all rows of M >= 3 by kind, and the rows with large errors."""
     lines = []
     for name, e in checked["errors"].items():
         figures = f"{e['within']} of {e['rows']} within 25%, median error {e['median']:.1%}"
@@ -35,7 +35,7 @@ def summary(checked: Found) -> list[str]:
 
 
 def _table(title: str, columns: Sequence[str], *sections: Iterable[Sequence[str]], **form) -> Table:
-    """Fill a table; form: see `new_table`."""
+    """Return a table with these rows; form: arguments of `new_table`."""
     table = new_table(title, *columns, **form)
     for section in sections:
         for row in section:
@@ -45,7 +45,7 @@ def _table(title: str, columns: Sequence[str], *sections: Iterable[Sequence[str]
 
 
 def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Table:
-    """Show the two constants of each chip, and how many times they were fitted to."""
+    """Return a table of the two constants of each chip and the number of times they were fitted to."""
     lines = []
     for name, chip in chips.items():
         figures = f"{chip.gbps:g}", f"{chip.usable:.2f}", f"{chip.tflops:g}", f"{chip.issue:.2f}"
@@ -59,11 +59,11 @@ def constants(chips: dict[str, Chip], rows: Sequence[PublishedPass]) -> Table:
 
 
 def comparison(checked: Found) -> Table:
-    """Set predicted ratios beside published ones, those that were fitted first."""
+    """Return a table of predicted and published ratios, fitted ones first."""
     columns = "source", "chip", "what", "M", "over M", "published", "predicted", "error", ""
     rows = sorted(checked["rows"], key=lambda row: (row["kind"], row["chip"], row["source"], row["m"]))
     sections = [[_compared(row) for row in rows if row["fitted"] == fitted] for fitted in (True, False)]
-    return _table("predicted T(M)/T(1) beside published", columns, *sections, left=3)
+    return _table("predicted and published T(M)/T(1)", columns, *sections, left=3)
 
 
 def _compared(row: Found) -> Sequence[str]:
@@ -72,24 +72,24 @@ def _compared(row: Found) -> Sequence[str]:
 
 
 def attention_table(chips: dict[str, Chip]) -> Table:
-    """Set predicted GB/s of attention beside published ones."""
+    """Return a table of predicted and published GB/s of attention."""
     columns = "source", "chip", "query heads/KV heads, width", "context", "M", "published", "predicted", "error"
     lines = []
     for row in attention(chips):
         figures = f"{row['published']}", f"{row['predicted']:.0f}", f"{row['error']:+.1%}"
         lines.append((row["source"], row["chip"], row["shape"], str(row["context"]), str(row["m"]), *figures))
-    title = "predicted GB/s of stock MLX's attention beside published; neither fitted nor a test"
+    title = "predicted and published GB/s of stock MLX's attention; neither fitted nor a test"
     return _table(title, columns, lines)
 
 
 def unused() -> Table:
-    """List what was published and is not predicted."""
+    """Return a table of published figures that are not predicted."""
     lines = [(row["source"], row["what"], row["why"]) for row in read_unused()]
     return _table("published but not predicted, and why", ("source", "what", "why"), lines, left=3)
 
 
 def forms_table(forms: Sequence[Found]) -> Table:
-    """Show the errors that other forms of the cost model have."""
+    """Return a table of the errors of other forms of the cost model."""
     columns = "form", "caches serve", "median error, M <= 2", "greatest", "median, M = 3..8", "greatest", "within 25%"
     lines = []
     for made in forms:
@@ -97,5 +97,5 @@ def forms_table(forms: Sequence[Found]) -> Table:
         name, served = made["form"] + " *" * made["used"], "repeated requests" if made["caches"] else "none"
         figures = *(f"{x:.1%}" for x in (*near[:2], *far[:2])), f"{far[2]} of {far[3]}"
         lines.append((name, served, *figures))
-    title = "predicted with other forms of t(a, b), each fitted anew to M <= 2"
+    title = "predicted with other forms of t(a, b), each fitted to M <= 2"
     return _table(title, columns, lines, left=2)

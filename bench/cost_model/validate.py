@@ -1,9 +1,10 @@
-"""Print what the cost model predicts beside all that is published, and where it is off; a model on chips, by parts.
+"""Print predictions of the cost model next to all published figures, with large errors, and a model's parts by chip.
 
     python -m bench.cost_model.validate [--chip "M3 Ultra"] [--model GLM-4.5] [--context 4096]
 
-at the checkout's root fits the constants anew. Exit code 1 where a prediction is off by more than 25% without a named
-reason.
+Run it at the checkout's root; it fits the constants again. Exit code 1 if a prediction is off by more than 25%
+without
+a named reason.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ROWS = (2, 4, 8)
 
 
 def sides(model: ModelOps, chip: Chip, context: int) -> dict[str, dict[int, float]]:
-    """Predict seconds of 1 to 8 rows for each of SIDES."""
+    """Return predicted seconds of 1 to 8 rows for each of SIDES."""
     return {
         name: {m: seconds(of_model(model, PassShape(m, on, context, overlap), chip), chip) for m in range(1, 9)}
         for name, (on, overlap) in SIDES.items()
@@ -43,7 +44,7 @@ def sides(model: ModelOps, chip: Chip, context: int) -> dict[str, dict[int, floa
 
 
 def overview(name: str, model: ModelOps, context: int, chips: dict[str, Chip]) -> Table:
-    """Show T(1) and what rows cost over it, on every chip."""
+    """Return a table of T(1) and the relative cost of more rows on every chip."""
     caption = "each over its own T(1); two figures of ours: independent / published routing"
     columns = "chip", "T(1) ms, stock → ours", *(f"T({m})/T(1), stock → ours" for m in ROWS)
     title = f"predicted: {name}, {context} tokens of context"
@@ -55,13 +56,13 @@ def overview(name: str, model: ModelOps, context: int, chips: dict[str, Chip]) -
             ours = [f"{side[m] / side[1]:.2f}" for side in (free, near)]
             shown = " / ".join(ours if model.routed_bytes else ours[:1])
             cells.append(f"{stock[m] / stock[1]:.2f} → {shown}")
-        small = chip.memory * 0.75e9 < model.total_bytes  # what macOS gives the GPU unasked
+        small = chip.memory * 0.75e9 < model.total_bytes  # macOS's default limit for the GPU
         table.add_row(chip.name + " *" * small, *cells)
     return table
 
 
 def parts(name: str, model: ModelOps, chip: Chip, context: int) -> Table:
-    """Show bytes, instructions and times of a pass of 4 rows on one chip, by operation."""
+    """Return a table of bytes, instructions and times of a pass of 4 rows on one chip, by operation."""
     columns = "side", "part", "GB", "GB requested", "ms of bytes", "10^9 instructions", "ms of these", "ms"
     table = new_table(f"predicted parts of {name} at M = 4 on {chip.name}", *columns, left=2)
     for side, (on, overlap) in SIDES.items():
@@ -81,7 +82,7 @@ def parts(name: str, model: ModelOps, chip: Chip, context: int) -> Table:
 def shown(
     rows: Sequence[PublishedPass], chips: dict[str, Chip], checked: Found, name: str, chip: str | None, context: int
 ) -> Iterator[Table]:
-    """Show constants and published rows as `chips` predict them, all documents, and a model on every chip or one."""
+    """Yield constants and published rows as `chips` predict them, all documents, and a model on every chip or one."""
     if name == MODEL:
         yield documents_table({"model": {"name": MODEL}, "documents": documents(chips)}, None)
     yield from tables(chips, rows, checked, forms(rows))
@@ -90,7 +91,7 @@ def shown(
 
 
 def main(args: Sequence[str], rows: Sequence[PublishedPass]) -> int:
-    """Print everything; returns the exit code."""
+    """Print everything; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.cost_model.validate")
     parser.add_argument("--chip")
     parser.add_argument("--model", default=MODEL)

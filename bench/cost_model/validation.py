@@ -1,4 +1,4 @@
-"""Validate the cost model: predicted beside published times, of rows that it was not fitted to."""
+"""Validate the cost model: compare predicted with published times, on rows that it was not fitted to."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from .published import CONTEXT, PublishedPass
 
 Found = dict[str, Any]
 WITHIN = 0.25
-# Why a row may be off by more than 25%; one without a reason is then a FAIL.
+# Why a row may be off by more than 25%; without a reason it is a FAIL.
 REASONS = {
-    "spread": "the chip's shapes span 1.73-3.03 at M=8: the model knows no shapes, no number is within 25% of both",
+    "spread": "the chip's shapes span 1.73-3.03 at M=8: the model has no shapes, and no number is within 25% of both",
 }
 
 # Plain steps, from shares of 692 GB/s published by omlx#2238; not fitted.
@@ -24,7 +24,7 @@ PLAIN = (
     ("M3 Ultra", "Qwen3.6-35B-A3B", 0.338, ""),
     ("M3 Ultra", "Qwen3.6-27B", 0.939, "avlp12, which is fitted, has 29.7 ms"),
 )
-# GB/s of the cache that stock MLX's attention reached: query heads, KV heads, width, context, rows; not fitted.
+# GB/s of the cache reached by stock MLX's attention: query heads, KV heads, width, context, rows; not fitted.
 ATTENTION = (
     ("mlx#4076", "M5 Pro", (8, 1, 128), 8192, 1, 190),
     ("mlx#4380", "M5 Pro", (12, 1, 128), 8192, 1, 124),
@@ -37,7 +37,7 @@ ATTENTION = (
 
 
 def fitted_to(chip: str, rows: Iterable[PublishedPass]) -> int:
-    """Count the published times of M <= 2 that a chip's two constants were fitted to."""
+    """Return the number of published times of M <= 2 that a chip's two constants were fitted to."""
     used = [row for row in rows if row.chip == chip]
     timed = {(row.source, row.base) for row in used if row.base_ms and row.base <= 2}
     return sum(row.m <= 2 for row in used) + len(timed)
@@ -45,7 +45,7 @@ def fitted_to(chip: str, rows: Iterable[PublishedPass]) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A published ratio and the predicted one."""
+    """A published ratio and its prediction."""
 
     row: PublishedPass
     ratio: float
@@ -74,22 +74,22 @@ def predict(
 
 
 def split(made: Iterable[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
-    """Tell those that were fitted (M <= 2) from those that were not."""
+    """Split rows into those that were fitted (M <= 2) and the others."""
     made = list(made)
     return [p for p in made if p.row.m <= 2], [p for p in made if p.row.m > 2]
 
 
 def errors(predictions: Iterable[Prediction]) -> tuple[float, float, int, int]:
-    """Sum up: median and greatest error, how many rows are within 25%, of how many."""
+    """Return the median and maximum error, the number of rows within 25%, and the number of rows."""
     found = [abs(p.error) for p in predictions]
     return median(found), max(found), sum(e <= WITHIN for e in found), len(found)
 
 
 def validation(rows: Sequence[PublishedPass], chips: dict[str, Chip]) -> Found:
-    """Set every published ratio of M rows beside the predicted one, and sum up what is left over by kind of row.
+    """Return published ratios of M rows with their predictions, and summaries by kind of row.
 
-    rows: source, kind, chip, what, m, base, published, predicted, error, fitted, verdict. errors: of those that were
-    not fitted. plain: published plain steps, not fitted either.
+    rows: source, kind, chip, what, m, base, published, predicted, error, fitted, verdict. errors: of rows that were
+        not fitted. plain: published plain steps, also not fitted.
     """
     fitted, tested = split(predict(rows, chips))
     kinds = ("all", *sorted({p.row.kind for p in tested}))
@@ -121,7 +121,7 @@ def _plain(chip: str, model: str, share: float, note: str, chips: dict[str, Chip
 
 
 def attention(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Set predicted GB/s of the cache in stock MLX's attention beside published ones; neither fitted nor a test."""
+    """Return predicted and published GB/s of the cache in stock MLX's attention; neither fitted nor a test."""
     found = []
     for source, chip, (heads, kv, width), context, m, published in ATTENTION:
         costs = of_op(AttentionOp(heads, kv, width), PassShape(m, context=context), chips[chip])

@@ -1,4 +1,4 @@
-"""The model card: what the demo is, how it was made, and its measured figures."""
+"""The model card: the demo's purpose, training and measured figures."""
 
 import platform
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ MAX_SAMPLE_TOKENS = 120
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run did; losses are nats per token of trunk and depths, at the end."""
+    """Figures of one training run; losses are nats per token of trunk and depths, at the end."""
 
     parameters: int
     steps: int

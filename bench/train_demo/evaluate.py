@@ -1,4 +1,4 @@
-"""How well the demo predicts and drafts: teacher-forced accuracies per depth, and greedy samples."""
+"""Measure the demo's predictions and drafts: teacher-forced accuracies per depth, and greedy samples."""
 
 import random
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What the standard library of the running Python says: its docstrings and its source files."""
+"""Read the docstrings and source files of the running Python's standard library."""
 
 import ast
 import importlib
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Learnt by heart: (prefix, names).
+# Memorised docstrings: (prefix, names).
 FAMOUS = {
     "os.path.": "join exists basename dirname split splitext isfile isdir abspath getsize normpath expanduser",
     "os.": "listdir getcwd mkdir makedirs remove rename walk getenv chdir rmdir",
@@ -75,7 +75,7 @@ def public(owner: object, names: Iterable[str]) -> Iterator[tuple[str, object]]:
 
 
 def known_docs() -> list[Doc]:
-    """Docstrings of the modules everybody uses, by import (many are written in C and have no source)."""
+    """Return docstrings of common modules, by import (many are written in C and have no source)."""
     docs = {}
 
     def add(name: str, value: object) -> None:
@@ -94,7 +94,7 @@ def known_docs() -> list[Doc]:
 
 
 def source_files() -> list[tuple[str, str]]:
-    """(module name, source) of the library's Python files, sorted, without the packages nobody reads."""
+    """Return (module name, source) of the library's Python files, sorted, without rarely read packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py")):

@@ -10,7 +10,7 @@ from .fast_math import cross_entropy
 from .layers import attention, decoder_layer, expert_weights
 
 RESIDUAL_SCALE, HEAD_SCALE = 0.2, 0.1  # of the initial weights that write to the residual stream, to the logits
-MTP_WEIGHT = 0.3  # of the depths' losses while the trunk learns the language
+MTP_WEIGHT = 0.3  # of the depths' losses while the trunk is trained
 
 
 class MTPDepth(nn.Module):
@@ -78,7 +78,7 @@ class DemoModel(nn.Module):
 
 
 def build(args: ModelArgs, seed: int, depths: int) -> DemoModel:
-    """A fresh model from `seed`: mlx.nn's initial values, scaled down where the comment above says."""
+    """Return a new model from `seed`: mlx.nn's initial values, scaled by the constants above."""
     mx.random.seed(seed)
     model = DemoModel(args, depths)
     outputs = []

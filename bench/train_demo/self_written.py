@@ -1,4 +1,4 @@
-"""What the trained trunk writes itself, greedily: the text on which the MTP depths learn to foresee it."""
+"""Text generated greedily by the trained trunk, on which the MTP depths are trained."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from .tokenizer import TURN_START, as_text, render
 
 PROCESSES = 2
 BATCH = 256
-LEAST_DISTINCT = 0.8  # of the 8-grams, so that the model does not learn to repeat itself
+LEAST_DISTINCT = 0.8  # minimum share of distinct 8-grams, to avoid training on repetitions
 
 
 def prompts(corpus: dict[str, list], rng: random.Random) -> Iterator[str]:

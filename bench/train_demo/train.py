@@ -1,8 +1,8 @@
 """Train the demo model: python -m bench.train_demo.train [--out DIR].
 
 Several times faster on Linux with OpenBLAS preloaded, OPENBLAS_NUM_THREADS=1 and MLX_BFS_MAX_WIDTH=100000
-(the two halves of a batch then run side by side), and MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and
-MALLOC_TRIM_THRESHOLD_=17179869184 (freed memory is kept, not mapped anew by every operation).
+(the two halves of a batch then run in parallel), and MALLOC_ARENA_MAX=1, MALLOC_MMAP_MAX_=0 and
+MALLOC_TRIM_THRESHOLD_=17179869184 (freed memory is kept instead of being mapped again by every operation).
 """
 
 import itertools
@@ -37,7 +37,7 @@ LOG_EVERY, SAVE_EVERY = 10, 100
 def token_stream(
     corpus: dict[str, list], tokenizer: Tokenizer, seed: int, phase: Phase, written: list[list[int]]
 ) -> Iterator[int]:
-    """Token ids of one epoch after another, each shuffled and phrased anew, with the documents in `written`."""
+    """Yield token ids of epochs, each shuffled and phrased differently, with the documents in `written`."""
     rng = random.Random(seed)
     while True:
         texts = [as_text(document) for document in epoch(corpus, rng, phase)]

@@ -1,1 +1,1 @@
-"""Measure what `mlx-mtp bench` reports: every function here returns data or tables; the command line prints them."""
+"""Measurements of `mlx-mtp bench`: functions here return data or tables, which the command line prints."""

@@ -1,4 +1,4 @@
-"""Watch the phases of a profiled generation: count what each launches and reads, or write GPU traces of one."""
+"""Count the launches and bytes of a profiled generation's phases, or write GPU traces of one phase."""
 
 import io
 import os
@@ -28,9 +28,9 @@ NODE = re.compile(r'\[label ="(\w+)"')
 
 
 def operations(*arrays: mx.array) -> Counter:
-    """Count the primitives of the graph that computes these arrays, by name, without views; nothing is computed.
+    """Count the primitives, by name and without views, of the graph of these arrays; nothing is computed.
 
-    On a GPU one is a launch or more; a graph that mx.compile fused counts one.
+    On a GPU each is at least one launch; a graph fused by mx.compile counts as one.
     """
     graph = io.StringIO()
     mx.export_to_dot(graph, *arrays)
@@ -39,7 +39,7 @@ def operations(*arrays: mx.array) -> Counter:
 
 @dataclass
 class Counted(Timer):
-    """A watch that counts the operations of each phase in the last cycle; before the first there were other rows."""
+    """A timer that counts the operations of each phase in the last cycle; the first cycle has other row counts."""
 
     found: dict[str, int] = field(default_factory=dict)
 
@@ -50,8 +50,8 @@ class Counted(Timer):
 
 
 def launches(work: Workload) -> dict[str, int]:
-    """Count the operations of a cycle by phase; those of "prefill" are of one chunk of the prompt for the target."""
-    # A few cycles are enough: a phase's graph does not depend on the text.
+    """Return the operations of a cycle by phase; "prefill" is one chunk of the prompt in the target."""
+    # A few cycles suffice: a phase's graph does not depend on the tokens.
     counted = decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), Counted())
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
     hidden = work.model.hidden(mx.array(list(work.prompt[: work.step]))[None], cache.layers)
@@ -60,7 +60,7 @@ def launches(work: Workload) -> dict[str, int]:
 
 
 class Noted(nn.Module):
-    """Stands for a module, and tells `note` what it is called with."""
+    """Wraps a module and passes its calls' arguments to `note`."""
 
     def __init__(self, inner: Any, note: Callable[..., None]):
         super().__init__()
@@ -73,7 +73,7 @@ class Noted(nn.Module):
 
 @contextmanager
 def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Callable[..., None]) -> Iterator[None]:
-    """Have `note(child, *arguments)` called, inside, with each call of the modules' chosen children."""
+    """Call `note(child, *arguments)` inside the block for each call of the modules' chosen children."""
     places = [(m, name) for m in modules for name, child in m.items() if chosen(child)]
     for module, name in places:
         module[name] = Noted(module[name], note)
@@ -86,7 +86,7 @@ def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Cal
 
 @contextmanager
 def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Collect (bytes of an expert, the chosen ones) of every call of experts inside; no kernel runs them."""
+    """Collect (bytes of an expert, chosen experts) for every call of experts inside the block, without kernels."""
     visits: list[tuple[float, mx.array]] = []
 
     def note(experts: Any, _x: mx.array, indices: mx.array) -> None:
@@ -98,7 +98,7 @@ def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
 
 @dataclass
 class Weighed(Timer):
-    """A watch that adds up the bytes of experts and caches that each phase reads; `visits`: see `visits_noted`."""
+    """A timer that sums the bytes of experts and caches that each phase reads; `visits`: see `visits_noted`."""
 
     visits: list[tuple[float, mx.array]] = field(default_factory=list)
     experts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -110,7 +110,7 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """What was chosen in a graph that was built before is known at the end of its evaluation."""
+        """Add the experts chosen during the phase, which are known after its evaluation."""
         with super().during(name):
             yield
         if not name.startswith("build"):
@@ -119,17 +119,17 @@ class Weighed(Timer):
 
 
 def bytes_read(work: Workload) -> dict[str, float]:
-    """Count bytes of weights, keys, values and states that a cycle reads by phase, each once; of "prefill" in all.
+    """Return the bytes of weights, keys, values and states that a cycle reads by phase; "prefill" is a total.
 
-    Experts are those that the text's own rows visited, each once per pass. A head that is recycled reads its weights
-    for each draft, and so does an LM head. Left out: embedding rows, activations, what is written, and keys and
-    values in "prefill".
+    Each array counts once per pass. Experts are those that the text's own rows visited. A recycled head and an LM
+    head
+    count once per draft. Embedding rows, activations and writes are excluded, and in "prefill" keys and values.
     """
     with visits_noted(work.model) as visits:
         seen = decode_in_phases(work, Weighed(visits=visits))
     target, heads = dense_bytes(work.model, work.k)
     chunks, cycles = -(-len(work.prompt) // work.step), max(1, seen.cycles)
-    calls = work.k if work.k > len(work.model.mtp) else 1  # of a recycled head, which reads its cache in each
+    calls = work.k if work.k > len(work.model.mtp) else 1  # a recycled head reads its cache in each draft
     found: dict[str, float] = {"prefill": chunks * target + seen.experts["prefill"]}
     for phase, dense, times in (("draft", heads, calls), ("verify", target, 1)):
         if phase in seen.caches:
@@ -138,7 +138,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
 
 
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
-    """Count bytes of weights that every pass of the target reads, and of those that k drafts of its heads read."""
+    """Return the bytes of weights that every pass of the target reads, and that k drafts of its heads read."""
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
     target = sum(own_bytes(m) for name, m in modules if not name.startswith("mtp."))
@@ -147,24 +147,24 @@ def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     for depth, head in enumerate(model.mtp[:k]):
         inside = [m for name, m in modules if name.startswith(f"mtp.{depth}.") and name != f"mtp.{depth}.head"]
         heads += drafts * sum(map(own_bytes, (head, *inside, model.unembedding(depth))))
-        heads -= (drafts - 1) * (own_bytes(head.fc) if "fc" in head else 0)  # of the target's rows, once a cycle
+        heads -= (drafts - 1) * (own_bytes(head.fc) if "fc" in head else 0)  # reads the target's rows, once a cycle
     return target, heads
 
 
 def own_bytes(module: Any) -> int:
-    """Count bytes of a module's own arrays, without those of the modules inside."""
+    """Return the bytes of a module's own arrays, without those of its submodules."""
     return sum(array.nbytes for array in module.values() if isinstance(array, mx.array))
 
 
 def cache_bytes(cache: Any) -> float:
-    """Count bytes of a layer's cache: the rows that it holds, or all of a state."""
+    """Return the bytes of a layer's cache: its filled rows, or the whole of a state."""
     if cache.is_state:
         return sum(part.nbytes for part in cache.parts)
     return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
 
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
-    """Measure bytes per second that MLX reads and writes to add one to an array of `size` bytes, at best."""
+    """Measure the maximum bytes per second that MLX reads and writes when adding one to an array of `size` bytes."""
     x, seconds = mx.zeros(size // 4), []
     mx.eval(x)
     for _ in range(runs):
@@ -174,13 +174,13 @@ def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
     return 2 * size / min(seconds)
 
 
-WARM = 3  # cycles before the first that is captured
+WARM = 3  # cycles before the first capture
 VARIABLE = "MTL_CAPTURE_ENABLED"
 
 
 @dataclass
 class Captured(Timer):
-    """A watch that has Metal write one trace for each of the first `paths` of a phase, warm cycles left out."""
+    """A timer that makes Metal write a trace for each of the first `paths` runs of a phase after warm-up cycles."""
 
     phase: str = "verify"
     paths: list[Path] = field(default_factory=list)
@@ -202,26 +202,26 @@ class Captured(Timer):
 
 
 def trace_paths(path: Path, cycles: int) -> list[Path]:
-    """Name `path` for one cycle; for several, with a number before its suffix."""
+    """Return `path` for one cycle; for several cycles one path each, with a number before the suffix."""
     return [path] if cycles == 1 else [path.with_stem(f"{path.stem}-{i + 1}") for i in range(cycles)]
 
 
 def check_capture(phase: str, path: Path, cycles: int) -> None:
-    """Raise ValueError where Metal would write no trace."""
+    """Raise ValueError if Metal would not write a trace."""
     if not mx.metal.is_available():
-        raise ValueError(f"capture={phase}: needs a Metal GPU, and there is none here")
+        raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none")
     if os.environ.get(VARIABLE) != "1":
-        raise ValueError(f"capture={phase}: Metal captures only in a process started with {VARIABLE}=1 in front")
+        raise ValueError(f"capture={phase}: Metal captures only if the environment has {VARIABLE}=1")
     if path.suffix != ".gputrace":
         raise ValueError(f"capture_path={path}: must end in .gputrace")
     if cycles > 1 and phase == "prefill":
-        raise ValueError(f"capture_cycles={cycles}: a prompt is read once; allowed is 1 with --capture prefill")
-    if there := [file for file in trace_paths(path, cycles) if file.exists()]:
-        raise ValueError(f"capture_path={there[0]}: exists, and Metal does not overwrite a trace")
+        raise ValueError(f"capture_cycles={cycles}: a prefill runs once; allowed is 1 with --capture prefill")
+    if existing := [file for file in trace_paths(path, cycles) if file.exists()]:
+        raise ValueError(f"capture_path={existing[0]}: exists, and Metal does not overwrite traces; name a new file")
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
-    """Write traces of `phase` in so many cycles of the workload, a file each; fewer where its text ends before."""
-    wanted = trace_paths(path, cycles)
-    decode_in_phases(work, Captured(phase=phase, paths=list(wanted)))
-    return [file for file in wanted if file.exists()]
+    """Write traces of `phase` in `cycles` cycles, one file each; fewer if the text ends earlier. Return the files."""
+    paths = trace_paths(path, cycles)
+    decode_in_phases(work, Captured(phase=phase, paths=list(paths)))
+    return [file for file in paths if file.exists()]

@@ -1,7 +1,8 @@
-"""Compile the text of every kernel of the released models under a time limit, and report what happens to each.
+"""Compile the text of every kernel of the released models under a time limit, and report each result.
 
-A child process compiles. One that exceeds the limit is killed, since a heavy kernel can hang Apple's compiler, and a
-new one goes on with the next text. On a Metal GPU MLX compiles and runs each text, on zeros of small shapes;
+A child process compiles. If a text exceeds the limit (a heavy kernel can hang Apple's compiler), the child is killed
+and a new one continues with the next text. On a Metal GPU MLX compiles each text and runs it on zeros of small
+shapes;
 elsewhere clang's front end checks it (`emulator/front_end.py`), which is not Apple's compiler.
 """
 
@@ -23,9 +24,9 @@ from .compile_jobs import TYPES, Job, probe, reason, types_of
 from .compile_process import CRASHED, HUNG, MESSAGE, Child
 
 FORMAT = 1
-LIMIT = 60.0  # seconds for a text
-START = 300.0  # seconds for a child to start, on a busy machine
-EVERY = 1.0  # seconds between two writes of the report
+LIMIT = 60.0  # seconds per text
+START = 300.0  # seconds for a child to start on a busy machine
+EVERY = 1.0  # seconds between writes of the report
 COMPILERS = {"metal": "Apple's, by MLX", "front end": "clang's front end for C++ for OpenCL, not Apple's compiler"}
 NOT_REACHED, COMPILED, REFUSED = "not reached", "compiled", "refused"
 NO_TYPE = "type not supported"
@@ -40,9 +41,9 @@ def _not_reached(job: Job) -> Found:
 
 
 class CompileCheck:
-    """A run over texts, and its report, which is written from the start and then about every second.
+    """A run over texts and its report, which is written at the start and then about every second.
 
-    found: the report. command: of a child. lacking: types that the device lacks, and why.
+    found: the report. command: starts a child. lacking: types that the device lacks, with the reason.
     """
 
     def __init__(self, jobs: Sequence[Job], file: Path, limit: float = LIMIT, command: Sequence[str] = ()):
@@ -59,10 +60,10 @@ class CompileCheck:
             **{"not_checked": None, "types_not_supported": self.lacking, "counts": {}, "texts": self.texts},
         }
 
-    def run(self, tell: Callable[[str, int, int], None]) -> Found:
-        """Compile all, and tell before each kernel's texts how many are done; returns the report, ready for JSON.
+    def run(self, progress: Callable[[str, int, int], None]) -> Found:
+        """Compile all texts, reporting the number done before each kernel's; return the report, ready for JSON.
 
-        The report is written in any case. Raises ValueError if no child starts, or there is no compiler.
+        The report is written in any case. Raises ValueError if no child starts or there is no compiler.
         """
         try:
             self.write()
@@ -73,7 +74,7 @@ class CompileCheck:
                 if answer["status"] == REFUSED:
                     self.lacking[dtype] = answer["message"]
             for done, (job, text) in enumerate(zip(self.jobs, self.texts, strict=True)):
-                tell(job["name"], done, len(self.jobs))
+                progress(job["name"], done, len(self.jobs))
                 self.found["running"] = text
                 text |= self._lacking(text) or self._answer(job)
                 self._write_sometimes()
@@ -91,7 +92,7 @@ class CompileCheck:
         return {"status": NO_TYPE, "message": f"the device has no {', '.join(missing)}"} if missing else None
 
     def _answer(self, job: Job) -> Found:
-        """Compile one text: its status, seconds, and a message if it was not compiled."""
+        """Compile one text; return its status, seconds, and the message if it failed."""
         child = self.child or self._start()
         tic = time.monotonic()
         answer = child.ask(job, self.limit, self._write_sometimes)
@@ -108,7 +109,7 @@ class CompileCheck:
         self.child = Child(self.command)
         answer = self.child.ask(None, START, self._write_sometimes)
         if "ready" not in answer:
-            raise ValueError(f"the process that compiles does not start: {answer['message']}")
+            raise ValueError(f"the compiling process does not start: {answer['message']}")
         return self.child
 
     def end_child(self) -> None:
@@ -122,14 +123,14 @@ class CompileCheck:
             self.write()
 
     def write(self) -> None:
-        """Write the report as it is."""
+        """Write the current report."""
         self.found["counts"] = dict(Counter(text["status"] for text in self.texts))
         write_whole(self.file, json.dumps(self.found, indent=1) + "\n")
         self.written = time.monotonic()
 
 
 def lines(found: Found) -> Iterator[str]:
-    """Describe a report: a line for each kernel, then each text that failed, then what was not checked."""
+    """Yield a line per kernel, then a line per failed text, then what was not checked."""
     if found["not_checked"]:
         yield f"not checked: {found['not_checked']}"
         return
@@ -149,9 +150,9 @@ def lines(found: Found) -> Iterator[str]:
         yield f"not supported by this device: {dtype} ({reason(why)})"
     yield f"compiler: {found['compiler']}"
     if not found["metal"]:
-        yield "not checked here, as there is no Metal GPU: Apple's compiler, pipelines, registers, results"
+        yield "not checked without a Metal GPU: Apple's compiler, pipelines, registers, results"
 
 
 def is_good(found: Found) -> bool:
-    """Return whether each text was compiled, or uses a type that the device lacks."""
+    """Return whether each text was compiled or uses a type that the device lacks."""
     return found["finished"] and not any(text["status"] in FAILED for text in found["texts"])

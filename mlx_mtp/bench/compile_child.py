@@ -1,7 +1,8 @@
-"""Compile texts of kernels, one after the other, for a parent that may kill this process: `python -m`, then a way.
+"""Compile texts of kernels in sequence for a parent that may kill this process: run with `python -m` and a way.
 
-A line of stdin is a job in JSON (`compile_jobs.job_of`), a line of stdout its answer: {"refused": message or null},
-and from MLX on a GPU "most_threads", see `most_threads`. The first answer, {"ready": true}, comes before any job.
+A line of stdin is a job in JSON (`compile_jobs.job_of`); a line of stdout is its answer, {"refused": message or
+null}, and from MLX on a GPU also "most_threads", see `most_threads`. The first answer, {"ready": true}, precedes all
+jobs.
 """
 
 import json
@@ -18,7 +19,7 @@ MOST = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 
 
 def by_mlx(job: Job) -> Answer:
-    """Compile and run a job on the GPU, on zeros where it has no values; "refused": the message of MLX, or None."""
+    """Compile and run a job on the GPU, with zeros for missing values; "refused" is MLX's message, or None."""
     import mlx.core as mx
 
     def value(given: Any) -> Any:
@@ -67,7 +68,7 @@ WAYS: dict[str, Callable[[Job], Answer]] = {"metal": by_mlx, "front end": by_fro
 
 
 def main(way: str) -> None:
-    """Answer jobs until stdin ends; what else would be written to stdout goes to stderr."""
+    """Answer jobs until stdin ends; other output to stdout is redirected to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""List what `doctor --compile-only` compiles: a job for each text of the released models' kernels."""
+"""List the jobs of `doctor --compile-only`: one for each text of the released models' kernels."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from .compile_child import by_mlx
 from .kernel_launches import FORMATS, RELEASED, groups
 
 OPS = tuple(sorted(path.stem for path in DIRECTORY.glob("*.metal")))
-SMALL = 64  # elements of an array that keeps its values
+SMALL = 64  # maximum elements of an array whose values are kept
 Job = dict[str, Any]
 
 
 def type_name(dtype: mx.Dtype) -> str:
-    """Return the name that `mx` has for a type."""
+    """Return the name of a type in `mx`."""
     return str(dtype).removeprefix("mlx.core.")
 
 
@@ -26,10 +26,10 @@ TYPES = tuple(type_name(dtype) for dtype in DTYPES)
 
 
 def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: bool = False) -> list[RecordedLaunch]:
-    """List a launch of each different text, kernel by kernel: the one whose groups have the most threads.
+    """Return one launch of each different text, ordered by kernel: the one with the most threads per group.
 
-    ops: only these kernels. sample: so many of each, from the first to the last in even steps. every_format: in all
-    formats that the kernels support, not only in those of RELEASED.
+    ops: only these kernels. sample: this number of texts per kernel, in even steps. every_format: all formats that
+        the kernels support, not only those of RELEASED.
     """
     with recorded() as found:
         for make in groups(FORMATS if every_format else RELEASED).values():
@@ -50,7 +50,7 @@ def _in_steps(part: list[RecordedLaunch], count: int) -> list[RecordedLaunch]:
 
 
 def job_of(launch: RecordedLaunch) -> Job:
-    """Write a launch as JSON: arrays by shape and dtype, and small ones, which may be sizes, with their values."""
+    """Convert a launch to JSON: shapes and dtypes of arrays, and the values of small arrays, which may be sizes."""
     call = dict(launch.call)
     call["inputs"] = [_input(x) if isinstance(x, mx.array) else x for x in call["inputs"]]
     call["template"] = [(key, type_name(v) if isinstance(v, mx.Dtype) else v) for key, v in call["template"]]
@@ -64,7 +64,7 @@ def _input(x: mx.array) -> Job:
 
 
 def types_of(job: Job) -> list[str]:
-    """List the floating-point types that a job's text uses."""
+    """Return the floating-point types that a job's text uses."""
     call = job["call"]
     named = {given["dtype"] for given in call["inputs"] if isinstance(given, dict)} | {*call["output_dtypes"]}
     named |= {value for _, value in call["template"] if isinstance(value, str)}
@@ -72,7 +72,7 @@ def types_of(job: Job) -> list[str]:
 
 
 def probe(dtype: str) -> Job:
-    """Make a job of the smallest kernel that computes in a type."""
+    """Return a job with a minimal kernel that computes in a type."""
     names = {"name": "probe", "input_names": ["x"], "output_names": ["y"]}
     kernel = {**names, "source": "uint i = thread_position_in_grid.x; y[i] = T(float(x[i]) + 1);"}
     sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [dtype]}
@@ -81,7 +81,7 @@ def probe(dtype: str) -> Job:
 
 
 def lacking() -> dict[str, str]:
-    """Find the types that the GPU, if there is one, does not support, and why; every Metal GPU has float32."""
+    """Return the types that the GPU, if any, does not support, with the reason; every Metal GPU has float32."""
     found = {dtype: by_mlx(probe(dtype))["refused"] for dtype in (TYPES[1:] if on_metal() else ())}
     return {dtype: reason(message) for dtype, message in found.items() if message}
 

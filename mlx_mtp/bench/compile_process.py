@@ -1,4 +1,4 @@
-"""Run the process that compiles texts (`compile_child.py`), and kill it where it hangs."""
+"""Run the compiling process (`compile_child.py`) and kill it if it hangs."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ from typing import Any
 from .compile_jobs import Job
 
 HUNG, CRASHED = "hung", "crashed"
-POLL = 1.0  # seconds between two calls of what is to be done meanwhile
-MESSAGE = 4000  # characters of a message that are kept
+POLL = 1.0  # seconds between two calls of `wait`
+MESSAGE = 4000  # maximum characters of a message
 Found = dict[str, Any]
 
 
 class Child:
-    """A process that compiles: `ask` sends it a job. It leads a group of processes, which `end` kills."""
+    """A compiling process: `ask` sends it a job. It leads a process group, which `end` kills."""
 
     def __init__(self, command: Sequence[str]):
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `end` closes it
@@ -37,12 +37,12 @@ class Child:
         self.answers.put("")
 
     def ask(self, job: Job | None, limit: float, wait: Callable[[], None]) -> Found:
-        """Send a job, or none, and return the answer, or why there is none; `wait` is called in between.
+        """Send a job, or none, and return the answer or the reason for its absence; call `wait` in between.
 
-        A child that gives no answer within `limit` seconds, or ends, is killed.
+        A child that does not answer within `limit` seconds, or ends, is reported as hung or crashed.
         """
         end = time.monotonic() + limit
-        with contextlib.suppress(OSError):  # of a process that has ended, which its output shows
+        with contextlib.suppress(OSError):  # the process has ended, which is detected below
             if job is not None:
                 assert self.process.stdin
                 self.process.stdin.write(json.dumps(job) + "\n")
@@ -65,7 +65,7 @@ class Child:
         return lines[-1][:MESSAGE] if lines else "no message"
 
     def end(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,8 +1,9 @@
 """Time mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting, in turn on the same prompts.
 
-A speed is tokens after the first over the time since the first; reading the prompt is timed apart. "adaptive" is what
-a user gets who says nothing: it learns costs while it generates, and knows them from one prompt to the next.
-All begin alike: a prompt but for its last token is read once, and each generation continues a copy of that cache.
+A speed is the number of tokens after the first, divided by the time since the first; the prefill is timed separately.
+"adaptive" is the default of our loop: it measures costs while it generates, and keeps them for the next prompt.
+All loops start from the same state: a prompt without its last token is prefilled once, and each generation continues
+a copy of that cache.
 """
 
 import copy
@@ -26,18 +27,18 @@ from ..generate import generate_step
 from ..machine.errors import first_line
 from . import timing
 from .result import result
-from .subject import BenchPrompt, Subject, forget
+from .subject import BenchPrompt, Subject, reset_costs
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
-USUAL_DRAFTS = 3  # most fixed numbers of drafts that are tried where nothing is said
-WARMUPS = 3  # on the first prompt of each setting
+USUAL_DRAFTS = 3  # maximum of the default fixed numbers of drafts
+WARMUPS = 3  # warm-up runs on the first prompt of each setting
 
-Progress = Callable[[str, int, int], None]  # what comes next, how much is done, and of how much
+Progress = Callable[[str, int, int], None]  # receives what is next, the number done, and the total
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Options that all loops share; `kv_bits` of the target's cache, `mtp_kv_bits` of the heads', None: 16 bits."""
+    """Options shared by all loops; `kv_bits` of the target's cache and `mtp_kv_bits` of the heads', None: 16 bits."""
 
     max_tokens: int = 128
     temp: float = 0.0
@@ -51,7 +52,7 @@ class LoopSettings:
 
 @dataclass
 class MlxLm:
-    """mlx-lm's own loop and model class (see `twin`). weights: bytes of what a loop uses of the model."""
+    """mlx-lm's own loop and model class (see `twin`). weights: bytes of the weights that the loop uses."""
 
     model: Any
     name: str = "mlx-lm"
@@ -67,14 +68,14 @@ class MlxLm:
         options: dict[str, Any] = {"max_tokens": max_tokens, "sampler": sampler, "prompt_cache": cache}
         options |= {name: getattr(settings, name) for name in ("prefill_step_size", "kv_bits", "kv_group_size")}
         for token, _ in mlx_lm_generate_step(mx.array(prompt), self.model, quantized_kv_start=0, **options):
-            yield token  # type: ignore[misc] - an int, whatever the annotation says
+            yield token  # type: ignore[misc] - an int, contrary to its annotation
             if token in settings.stop_tokens:
                 return
 
 
 @dataclass
 class Ours:
-    """Our loop with options of `generate_step`. drafts: most per cycle, None: its default. stats: of the last run."""
+    """Our loop with options of `generate_step`. drafts: maximum per cycle, None: default. stats: of the last run."""
 
     model: Any
     name: str
@@ -99,9 +100,9 @@ Loop = MlxLm | Ours
 
 
 def twin(model: Any) -> Any:
-    """Make mlx-lm's own model of the target, which shares our model's arrays, so that it costs no memory.
+    """Return mlx-lm's own model of the target, which shares our model's arrays and so needs no memory.
 
-    Raises ValueError where mlx-lm's class has other parameters, or cannot run it.
+    Raises ValueError if mlx-lm's class has other parameters or cannot run it.
     """
     if model.ranks:
         raise ValueError("mlx-lm's loop does not run on this model, which is split over ranks")
@@ -114,15 +115,15 @@ def twin(model: Any) -> Any:
     try:
         theirs.load_weights([(name, array) for name, array in arrays if not name.startswith("mtp.")])
         theirs.eval()
-        theirs(mx.zeros((1, 1), mx.int32), cache=mlx_lm_make_prompt_cache(theirs))  # shapes only: nothing is computed
-    except Exception as e:  # mlx-lm's own, of any kind
+        theirs(mx.zeros((1, 1), mx.int32), cache=mlx_lm_make_prompt_cache(theirs))  # builds the graph only
+    except Exception as e:  # mlx-lm raises many types
         raise ValueError(f"mlx-lm's {base.__module__} cannot run this model: {first_line(e)}") from e
     return theirs
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One generation: its tokens, seconds from the first of them to the last, bytes at its peak, what it counted."""
+    """One generation: its tokens, seconds from the first to the last, peak bytes, and statistics."""
 
     tokens: list[int]
     seconds: float
@@ -132,7 +133,7 @@ class TimedRun:
 
 @dataclass
 class Reader:
-    """A loop that has read a prompt but for its last token, in `seconds`, 0 for none; `run` goes on from there."""
+    """A loop after a prefill, in `seconds`, of a prompt without its last token; `run` continues from there."""
 
     loop: Loop
     prompt: list[int]
@@ -147,24 +148,24 @@ class Reader:
         tic = time.perf_counter()
         if self.prompt[1:]:
             for _ in self.loop.tokens(self.prompt[:-1], self.cache, 0, self.settings):
-                raise AssertionError("a token where none was asked for")
+                raise AssertionError("a token although none was requested")
             mx.synchronize()
             self.seconds = time.perf_counter() - tic
         self.peak = mx.get_peak_memory() - held + self.loop.weights
         return self
 
     def run(self) -> TimedRun:
-        """Generate once. A peak is what this loop alone asks for: its weights, its cache, its temporary arrays."""
+        """Generate once. The peak counts only this loop's weights, cache and temporary arrays."""
         held = _begin()
         model = self.loop.model
         cache = copy.deepcopy(self.cache, {id(model): model})
         tokens, seconds = timed(self.loop.tokens(self.prompt[-1:], cache, self.settings.max_tokens, self.settings))
-        mx.synchronize()  # what was submitted and not asked for is nobody else's time
+        mx.synchronize()  # submitted work must not count in the next turn
         return TimedRun(tokens, seconds, mx.get_peak_memory() - held + self.loop.weights, self.loop.stats)
 
 
 def timed(steps: Iterator[int]) -> tuple[list[int], float]:
-    """Collect all tokens, and the seconds from the first to the last."""
+    """Return all tokens, and the seconds from the first to the last."""
     tokens = [next(steps)]
     tic = time.perf_counter()
     tokens.extend(steps)
@@ -172,18 +173,19 @@ def timed(steps: Iterator[int]) -> tuple[list[int], float]:
 
 
 def _begin() -> int:
-    """Begin to look for a peak; bytes held now, from which on it counts."""
+    """Start measuring peak memory; return the bytes in use now."""
     mx.synchronize()
     mx.reset_peak_memory()
     return mx.get_active_memory()
 
 
 def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
-    """Describe one loop on one prompt: a value per round in each list; those about cycles are empty for mlx-lm.
+    """Describe one loop on one prompt, with a value per round in each list; lists about cycles are empty for mlx-lm.
 
-    context, kv_bits, mtp_kv_bits: 0 and None where they were left alone. read_seconds: the prompt's, but for its last
-    token. text: a digest of the tokens; tokens: how many. seconds: since the first. drafted, accepted: per depth.
-    paused: as `Stats` has it.
+    context, kv_bits, mtp_kv_bits: 0 and None by default. read_seconds: of the prefill without the last token. text: a
+    digest of the tokens; tokens: their number. seconds: since the first token. drafted, accepted: per depth. paused:
+    see
+    `Stats`.
     """
     stats = [run.stats for run in runs if run.stats]
     counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"
@@ -200,7 +202,7 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
 @dataclass
 class Session:
-    """A benchmark under way. differences: of texts from our plain loop's. left_out: why which loop cannot run."""
+    """A running benchmark. differences: from our plain loop's texts. left_out: the reason by loop that cannot run."""
 
     subject: Subject
     loops: list[Loop]
@@ -212,10 +214,11 @@ class Session:
 
 
 def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float) -> Session:
-    """Begin a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
+    """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
 
-    drafts: where none are given, up to one per drawn rate, or USUAL_DRAFTS.
-    Raises ValueError for a number of drafts that the model cannot make.
+    drafts: by default 1 to the number of synthetic rates, or to USUAL_DRAFTS. Raises ValueError for a number of
+            drafts
+    that the model cannot make.
     """
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
@@ -231,14 +234,14 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
     if model.mtp:
         both, fixed = target + subject.facts["head_bytes"], {"adaptive": False, **heads_alone}
         session.loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
-        # Drafts that are looked up, too, but where acceptance is drawn.
+        # With lookups too, except with synthetic acceptance.
         session.loops.append(Ours(model, ADAPTIVE, None, heads_alone if subject.synthetic else {}, both))
     return session
 
 
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
-    """Let all loops generate from each prompt in turn, and note times and texts in the session."""
-    forget(session.subject.model)
+    """Run all loops on each prompt in turn, and add times and differences to the session."""
+    reset_costs(session.subject.model)
     with session.subject.acceptance():
         for i, prompt in enumerate(prompts):
             progress(prompt.category, i, len(prompts))
@@ -252,12 +255,12 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
 
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
-    """Every loop that can, with the prompt read."""
+    """Return the loops that can run, after the prefill of the prompt."""
     readers = {}
     for loop in session.loops:
         try:
             readers[loop.name] = Reader(loop, prompt.tokens, settings).read()
-        except Exception as e:  # mlx-lm's own, of any kind
+        except Exception as e:  # mlx-lm raises many types
             if not isinstance(loop, MlxLm):
                 raise
             what = f" with kv_bits={settings.kv_bits}" if settings.kv_bits else ""
@@ -268,7 +271,7 @@ def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> d
 def _differences(
     session: Session, prompt: BenchPrompt, settings: LoopSettings, found: dict[str, list[TimedRun]]
 ) -> list[dict[str, Any]]:
-    """Texts that are not our plain loop's, of the loops that promise it; where they part, and with which tokens."""
+    """Return the texts that differ from our plain loop's although they must not: first position and tokens."""
     where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
     text, different = found[PLAIN][0].tokens, []
     for name, runs in found.items():
@@ -282,13 +285,13 @@ def _differences(
 
 
 def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
-    """Make a result of the session."""
+    """Return the session's result."""
     options = {"rounds": session.rounds, "cooldown": session.cooldown, **options}
     found = {name: getattr(session, name) for name in ("entries", "differences", "left_out")}
     return result("decode", session.subject.facts, options, **found)
 
 
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Pick the differences that rounding does not explain: in float32, with caches that are not quantized."""
+    """Return the differences that rounding does not explain: in float32 with unquantized caches."""
     exact = found["model"]["dtype"] == "float32"
     return [d for d in found["differences"] if exact and d["kv_bits"] is None]

@@ -1,4 +1,4 @@
-"""Summarise a result of `bench decode` as rows, show them as tables, and two results side by side."""
+"""Summarise a result of `bench decode` as rows and tables, and compare two results."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -24,11 +24,12 @@ Setting = tuple[int, int | None, int | None]  # context, kv_bits, mtp_kv_bits
 class Row:
     """One loop over some prompts in one setting.
 
-    tokens, drafted, accepted: of one round on average, what was looked up included.
-    rates:  per depth, the share of the heads' drafts that were kept; None where there were none.
-    paused: why its last run ended without drafts, "" where it did not.
-    speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: over these loops' within a round, None without them.
-    prompt_speed: tokens/s; peak_bytes: the largest.
+    tokens, drafted, accepted: per round on average, lookups included.
+    rates:  per depth, the share of the heads' drafts that were accepted; None without drafts.
+    paused: why drafting was paused at the end of its last run, else "".
+    speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: ratio to these loops within a round, None without
+            them.
+    prompt_speed: tokens/s; peak_bytes: the maximum.
     """
 
     def __init__(self, name: str, entries: list[dict[str, Any]], speeds: dict[str, list[float]]):
@@ -54,7 +55,7 @@ class Row:
 
     @property
     def conclusive(self) -> bool:
-        """Whether its ratios are known well enough; that of the plain loop itself is its speed's."""
+        """Whether its ratios have a small spread; for the plain loop, its speed."""
         ratios = [m for m, base in ((self.vs_plain, PLAIN), (self.vs_mlx_lm, MLX_LM)) if m and base != self.contender]
         return all(m is not None and m.conclusive for m in ratios or [self.speed])
 
@@ -63,17 +64,17 @@ setting_of = itemgetter("context", "kv_bits", "mtp_kv_bits")  # the Setting of a
 
 
 def settings(found: dict[str, Any]) -> list[Setting]:
-    """The settings that were measured, in order."""
+    """Return the measured settings, in order."""
     return list(dict.fromkeys(setting_of(entry) for entry in found["entries"]))
 
 
 def categories(found: dict[str, Any]) -> list[str]:
-    """The kinds of prompts that were measured, in order."""
+    """Return the measured kinds of prompts, in order."""
     return list(dict.fromkeys(entry["category"] for entry in found["entries"]))
 
 
 def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[Row]:
-    """Make a row per loop, over all prompts of a setting or those of a category."""
+    """Return a row per loop, over all prompts of a setting or those of a category."""
     loops: dict[str, list[dict[str, Any]]] = {}
     for entry in found["entries"]:
         if setting_of(entry) == setting and category in (None, entry["category"]):
@@ -83,19 +84,19 @@ def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -
 
 
 def _speeds(entries: Sequence[dict[str, Any]]) -> list[float]:
-    """Tokens after the first per second, of all prompts together, round by round; nothing where there are none."""
+    """Return tokens after the first per second, over all prompts, per round; empty without such tokens."""
     rounds = zip(*(zip(e["tokens"], e["seconds"], strict=True) for e in entries), strict=True)
     totals = [(sum(n - 1 for n, _ in prompts), sum(s for _, s in prompts)) for prompts in rounds]
     return [tokens / seconds for tokens, seconds in totals if tokens > 0]
 
 
 def right(header: str) -> Column:
-    """Head a column of numbers."""
+    """Return a column of numbers with this header."""
     return Column(header, justify="right")
 
 
 def overall(found: dict[str, Any], setting: Setting) -> Table:
-    """Make a row per loop, over all prompts."""
+    """Return a table with a row per loop, over all prompts."""
     context, kv_bits, mtp_kv_bits = setting
     title = [found["model"]["name"], f"{context} tokens of context" if context else "prompts as they are"]
     title += [f"{bits}-bit {what}" for bits, what in ((kv_bits, "KV"), (mtp_kv_bits, "heads' KV")) if bits]
@@ -114,7 +115,7 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
 
 
 def by_category(found: dict[str, Any], setting: Setting) -> Table:
-    """Make a row per kind of prompt: each loop's speed over that of our plain one."""
+    """Return a table with a row per kind of prompt: each loop's speed relative to our plain loop."""
     names = [row.contender for row in rows(found, setting) if row.contender != PLAIN]
     headers = "prompts", *map(right, ("tokens", *names)), "inconclusive"
     table = Table(*headers, title="tok/s over plain, by kind of prompt", **STYLE)
@@ -133,8 +134,8 @@ def _cells(row: Row) -> list[str]:
     drafts = [f"{row.drafted:.0f}", f"{row.accepted:.0f}", rates, per_cycle] if row.drafted > 0 else [""] * 4
     speed = f"{row.speed.median:.1f}" if row.speed else ""
     prompt_speed = f"{row.prompt_speed:.0f}" if row.prompt_speed else ""
-    over = ((PLAIN, row.vs_plain), (MLX_LM, row.vs_mlx_lm))
-    ratios = ["1" if row.contender == base else _with_spread(value) for base, value in over]
+    bases = ((PLAIN, row.vs_plain), (MLX_LM, row.vs_mlx_lm))
+    ratios = ["1" if row.contender == base else _with_spread(value) for base, value in bases]
     return [f"{row.tokens:.0f}", *drafts, speed, *ratios, prompt_speed, f"{row.peak_bytes / 1e9:.3f}"]
 
 
@@ -143,7 +144,7 @@ def _with_spread(value: Measured | None) -> str:
 
 
 class Change(NamedTuple):
-    """A loop's speed, or its ratio to plain, in two results. beyond: it has changed by more than either's spread."""
+    """A loop's speed, or a ratio, in two results. beyond: whether it changed by more than either spread."""
 
     setting: Setting
     contender: str
@@ -155,7 +156,7 @@ class Change(NamedTuple):
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Pair speeds and ratios to plain of every loop and setting that both results have."""
+    """Return speeds and ratios of every loop and setting that both results have."""
     found = []
     for setting in settings(after):
         old = {row.contender: row for row in rows(before, setting)}
@@ -170,7 +171,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 
 
 def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """List what two results do not share, which may explain a change, one line each."""
+    """Return one line for each difference of conditions that may explain a change between two results."""
     lines = []
     for part in ("environment", "model", "options"):
         names = UNLIKE if part == "environment" else sorted(before[part].keys() | after[part].keys())
@@ -179,11 +180,11 @@ def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     place = itemgetter("context", "kv_bits", "mtp_kv_bits", "category", "contender", "prompt_tokens")
     texts = {place(entry): entry["text"] for entry in before["entries"]}
     other = sum(texts.get(place(entry), entry["text"]) != entry["text"] for entry in after["entries"])
-    return [*lines, *([f"texts: {other} of {len(after['entries'])} are others"] if other else [])]
+    return [*lines, *([f"texts: {other} of {len(after['entries'])} differ"] if other else [])]
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Make a row per speed and ratio that both results have; say which changed by more than their spreads."""
+    """Return a table of the speeds and ratios in both results, and whether they changed beyond both spreads."""
     headers = "context", "KV", "loop", "what", *map(right, ("before", "after", "change")), ""
     table = Table(*headers, title="compared with the earlier result", **STYLE)
     for change in changes(before, after):

@@ -1,7 +1,7 @@
-"""Examine a machine: are the kernels right on it, how fast are they, and what does drafting gain?
+"""Examine a machine: correctness and speed of its kernels, and the gain of drafting.
 
-Parts are run one after the other, and one that fails is noted with its first line, and loses no other. Without a
-Metal GPU kernels are checked under the emulator, on small shapes, and nothing of theirs is timed.
+The parts run in sequence. A part that fails is reported with the first line of its error, and the others still run.
+Without a Metal GPU kernels are checked in the emulator on small shapes and not timed.
 """
 
 import itertools
@@ -38,87 +38,87 @@ ROWS = tuple(range(1, 9))
 CONTEXT, ROUNDS, DRAFTS = 128, 3, 3
 CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
 OPS = tuple(SMALL)
-TYPES = (mx.bfloat16, mx.float16, mx.float32)  # the likeliest of a model first
-Tell = Callable[[str], None]
+TYPES = (mx.bfloat16, mx.float16, mx.float32)  # the most common first
+Progress = Callable[[str], None]
 Found = dict[str, Any]
 
 
-def examine(subject: Subject, tell: Tell) -> Found:
-    """Run all parts, and tell before each what comes; the model must have been loaded without kernels.
+def examine(subject: Subject, progress: Progress) -> Found:
+    """Run all parts, reporting each before it starts; the model must have been loaded without kernels.
 
-    Returns what was found, ready for JSON; a part that failed has "failed", its first line, and no more.
+    Returns the results, ready for JSON; a failed part has only "failed", the first line of its error.
     """
-    tic, before, patient = time.time(), thermal_state(), Patient(subject)
+    tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
     found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
     found["metal"] = on_metal()
-    parts: dict[str, Callable[[], Found]] = {"kernels": partial(_every, tell)}
-    parts |= {name: getattr(patient, name) for name in ("facts", "verify", "decode", "host")}
+    parts: dict[str, Callable[[], Found]] = {"kernels": partial(_every, progress)}
+    parts |= {name: getattr(examined, name) for name in ("facts", "verify", "decode", "host")}
     for name, run in parts.items():
-        tell(PARTS[name])
+        progress(PARTS[name])
         found[name] = _or_why({}, run)
     found["refused"] = [list(failed) for failed in failed_kernels(subject.model)]
     found["thermal"] = {"before": before, "after": thermal_state()}
     return _ended(found, tic)
 
 
-def examine_bits(ops: Sequence[str], tell: Tell) -> Found:
-    """Check the bits of these ops, of all if none is named: on the GPU in each type that it has, else emulated."""
+def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
+    """Check the bits of these ops, by default all: on the GPU in each supported type, else emulated."""
     tic = time.time()
     found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
     found["metal"] = on_metal()
-    found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), tell))
+    found["kernels"] = _or_why({}, partial(_small, ops or tuple(SMALL), progress))
     return _ended(found, tic)
 
 
 def _ended(found: Found, tic: float) -> Found:
-    """Add what is known at the end; kernels that failed as a whole have no summary."""
+    """Add the summary by kernel (unless all kernels failed), the duration and the date."""
     if "failed" not in found["kernels"]:
         found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
 
 
 def _or_why(line: Found, run: Callable[[], Found]) -> Found:
-    """Add to a line what `run` finds, or why it failed."""
+    """Add the result of `run` to a line, or the reason for its failure."""
     try:
         return line | run()
-    except Exception as e:  # of any kind: the other parts are still wanted
+    except Exception as e:  # any type: the other parts still run
         return line | {"failed": with_type(e)}
 
 
-def _every(tell: Tell) -> Found:
-    """Check every kernel: on the GPU in released models' shapes, else emulated in small ones, if there is a clang."""
+def _every(progress: Progress) -> Found:
+    """Check every kernel: on the GPU on released models' shapes, else emulated on small ones if there is a clang."""
     if not on_metal():
-        return _emulated(tuple(SMALL), tell)
+        return _emulated(tuple(SMALL), progress)
     missing, found = lacking(), []
     dtype = next(each for each in TYPES if type_name(each) not in missing)
     with in_type(dtype):
         for name, (op, make) in CASES.items():
-            tell(f"{op}: {name}")
+            progress(f"{op}: {name}")
             found += on_gpu(name, op, lambda make=make: [make()], dtype)
     return {"found": found, "types_not_supported": missing}
 
 
-def _small(ops: Sequence[str], tell: Tell) -> Found:
+def _small(ops: Sequence[str], progress: Progress) -> Found:
     """Check some ops on small shapes, without times."""
     if not on_metal():
-        return _emulated(ops, tell)
+        return _emulated(ops, progress)
     missing, found = lacking(), []
     for op, dtype in itertools.product(ops, TYPES):
         if type_name(dtype) not in missing:
-            tell(f"{op}, {type_name(dtype)}")
+            progress(f"{op}, {type_name(dtype)}")
             with in_type(dtype):
                 found += on_gpu(f"small {op}", op, lambda op=op: [SMALL[op]()], dtype, timed=False)
     return {"found": found, "types_not_supported": missing}
 
 
-def _emulated(ops: Sequence[str], tell: Tell) -> Found:
+def _emulated(ops: Sequence[str], progress: Progress) -> Found:
     try:
         find_clang()
     except ValueError as e:
         return {"found": [], "not_checked": f"kernels not checked: {first_line(e)}"}
     found: list[Found] = []
     for op in ops:
-        tell(f"{op}, emulated")
+        progress(f"{op}, emulated")
         found.append(_or_why({"op": op}, partial(emulated_check.of_op, op)))
     return {"found": found}
 
@@ -126,7 +126,7 @@ def _emulated(ops: Sequence[str], tell: Tell) -> Found:
 def on_gpu(
     name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype, timed: bool = True
 ) -> Iterator[Found]:
-    """Check the kernels of some sites, and with `timed` time them, in all numbers of rows that they serve."""
+    """Check the kernels of some sites, and time them if `timed`, at all row counts that they serve."""
     try:
         made = trials(build(), dtype)
     except Exception as e:
@@ -140,9 +140,9 @@ def on_gpu(
 
 
 def tried(trial: KernelTrial, timed: bool = True) -> Found:
-    """Compile, check and, if it is right and to be timed, time one kernel; ratio: stock MLX's time over its own.
+    """Compile and check one kernel, and time it if it is right and `timed`; ratio: stock MLX's time over its own.
 
-    split: whether its rows are split, where a trial chooses that; refused: by alternative, why it does not run.
+    split: whether its rows are split, if the trial can choose that; refused: by alternative, why it does not run.
     """
     tic = time.perf_counter()
     for each in (trial, trial.of_split())[: 2 if trial.split else 1]:
@@ -164,19 +164,19 @@ def tried(trial: KernelTrial, timed: bool = True) -> Found:
     return found | {"wrong": wrong}
 
 
-class Patient:
-    """The model that is examined, with the kernels that a trial switches on."""
+class ExaminedModel:
+    """The examined model, with the kernels that trials switch on."""
 
     def __init__(self, subject: Subject):
         self.subject, self.model = subject, subject.model
 
     @cached_property
     def kernels(self) -> verify.Kernels:
-        """Switch on what a trial finds right and faster."""
+        """Run the kernel trials and switch on the kernels that are right and faster."""
         return verify.Kernels(self.model, None)
 
     def facts(self) -> Found:
-        """Say what it is, and check its own shapes where there is a GPU."""
+        """Return the model's facts and, on a GPU, the check of its own shapes."""
         own, kernels = [], self.kernels
         if on_metal():
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
@@ -192,7 +192,7 @@ class Patient:
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
 
     def decode(self) -> Found:
-        """Time mlx-lm's loop, ours without drafts, and with them."""
+        """Time mlx-lm's loop, ours without drafts, and ours with drafts."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
         given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_step(self.model)}
@@ -213,7 +213,7 @@ class Patient:
         return {"loops": loops, "differences": decode.broken(found), "left_out": session.left_out}
 
     def host(self) -> Found:
-        """Time a cycle's phases, each waited for, and what the host does in between."""
+        """Time a cycle's phases, waiting for each, and the host's work in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
         work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step(self.model))
@@ -222,5 +222,5 @@ class Patient:
             name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median
             for name in profile.PHASES[1:]
         }
-        price = ratio([t.wall for t in timers], undisturbed).median
-        return {"drafts": k, "milliseconds": phases, "over_the_loop": price}
+        slowdown = ratio([t.wall for t in timers], undisturbed).median
+        return {"drafts": k, "milliseconds": phases, "over_the_loop": slowdown}

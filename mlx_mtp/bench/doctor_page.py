@@ -1,4 +1,4 @@
-"""Write what `doctor` found as a page in Markdown, which can be pasted into an issue, and its verdict in words."""
+"""Format the results of `doctor` as a Markdown page, to paste into an issue, and as a one-line verdict."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from .doctor_summary import by_kernel
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
-BAR = 8  # characters of a cost of one plain step
-STATES = {"compiled": "no", "right": "WRONG"}  # and how a kernel that is not is shown
+BAR = 8  # characters of a bar for the cost of one plain step
+STATES = {"compiled": "no", "right": "WRONG"}  # the text of a state that does not hold
 ALTERNATIVES = {"rows_split": SPLIT, "rows_together": TOGETHER}
-NOT_SAID = "not known: the system does not say"
+NOT_SAID = "not known: not reported by the system"
 
 
 def verdict(found: Found) -> tuple[bool, str]:
-    """Judge in words: whether nothing is wrong, and what was checked, and what not."""
+    """Return whether nothing is wrong, and a line about what was checked and what was not."""
     kernels = every_kernel(found)
     wrong = {name_of(k) for k in kernels if k.get("wrong")}
     failed = {name_of(k) for k in kernels if "failed" in k} - wrong
@@ -24,22 +24,22 @@ def verdict(found: Found) -> tuple[bool, str]:
     parts, off = [name for name in PARTS if "failed" in found.get(name, ())], found.get("refused", ())
     texts = len(found.get("decode", {}).get("differences", ()))
     counted = f"{len(right)} kernels right, {len(wrong)} wrong" + (f", {len(failed)} failed" if failed else "")
-    said = [found["kernels"].get("not_checked", counted)]
-    said += [f"{len(off)} kernels were refused and are off"] if off else []
-    said += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
-    said += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
+    words = [found["kernels"].get("not_checked", counted)]
+    words += [f"{len(off)} kernels were refused and are off"] if off else []
+    words += [f"{texts} drafted texts differ from plain decoding's"] if texts else []
+    words += [f"failed: {', '.join(PARTS[name] for name in parts)}"] if parts else []
     if not found["metal"]:
         left_out = "kernels' speed, compile times, Apple's own arithmetic"
-        said.append(f"not checked here, as there is no Metal GPU: {left_out}")
+        words.append(f"not checked without a Metal GPU: {left_out}")
     elif found.get("bits_only"):
-        said.append("not checked: speed")
+        words.append("not checked: speed")
     missing = found["kernels"].get("types_not_supported")
-    said += [f"not supported by this GPU: {', '.join(missing)}"] if missing else []
-    return not (wrong or failed or off or parts or texts), "; ".join(said)
+    words += [f"not supported by this GPU: {', '.join(missing)}"] if missing else []
+    return not (wrong or failed or off or parts or texts), "; ".join(words)
 
 
 def every_kernel(found: Found) -> list[Found]:
-    """List what was found of kernels, of released shapes and of the model's own."""
+    """Return the results for all kernels, on released shapes and on the model's own."""
     return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
@@ -57,7 +57,7 @@ PARTS = {
 
 
 def page(found: Found) -> str:
-    """Write the whole page."""
+    """Return the whole page."""
     good, words = verdict(found)
     well = "No fault found" if "not_checked" in found["kernels"] else "All well"
     lines = ["# mlx-mtp doctor", "", f"**{well if good else 'Something is wrong'}:** {words}.", ""]
@@ -78,7 +78,7 @@ def page(found: Found) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], sides: str) -> Iterator[str]:
-    """Lay out rows in columns that line up as plain text; sides: "<" or ">" for each, the last also for the rest."""
+    """Yield the lines of a table with aligned columns; sides: "<" or ">" per column, the last for the rest."""
     cells = [list(headers), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(headers))]
     sides = sides.ljust(len(headers), sides[-1])
@@ -113,14 +113,14 @@ def kernels(found: Found) -> Iterator[str]:
         return
     listed = every_kernel(found)
     if found["metal"]:
-        yield "Beside stock MLX on the GPU; a ratio is stock MLX's time over the kernel's, so above 1 is faster.\n"
+        yield "Compared with stock MLX on the GPU; a ratio is stock MLX's time over the kernel's.\n"
         headers = ("kernel", "shape", "verdict", *(f"M={m}" for m in range(1, 9)), "compile, s")
         yield from table(headers, _timed(listed), "<<<>")
         spellings = {k["op"]: k["spelling"] for k in listed if "spelling" in k and not k["wrong"]}
         yield from (f"\n{line[0].upper()}{line[1:]}." for line in contractions_in_words(spellings))
     else:
-        yield "**Emulated** on the CPU, on small shapes: there is no Metal GPU here. Counts are counts, never times."
-        yield f'Compared with: "{BITS}", what MLX\'s own kernels of the wheel give for each row alone, emulated too;'
+        yield "**Emulated** on the CPU, on small shapes: this machine has no Metal GPU. Counts are not times."
+        yield f'Compared with: "{BITS}", each row of MLX\'s own kernels from the wheel, alone and emulated;'
         yield f'"{OWN_BITS}", for kernels with an arithmetic of their own; "error", with float32.\n'
         headers = ("kernel", "shape", "compared with", "verdict", "rows", "launches", "KiB asked", "asks per byte")
         yield from table(headers, map(_counted, listed), "<<<<>")
@@ -134,16 +134,16 @@ def kernels(found: Found) -> Iterator[str]:
 
 
 def summary(found: Found) -> Iterator[str]:
-    """Show a line for each kernel, and below them what was not checked, and of which kernels."""
+    """Yield a line per kernel, then what was not checked and for which kernels."""
     listed = by_kernel(found)
     headers = ("kernel", "checked as", "compiled", "right", "ratio", "alternative", "registers")
-    yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells: see what was left out, below.\n"
+    yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells are explained below.\n"
     yield from table(headers, map(_summed, listed), "<<<<<<<")
     yield "\nNot checked:\n"
     for reason in dict.fromkeys(why for k in listed for why in k["not_checked"]):
         names = [k["kernel"] for k in listed if reason in k["not_checked"]]
-        whose = "all kernels" if len(names) == len(listed) else ", ".join(names)
-        yield f"- {whose}: {reason}"
+        names_shown = "all kernels" if len(names) == len(listed) else ", ".join(names)
+        yield f"- {names_shown}: {reason}"
 
 
 def _summed(k: Found) -> tuple[str, ...]:
@@ -179,9 +179,9 @@ def _timed(listed: Sequence[Found]) -> Iterator[tuple[Any, ...]]:
 
 def verify(found: Found) -> Iterator[str]:
     v = found["verify"]
-    where = "on the GPU" if found["metal"] else "on the CPU, whose products are other ones than a GPU's"
+    where = "on the GPU" if found["metal"] else "on the CPU, whose products differ from a GPU's"
     name = found["facts"].get("name", "the model")
-    yield f"Time of M rows over that of one, {name}, behind {v['context']} positions, {where}.\n"
+    yield f"Time of M rows over that of one, {name}, after {v['context']} positions, {where}.\n"
     names = {"stock": "stock modules", "ours": "with the kernels"}
     lines = zip(v["rows"], *v["costs"].values(), strict=True)
     rows = [(m, *(f"{cost:.2f}" for cost in costs), "█" * round(BAR * costs[-1])) for m, *costs in lines]
@@ -191,7 +191,7 @@ def verify(found: Found) -> Iterator[str]:
 
 def decoding(found: Found) -> Iterator[str]:
     d = found["decode"]
-    yield "Greedy texts of the same prompts in turn; accepted: the share of drafts that was kept, by depth.\n"
+    yield "Greedy texts of the same prompts in turn; accepted: the share of accepted drafts by depth.\n"
     yield from table(("loop", "tokens/s", "over plain", "accepted"), map(_loop, d["loops"]), "<>")
     if any(not loop["conclusive"] for loop in d["loops"]):
         yield "\n?: inconclusive, its spread is above 5%"
@@ -201,18 +201,18 @@ def decoding(found: Found) -> Iterator[str]:
 
 
 def _loop(loop: Found) -> tuple[str, ...]:
-    speed, over = loop["tokens_per_second"], loop["over_plain"]
+    speed, gain = loop["tokens_per_second"], loop["over_plain"]
     drafted = [share for share in loop["accepted"] if share is not None]
     words = percentages(drafted or loop["accepted"], separator=", "), loop.get("paused", "")
     accepted = "; ".join(filter(None, words))
     unsure = "" if loop["conclusive"] else "?"
-    numbers = ("" if speed is None else f"{speed:.1f}", "" if over is None else f"{over:.2f}x{unsure}")
+    numbers = ("" if speed is None else f"{speed:.1f}", "" if gain is None else f"{gain:.2f}x{unsure}")
     return loop["loop"], *numbers, accepted
 
 
 def host(found: Found) -> Iterator[str]:
     h = found["host"]
     whole = sum(h["milliseconds"].values())
-    yield f"{h['drafts']} drafts in every cycle, each phase waited for: {h['over_the_loop']:.2f}x the loop's time.\n"
+    yield f"{h['drafts']} drafts in every cycle, waiting for each phase: {h['over_the_loop']:.2f}x the loop's time.\n"
     shown = ((name, f"{ms:.2f}", f"{ms / whole:.0%}") for name, ms in h["milliseconds"].items())
     yield from table(("phase", "ms a cycle", "share"), shown, "<>")

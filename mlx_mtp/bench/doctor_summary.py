@@ -1,4 +1,4 @@
-"""State for every kernel whether it compiled and is right, its ratio and alternative, and what was not checked."""
+"""Summarise each kernel: whether it compiled and is right, its ratio and alternative, and what was not checked."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,26 +13,26 @@ from .compile_child import most_threads
 from .compile_jobs import OPS as KERNELS
 
 Found = dict[str, Any]
-NOT_TOLD = "not told by MLX"
-REGISTERS = "registers: MLX does not name the pipeline's maxTotalThreadsPerThreadgroup"
+NOT_TOLD = "not reported by MLX"
+REGISTERS = "registers: MLX does not report the pipeline's maxTotalThreadsPerThreadgroup"
 NO_CASE = "compiled, right, ratio: no case launches it; `mlx-mtp doctor --compile-only` compiles it"
 NOT_ASKED = "compiled, right, ratio: no op of --op launches it"
-NO_GPU = "Apple's compiler, ratio, choice of an alternative: there is no Metal GPU, kernels are emulated"
+NO_GPU = "Apple's compiler, ratio, choice of an alternative: no Metal GPU, kernels are emulated"
 BITS_ONLY = "ratio, choice of an alternative: --bits-only measures no times"
 WRONG, FAILED = "ratio: it is wrong", "ratio: it failed"
 
 
 def launched(trial: KernelTrial) -> Found:
-    """Describe the launches of a trial's op; call it last, as it leaves zeros in what the trial made.
+    """Describe the launches of a trial's op; call it last, because it leaves zeros in the trial's arrays.
 
-    kernels: those launched. splits: those of them with an alternative that splits the rows. most_threads: of a group
-    by kernel, as far as MLX names them.
+    kernels: the launched kernels. splits: those with an alternative that splits the rows. most_threads: maximum
+    threads per group by kernel, for the kernels for which MLX reports it.
     """
     whole, of_split = (_launches(each) for each in (trial, trial.of_split()))
     splits = {a.text.kernel for a, b in zip(whole, of_split, strict=True) if a.text != b.text}
     most = {each.text.kernel: _most_threads(each) for each in whole}
-    told = {kernel: threads for kernel, threads in most.items() if threads}
-    return {"kernels": sorted(most), "splits": sorted(splits), "most_threads": told}
+    reported = {kernel: threads for kernel, threads in most.items() if threads}
+    return {"kernels": sorted(most), "splits": sorted(splits), "most_threads": reported}
 
 
 def _launches(trial: KernelTrial) -> list[RecordedLaunch]:
@@ -49,14 +49,14 @@ def _most_threads(launch: RecordedLaunch) -> int | None:
 
 
 def by_kernel(found: Found) -> list[Found]:
-    """Summarize a report: what it says of each kernel, in every op, shape and number of rows that launches it."""
+    """Summarise a report for each kernel, over every op, shape and row count that launches it."""
     lines = [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
     own = {name: [k for k in lines if name in k.get("kernels", [k["op"]])] for name in KERNELS}
     return [_of_kernel(name, of, found) for name, of in own.items()]
 
 
 def _of_kernel(name: str, lines: list[Found], found: Found) -> Found:
-    """Summarize the lines of one kernel; None where nothing was checked."""
+    """Summarise the lines of one kernel; None for values that were not checked."""
     failed = [k for k in lines if "failed" in k or (k["wrong"] or "").startswith(FAILS)]
     wrong = [k for k in lines if k.get("wrong") and k not in failed]
     ratios = [k["ratio"] for k in lines if k.get("ratio") is not None]
@@ -91,8 +91,8 @@ def _words(spellings: Iterable[str]) -> list[str]:
 
 
 def _not_checked(found: Found, any_line: bool) -> list[str]:
-    """Name what a report did not check of a kernel, its time aside."""
+    """Return the parts of a kernel's check that a report lacks, except its time."""
     if reason := found["kernels"].get("not_checked"):
         return [reason]
-    said = [] if any_line else [NOT_ASKED if found.get("op") else NO_CASE]
-    return said if found["metal"] else [*said, NO_GPU]
+    missing = [] if any_line else [NOT_ASKED if found.get("op") else NO_CASE]
+    return missing if found["metal"] else [*missing, NO_GPU]

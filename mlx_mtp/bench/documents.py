@@ -1,7 +1,8 @@
-"""Set what another engine measured of Step-3.5-Flash with its MTP heads beside our times, and beside byte floors.
+"""Compare another engine's published times of Step-3.5-Flash with MTP heads with ours, and with byte floors.
 
-Its figures, and where they are from, are in `documents.csv`. For floors every weight is counted in the format that a
-row names, though mixes such as Q4_K_S keep some tensors in more bits: true floors are a little higher.
+Its figures and their source are in `documents.csv`. Floors count every weight in the format that a row names,
+although
+mixes such as Q4_K_S keep some tensors in more bits, so true floors are slightly higher.
 """
 
 import csv
@@ -21,29 +22,29 @@ from .roofline.ops import OVERLAPS, ModelOps
 
 FILE = Path(__file__).with_name("documents.csv")
 MODEL = "Step-3.5-Flash"
-CHIP = "M3 Ultra"  # what "Mac Studio" is taken for: its chip is not stated; M1 and M2 Ultra have 800 GB/s, not 819
+CHIP = "M3 Ultra"  # assumed for "Mac Studio", whose chip is not stated; M1 and M2 Ultra have 800 GB/s, not 819
 MAC = "Mac Studio"
-# GB/s of the machine's memory. Of the eight GPUs one at a time reads its layers, where layers are dealt out to them.
+# Memory bandwidth in GB/s. With layers distributed over eight GPUs, only one of them reads at a time.
 GBPS = {"DGX Spark": 273, "8xH200": 4800}
-STORED_BITS = {"fp16": 16, "q8_0": 8.5, "IQ4_XS": 4.25, "Q4_K_S": 4.5, "q4_0": 4.5}  # of a value, scales included
+STORED_BITS = {"fp16": 16, "q8_0": 8.5, "IQ4_XS": 4.25, "Q4_K_S": 4.5, "q4_0": 4.5}  # per value, scales included
 BITS = {"fp16": None, "q8_0": 8, "q4_0": 4}
 SHOWN = {"plain_tok_s": ".1f", "mtp_tok_s": ".1f", "speedup": ".2f", "acceptance": ".0%", "tokens_per_cycle": ".2f"}
-QUICK = 256  # as much shorter are contexts with --quick
+QUICK = 256  # factor by which --quick shortens contexts
 DEPTHS = 3
 
 Condition = tuple[str, int | None, int | None]  # context, bits of the target's cache and of the heads'; None is 16
 
 
 def source() -> str:
-    """Say where the figures are from."""
+    """Return the source of the figures."""
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
 def published() -> list[Any]:
-    """Read every line of the table; its columns, and the `condition`, are attributes.
+    """Return every line of the table; its columns and the `condition` are attributes.
 
-    Speeds are in tokens/s, acceptance is accepted of all drafted, a context in thousands ("32k"). kv_cache,
-    mtp_kv_cache: types of the target's and of the heads' caches; the latter empty where it is the same.
+    Speeds are in tokens/s, acceptance is the share of all drafts, a context is in thousands ("32k"). kv_cache,
+    mtp_kv_cache: types of the target's and the heads' caches; the latter is empty if it is the same.
     """
     found = []
     for row in csv.DictReader(line for line in FILE.read_text().splitlines() if not line.startswith("#")):
@@ -55,7 +56,7 @@ def published() -> list[Any]:
 
 
 def check(model: Any) -> None:
-    """Raise ValueError where a model does not draft as the one of the table does."""
+    """Raise ValueError if a model does not draft as the one in the table does."""
     if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
         found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
         allowed = f"allowed with {DEPTHS} chained heads, as published"
@@ -63,24 +64,24 @@ def check(model: Any) -> None:
 
 
 def conditions() -> list[Condition]:
-    """List the conditions of the table, the least quantized first."""
+    """Return the conditions of the table, the least quantized first."""
     found = {row.condition for row in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
 def tokens(context: str, *, quick: bool = False) -> int:
-    """Count the tokens of a context, or of what stands for it with --quick."""
+    """Return the number of tokens of a context, shortened with --quick."""
     return 1024 * int(context.removesuffix("k")) // (QUICK if quick else 1)
 
 
-def beside(found: dict[str, Any], *, quick: bool) -> Table:
-    """Show what was measured here, and every published line of the same context, caches and number of drafts."""
+def comparison(found: dict[str, Any], *, quick: bool) -> Table:
+    """Return a table of our measurements with every published line of equal context, caches and number of drafts."""
     names = ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle")
     left = ("context", "KV", "heads' KV", "drafts", "where")
     table = Table(*left, *map(right, names), title=f"published: {source()}", **STYLE)
     order, here = conditions(), "here, synthetic" if found["model"]["synthetic"] else "here"
     lines = sorted(published(), key=lambda p: (order.index(p.condition), p.num_draft_tokens))
-    for ((context, *bits), k), alike in groupby(lines, lambda p: (p.condition, p.num_draft_tokens)):
+    for ((context, *bits), k), equal in groupby(lines, lambda p: (p.condition, p.num_draft_tokens)):
         length = tokens(context, quick=quick)
         measured = {row.contender: row for row in rows(found, (length, bits[0], bits[1]))}
         plain, row, cells = measured.get(PLAIN), measured.get(f"k={k}"), [""] * 5
@@ -90,25 +91,27 @@ def beside(found: dict[str, Any], *, quick: bool) -> Table:
             cells.append(f"{row.tokens_per_cycle or 0:.2f}")
         label = f"{context}, shortened to {length}" if quick else context
         table.add_row(label, *(str(b or 16) for b in bits), str(k), here, *cells)
-        for p in alike:
+        for p in equal:
             values = (format(getattr(p, name), form) for name, form in SHOWN.items())
             table.add_row(*[""] * 4, f"{p.machine}, {p.weights}", *values)
     return table
 
 
 def stored(row: Any) -> ModelOps:
-    """Describe what that engine read in a row: it drafted with the first head only, fed its own output again."""
+    """Describe the bytes that the engine read in a row: it drafted with the first head only, recycled."""
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
     target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)
     return ModelOps(target.layers, target.head, heads.drafts[:1], recycled=True)
 
 
 def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Give every row its floors: seconds of a plain step and of a cycle, as published, and at least, by overlap.
+    """Return floors for every row: published seconds of a plain step and of a cycle, and the minimum by overlap.
 
-    At least: bytes over the bandwidth that is usable, on the Mac Studio the fitted share, elsewhere the share that is
-    taken where nothing is known. predicted: on the Mac Studio, seconds of the same by stock MLX and by ours, with
-    4-bit weights, caches in 16 bits, all three heads, and experts routed as published.
+    The minimum is bytes over usable bandwidth, with the fitted share on the Mac Studio and the default share
+    elsewhere.
+    predicted: seconds on the Mac Studio with stock MLX and with our kernels, with 4-bit weights, 16-bit caches, all
+               three
+    heads, and experts routed as published.
     """
     return [_with_floors(row, chips) for row in published()]
 

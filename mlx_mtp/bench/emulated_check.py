@@ -1,7 +1,7 @@
-"""Check each kernel under the emulator on a small shape, beside MLX's own kernels of the installed wheel.
+"""Check each kernel in the emulator on a small shape against MLX's own kernels from the installed wheel.
 
-What MLX runs for one row of a quantized or dense product is emulated, too. Its norms, RoPE, sigmoids and convolution
-are not in the wheel as sources: what is made of them is compared with the CPU's in float32, by error.
+MLX's kernel for one row of a quantized or dense product is emulated too. The wheel has no sources of its norms, RoPE,
+sigmoids and convolution; kernels built from these are compared with float32 on the CPU, by error.
 """
 
 from collections.abc import Iterator
@@ -19,21 +19,23 @@ from .doctor_summary import launched
 from .kernels import asked
 from .kernels_cases import SMALL
 
-ROWS, POSITIONS = 4, 128  # of the sample; of those rows where a kernel serves so many
-DRAWS = 2  # of a check: with NaN and with infinity in other rows
+ROWS, POSITIONS = 4, 128  # of the sample; fewer rows if a kernel serves fewer
+DRAWS = 2  # of a check, with NaN and with infinity in other rows
 TRIES = 5  # draws whose errors are compared
 BITS, OWN_BITS, ERROR = "MLX's bits", "bits of a row alone, and error", "error"
-# Whose steps are partly no kernel of the wheel: the roundings of their values that they may err by.
+# Ops that the wheel covers only in part: the number of roundings by which their values may err.
 CHAINED = {"verify_glu": 4, "gated_delta_verify": 8, "norm_rope": 4, "add_norm": 2}
 
 
 def of_op(op: str) -> dict[str, Any]:
-    """Check a kernel on its small shape, and count what a call asks of memory; against: what it was compared with."""
+    """Check a kernel on its small shape and count the memory traffic of a call; against: the reference used."""
     site: Any = SMALL[op]()
-    if op == "verify_latent_attention":  # the longest to emulate
+    if op == "verify_latent_attention":  # the slowest to emulate
         site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
     rows = ROWS if ROWS in site.candidates else min(site.candidates)
-    trial, *_ = (replace(t, draws=DRAWS) for t in trials([site], mx.bfloat16) if t.rows == rows)  # of a short context
+    trial, *_ = (
+        replace(t, draws=DRAWS) for t in trials([site], mx.bfloat16) if t.rows == rows
+    )  # with a short context
     if op == "verify_gemv":
         trial = replace(trial, pairs=[(site.ours, lambda x: [stock.gemv(x, site.module.weight)[0]])])
     with emulated_mlx():
@@ -53,9 +55,9 @@ def of_op(op: str) -> dict[str, Any]:
 
 
 def erring(trial: KernelTrial) -> str | None:
-    """Say which row errs by more than CHAINED roundings of its size; None for none.
+    """Return a message on a row that errs by more than CHAINED roundings of its size; None if there is none.
 
-    The median of several draws counts: a norm of what is nearly zero magnifies roundings, now and then.
+    The median of several draws is used, because a norm of nearly zero sometimes magnifies roundings.
     """
     allowed, errors = CHAINED[trial.op] * mx.finfo(mx.bfloat16).eps, [_errors(trial, i) for i in range(TRIES)]
     for i, found in enumerate(zip(*errors, strict=True)):
@@ -65,7 +67,7 @@ def erring(trial: KernelTrial) -> str | None:
 
 
 def _errors(trial: KernelTrial, draw: int) -> list[float]:
-    """Compare the outputs for one draw of rows with float32's: by row, the largest error over the row's size."""
+    """Return the error per row for one draw relative to float32: the maximum error over the row's size."""
     x, (ours, theirs) = trial.x(draw), trial.pairs[0]
     found = ours(x)  # first: its cache is then in the kernel's type, in which alone the kernel runs
     exact = (trial.alone[0] if trial.alone else theirs)(x.astype(mx.float32))

@@ -1,7 +1,7 @@
-"""List small launches that have every text of every kernel: each format, type and number of rows it is compiled for.
+"""List small launches that cover every kernel text: each format, type and row count that a kernel is compiled for.
 
-A group is a function that lists launches. What of a released model's shape is part of a text (heads per KV head, head
-sizes, experts per token, inner widths) is as released; all other sizes are small, so that a launch is cheap to run.
+A group is a function that yields launches. Sizes that are part of a text (heads per KV head, head sizes, experts per
+token, inner widths) are those of released models; all other sizes are small, so that a launch is cheap to run.
 """
 
 import inspect
@@ -23,18 +23,18 @@ from ..kernels.contraction import EXPLICIT, KERNELS, spelled
 Launch = partial[object]
 Format = tuple[str, int, int]
 FORMATS: list[Format] = [(mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]]
-RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # what released models are converted to by default
+RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # the default formats of conversions
 AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
-WIDTHS = (128, 4096, 4224)  # of K: a quarter of it to each of four lanes, two packs to a lane, one
-# (N, K, heads first) of latent attention's products per head
+WIDTHS = (128, 4096, 4224)  # of K: a quarter per lane, two packs per lane, one pack per lane
+# (N, K, heads first) of latent attention's products per head.
 PER_HEAD = ((512, 128, True), (128, 512, False), (512, 192, True))
-# (experts, a token's, inner width, hidden width): as many for a token as released models have; of widths it matters
-# whether they are multiples of 512
+# (experts, experts per token, inner width, hidden width): experts per token as in released models; of the widths it
+# matters only whether they are multiples of 512.
 MIXTURES = (
     *((16, 4, 128, 512), (16, 4, 512, 512), (16, 6, 704, 704), (16, 8, 512, 512), (16, 8, 704, 512)),
     *((16, 10, 512, 512), (32, 22, 704, 512)),
 )
-CHOSEN = (0, mx.int32), (4, mx.uint32), (64, mx.int32), (64, mx.uint32)  # positions of sparse attention, by row
+CHOSEN = (0, mx.int32), (4, mx.uint32), (64, mx.int32), (64, mx.uint32)  # positions per row of sparse attention
 # (heads per KV head, head size of queries, of values) of released models
 HEADS = ((4, 128, 128), (8, 128, 128), (12, 128, 128), (16, 128, 128), (16, 192, 128), (4, 256, 256), (6, 256, 256))
 F32 = mx.float32
@@ -59,7 +59,7 @@ def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
-    """Make weights [*before, n, k] of zeros."""
+    """Return weights [*before, n, k] of zeros."""
     mode, bits, group = of
     affine = mode == "affine"
     scales = mx.zeros((*before, n, k // group), dtype if affine else mx.uint8)
@@ -72,7 +72,7 @@ def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
 
 
 def products(of: Format) -> Iterator[Launch]:
-    """verify_qmm, its heads and verify_glu: one of each number of lanes and values."""
+    """Yield verify_qmm, verify_qmm_heads and verify_glu, for each number of lanes and values per lane."""
     widths = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}.values()
     for dtype, k, m in itertools.product(DTYPES, widths, AFFINE_ROWS):
         w, x = weights(of, 64, k, dtype), rows(m, k, dtype)
@@ -90,13 +90,13 @@ def products(of: Format) -> Iterator[Launch]:
 
 
 def matrices(of: Format) -> Iterator[Launch]:
-    """verify_qmm_mma."""
+    """Yield verify_qmm_mma."""
     for dtype, n, m in itertools.product(DTYPES, (64, 2048), (8, 16)):
         yield partial(kernels.verify_qmm_mma, rows(m, 512, dtype), weights(of, n, 512, dtype))
 
 
 def experts(of: Format) -> Iterator[Launch]:
-    """moe_glu, moe_relu2 and moe_down."""
+    """Yield moe_glu, moe_relu2 and moe_down."""
     mixtures = MIXTURES[: None if of in RELEASED else 1]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
     for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
@@ -107,7 +107,7 @@ def experts(of: Format) -> Iterator[Launch]:
 
 
 def heads(of: Format) -> Iterator[Launch]:
-    """verify_head and verify_head_merge."""
+    """Yield verify_head and verify_head_merge."""
     widths = (4096, 4224) if of in RELEASED else (4096,)
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
         x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
@@ -117,7 +117,7 @@ def heads(of: Format) -> Iterator[Launch]:
 
 
 def dense() -> Iterator[Launch]:
-    """verify_gemv."""
+    """Yield verify_gemv."""
     shapes = (3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (128, 4096), (2048, 512), (4096, 512)
     for dtype, m, biased, (n, k) in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True), shapes):
         bias = mx.zeros((n,), dtype) if biased else None
@@ -125,7 +125,7 @@ def dense() -> Iterator[Launch]:
 
 
 def dense_heads() -> Iterator[Launch]:
-    """verify_head_dense and verify_dot."""
+    """Yield verify_head_dense and verify_dot."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
         for k, top in itertools.product((64, 512), (1, 20)):
@@ -134,7 +134,7 @@ def dense_heads() -> Iterator[Launch]:
 
 
 def routers() -> Iterator[Launch]:
-    """moe_route and draw_top."""
+    """Yield moe_route and draw_top."""
     for dtype, kind in itertools.product(DTYPES, ("softmax", "sigmoid")):
         for m, count, top in itertools.product((8, 16), (64, 128, 160, 256, 288, 384, 512), (8, 22)):
             for bias_dtype in dict.fromkeys((F32, dtype)) if kind == "sigmoid" else ():
@@ -146,7 +146,7 @@ def routers() -> Iterator[Launch]:
 
 
 def attention(dtype: mx.Dtype) -> Iterator[Launch]:
-    """verify_attention and attention_merge: in chunks, windows, quantized, of several texts."""
+    """Yield verify_attention and attention_merge: in chunks, with windows, quantized, for several sequences."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
     for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
@@ -178,7 +178,7 @@ def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -
 
 
 def latent() -> Iterator[Launch]:
-    """latent_scores and latent_values."""
+    """Yield latent_scores and latent_values."""
     widths = (512, 64), (256, 32), (96, 8)
     for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
         queries = (mx.zeros((1, heads_, m, width), dtype) for width in (dv, dr))
@@ -189,7 +189,7 @@ def latent() -> Iterator[Launch]:
 
 
 def norms() -> Iterator[Launch]:
-    """add_norm, gated_norm and norm_rope."""
+    """Yield add_norm, gated_norm and norm_rope."""
     for dtype, of_weight in itertools.product(DTYPES, DTYPES):
         for width in (512, 4100, 12288, 16384):
             x = rows(2, width, dtype)
@@ -205,7 +205,7 @@ def norms() -> Iterator[Launch]:
 
 
 def recurrences() -> Iterator[Launch]:
-    """delta_inputs, gated_delta_verify and mamba2_verify."""
+    """Yield delta_inputs, gated_delta_verify and mamba2_verify."""
     for dtype, other in itertools.product(DTYPES, DTYPES):
         for d in (128, 196):
             for keys, values in ((2, 2), (4, 8)):
@@ -226,7 +226,7 @@ def recurrences() -> Iterator[Launch]:
 
 
 def spellings() -> Iterator[Launch]:
-    """The kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
+    """Yield the kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
     makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
     for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
         for launch in spread(make(), 12):
@@ -241,7 +241,7 @@ def launched(launch: Launch, spelling: str) -> None:
 
 
 def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
-    """Name the groups of launches, those of quantized weights once in each of these formats."""
+    """Return the groups of launches by name; those of quantized weights once per format."""
     quantized = itertools.product((products, matrices, experts, heads), formats)
     found: dict[str, Callable[[], Iterator[Launch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},

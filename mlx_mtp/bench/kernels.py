@@ -1,7 +1,7 @@
-"""Measure our kernels, an op at a time: beside stock MLX on a GPU, in time, and anywhere, emulated, in traffic.
+"""Measure our kernels op by op: times against stock MLX on a GPU, and emulated memory traffic anywhere.
 
-Times are of dependent chains over several layers of a released model's shapes, ours and stock in turn; those of
-`verify_qmm_mma` are beside `verify_qmm`. Traffic is of small shapes, and is a count, never a time.
+Times are those of dependent chains over several layers of a released model's shapes, ours and stock in turn;
+`verify_qmm_mma` is compared with `verify_qmm`. Traffic is counted on small shapes and is not a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from .result import new_table
 from .timing import Call, Measured, Timed, interleaved, ratio, steps_for
 
 OPS = tuple(sorted({op for op, _ in CASES.values()}))
-LAYERS = {"verify_moe": 1}  # of a shape; of the others four, so that caches stay cold
+LAYERS = {"verify_moe": 1}  # layers per shape; four for other ops, so that caches stay cold
 CHAIN_SECONDS = 0.002
 
-Found = dict[str, Any]  # a kernel at some rows, as results have it
+Found = dict[str, Any]  # a kernel at a row count, as in results
 
 
 def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Found]:
-    """Time each kernel (of one op, or all) beside stock MLX, in each number of rows up to `rows`; needs a GPU."""
+    """Time each kernel, of one op or all, against stock MLX at each row count up to `rows`; needs a GPU."""
     for name, (kind, make) in CASES.items():
         if op in (None, kind):
             sites = [make() for _ in range(LAYERS.get(kind, 4))]
@@ -39,9 +39,9 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
 
 
 def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Found:
-    """Check and time one trial's kernel beside what it takes the place of.
+    """Check one trial's kernel and time it against the operations that it replaces.
 
-    wrong: of `ab_test.check`; seconds: of calls by side and round; none if it fails.
+    wrong: result of `ab_test.check`; seconds: of calls by side and round; empty if the kernel fails.
     """
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}
@@ -54,7 +54,7 @@ def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) 
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Found]:
-    """Count on the emulator what each op, or one, asks at all it serves of 1 to `rows`; ValueError for none."""
+    """Count the emulated memory traffic of one op, or all, at 1 to `rows` rows; ValueError if it serves none."""
     for kind in (op,) if op else OPS:
         site = SMALL[kind]()
         served = sorted(m for m in site.candidates if m <= rows)
@@ -62,12 +62,12 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
             raise ValueError(f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}")
         for m in served:
             x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
-            mx.eval(site.ours(x))  # makes what the rows come behind
+            mx.eval(site.ours(x))  # creates the context of the rows
             yield {"op": kind, "rows": m, **asked(site, x)}
 
 
 def asked(site: Any, x: mx.array) -> Found:
-    """Count the bytes that a call asks for. largest: the buffer of which most is read; reread: how often it is."""
+    """Count the bytes that a call requests. largest: the buffer with the most distinct bytes; reread: its factor."""
     with emulated() as launches:
         mx.eval(site.ours(x))
     buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
@@ -78,9 +78,9 @@ def asked(site: Any, x: mx.array) -> Found:
 
 
 def speed_table(found: Sequence[Found]) -> Table:
-    """Show stock MLX's time over ours, a line per case, a column per number of rows."""
+    """Return a table of stock MLX's time over ours, with a line per case and a column per row count."""
     sizes = sorted({line["rows"] for line in found})
-    title, caption = "stock MLX's time over our kernel's", "WRONG: its values are not what they should be"
+    title, caption = "stock MLX's time over our kernel's", "WRONG: its values are wrong"
     table = new_table(title, "op", "case", *(f"M={m}" for m in sizes), left=2, caption=caption)
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for (op, case), lines in groupby(found, itemgetter("op", "name")):
@@ -90,14 +90,14 @@ def speed_table(found: Sequence[Found]) -> Table:
 
 
 def speedup(line: Found) -> Measured:
-    """Divide stock MLX's time by ours."""
+    """Return stock MLX's time over ours."""
     return ratio(line["seconds"]["stock"], line["seconds"]["ours"])
 
 
 def traffic_table(found: Sequence[Found]) -> Table:
-    """Show a line per op and number of rows."""
+    """Return a table with a line per op and row count."""
     names = ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read")
-    title, caption = "what our kernels ask of memory, emulated", "of small shapes; counts, not times"
+    title, caption = "memory traffic of our kernels, emulated", "of small shapes; counts, not times"
     table = new_table(title, "op", *names, caption=caption)
     for op, lines in groupby(found, itemgetter("op")):
         for i, k in enumerate(lines):

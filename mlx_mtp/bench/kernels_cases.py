@@ -1,4 +1,4 @@
-"""Make the cases of `bench kernels`: sites in released models' shapes, and small ones; random weights."""
+"""Create the cases of `bench kernels`: sites with random weights in released models' shapes, and small ones."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ from ..models.nemotron_h import Mamba2Mixer
 from ..models.qwen3_5 import GatedDeltaNet
 from .random_model import draw_weights
 
-# What attention, gated delta and Mamba2 read of released models' config.json.
+# Values of released models' config.json that attention, gated delta and Mamba2 read.
 SHAPES = json.loads(Path(__file__).with_name("kernels_shapes.json").read_text())
 QWEN, STEP = SHAPES["Qwen3.6-27B"], step3p5.ModelArgs.from_dict(SHAPES["Step-3.5-Flash"])
 GLM, MIMO = (cast(Any, SimpleNamespace(**SHAPES[name])) for name in ("GLM-4.5", "MiMo-V2-Flash"))
@@ -48,7 +48,7 @@ _dtype: ContextVar[mx.Dtype] = ContextVar("dtype", default=mx.bfloat16)
 
 @contextmanager
 def in_type(dtype: mx.Dtype) -> Iterator[None]:
-    """Make cases in another type than bfloat16 inside."""
+    """Create cases in another type than bfloat16 inside the block."""
     token = _dtype.set(dtype)
     try:
         yield
@@ -104,7 +104,7 @@ def per_head(n: int, heads: int) -> PerHead:
 
 
 def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
-    """Make a mixture with random bits for weights: to quantize so many would take more memory than the layer."""
+    """Return a mixture with random bits as weights, because quantizing them would need more memory than the layer."""
     switch = SwitchGLU(hidden, inner, count)
     nn.quantize(switch, 64, 4)
     draw_weights(typed(switch), 0)
@@ -150,16 +150,16 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
 
 FEW = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
 FEW_DELTA = {"hidden_size": 128, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
-POSITIONS = 256  # of small caches
+POSITIONS = 256  # size of small caches
 
 
 def near(site: Any) -> Any:
-    """Put an attention's rows at the end of few positions."""
+    """Place an attention's rows after few positions."""
     site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
     return site
 
 
-# Of each op one that the emulator runs in a second or so.
+# One case per op that the emulator runs in about a second.
 SMALL: dict[str, Callable[[], Any]] = {
     "verify_qmm": lambda: stack(64, k=1024),
     "verify_glu": lambda: glu(32, 1024),

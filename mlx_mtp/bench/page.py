@@ -1,6 +1,6 @@
-"""Show results as one HTML page for sharing: pictures in both colour schemes, tables, environment and command.
+"""Format results as one HTML page: pictures in both colour schemes, tables, environment and command.
 
-Nothing in it is fetched from anywhere.
+The page loads nothing from the network.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Found]) -> str:
-    """Write a complete document."""
+    """Return a complete HTML document."""
     names = dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results)
     title = escape("mlx-mtp bench: " + ", ".join(names))
     start = (
@@ -34,7 +34,7 @@ def page(results: Sequence[Found]) -> str:
         f"<style>\n{STYLE.read_text()}</style></head><body>\n<h1>{title}</h1>"
     )
     figures = []
-    for i, panel in enumerate(panels(*results)):  # drawn twice, of which one is shown; behind it, its numbers
+    for i, panel in enumerate(panels(*results)):  # drawn twice; CSS shows one of them, with its numbers
         label, drawn = escape(panel.title, quote=True), ""
         for scheme in ("light", "dark"):
             svg = plots.svg(panel, dark=scheme == "dark", name=f"panel-{i}-{scheme}")
@@ -46,7 +46,7 @@ def page(results: Sequence[Found]) -> str:
 
 
 def _details(found: Found) -> Iterator[str]:
-    """Show a result's tables, its command, and what it was measured of and on."""
+    """Yield a result's tables, its command, and its model, options and environment."""
     yield f"<h2>bench {escape(found['bench'])}: {escape(subject(found))}</h2>"
     if label := found["model"].get("synthetic"):
         yield f'<p class="note">Synthetic: {escape(label)}.</p>'
@@ -60,7 +60,7 @@ def _details(found: Found) -> Iterator[str]:
 
 
 def tables_of(found: Found) -> Iterator[Table]:
-    """Make the tables that a command printed again, of its result, in the same order."""
+    """Yield the tables that the command printed for a result, in the same order."""
     match found["bench"]:
         case "decode":
             for setting in settings(found):
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def html_table(table: Table) -> Iterator[str]:
-    """Write a rich table as HTML, in a box that scrolls sideways."""
+    """Yield a rich table as HTML, in a box that scrolls sideways."""
     kinds = [' class="left"' if column.justify == "left" else "" for column in table.columns]
     heads = _cells("th", kinds, [column.header for column in table.columns])
     rows = "".join(_cells("td", kinds, line) for line in zip(*(c.cells for c in table.columns), strict=True))
@@ -107,7 +107,7 @@ def _text(cell: Any) -> str:
 
 
 def numbers_of(panel: Panel) -> Table:
-    """Put what a picture shows into a table."""
+    """Return a picture's numbers as a table."""
     corner, columns, rows = panel.x_label, [], []
     match panel:
         case LinePanel():

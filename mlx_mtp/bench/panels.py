@@ -1,4 +1,4 @@
-"""Turn results into what their pictures show, as plain numbers: panels of lines, bars, grids and ranges."""
+"""Convert results to the contents of their pictures, as plain numbers: panels of lines, bars, grids and ranges."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from .timing import Measured, measured, ratio
 
 Found = dict[str, Any]
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
-FLOOR = 2  # a theme's colours of what pictures of the model show, whatever else they show
+FLOOR = 2  # index of the theme's colour for floors, in all pictures
 COLOURS = {OURS: 0, STOCK: 1}
-ONCE = 1.005  # times that a buffer is read, to two digits
+ONCE = 1.005  # below this factor a buffer counts as read once
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one line. low, high: the interval of each; empty where there is none. level: a line across all x.
+    """Points of one line. low, high: the interval of each point, or empty. level: a line across all x.
 
-    line: how it is drawn, as matplotlib writes it. colour: the number of one of a theme's; None: the next.
+    line: a line style of matplotlib. colour: index of a theme's colour; None: the next one.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class LinePanel(Panel):
-    """y against x, from zero; `ticks` names the places on the x-axis."""
+    """y against x, from zero; `ticks` names positions on the x-axis."""
 
     y_label: str
     series: list[Series]
@@ -54,7 +54,7 @@ class LinePanel(Panel):
 
 @dataclass(frozen=True)
 class BarPanel(Panel):
-    """Stacked horizontal bars: of each bar, a length per part. group: so many bars stand together; 0: all."""
+    """Stacked horizontal bars with a length per part. group: number of adjacent bars in a group; 0: all."""
 
     bars: list[str]
     parts: dict[str, list[float]]
@@ -63,7 +63,7 @@ class BarPanel(Panel):
 
 @dataclass(frozen=True)
 class GridPanel(Panel):
-    """A number of a unit per row and column, or None; `form` writes it, and colours span 0 to `high`."""
+    """A number with a unit per row and column, or None; `form` formats it, and colours span 0 to `high`."""
 
     y_label: str
     rows: list[str]
@@ -76,7 +76,7 @@ class GridPanel(Panel):
 
 @dataclass(frozen=True)
 class RangePanel(Panel):
-    """Of each row, a range, and marks by name, in a theme's colours by number."""
+    """A range per row, and marks by name, with indices of a theme's colours."""
 
     rows: list[str]
     spans: list[tuple[float, float]]
@@ -86,7 +86,7 @@ class RangePanel(Panel):
 
 
 def panels(*results: Found) -> list[Panel]:
-    """Give the pictures of results: profiles side by side in one panel, else one result after the other."""
+    """Return the pictures of results: profiles together in one panel, other results one after the other."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]
@@ -95,14 +95,14 @@ def panels(*results: Found) -> list[Panel]:
 
 
 def subject(found: Found) -> str:
-    """Say what was measured, and where, as titles do."""
+    """Return the measured model and chip, for titles."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"
 
 
 def speed(found: Found) -> Iterator[Panel]:
-    """Draw `bench decode`'s tok/s against k: a line per setting, mlx-lm and adaptive drafting as levels."""
+    """Yield `bench decode`'s tok/s against k: a line per setting, mlx-lm and adaptive drafting as levels."""
     series: list[Series] = []
     sets = settings(found)
     for i, setting in enumerate(sets):
@@ -116,14 +116,14 @@ def speed(found: Found) -> Iterator[Panel]:
                 level = [(fixed[0][0], made[loop]), (fixed[-1][0], made[loop])]
                 label = f"{loop}, {name}" if several else loop
                 series.append(_series(label, level, level=True, line=line, colour=colour))
-    most = int(max((x for s in series for x in s.x), default=0))
-    ticks = {float(k): "plain" if k == 0 else str(k) for k in range(most + 1)}
+    largest = int(max((x for s in series for x in s.x), default=0))
+    ticks = {float(k): "plain" if k == 0 else str(k) for k in range(largest + 1)}
     title = f"decoding speed: {subject(found)}"
     yield LinePanel(title, "drafts per cycle, k", "tokens/s, all prompts", series, ticks)
 
 
 def _drafts(contender: str) -> int | None:
-    """Read k from a loop's name; None where it is not fixed."""
+    """Return k from a loop's name; None if it is not fixed."""
     return 0 if contender == PLAIN else int(contender[2:]) if contender.startswith("k=") else None
 
 
@@ -134,14 +134,14 @@ def _setting(setting: Setting) -> str:
 
 
 def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) -> Series:
-    """Draw points with their intervals under a label that says where a spread is too wide."""
+    """Return points with their intervals; the label states if a spread is too wide."""
     y, low, high = ([getattr(m, name) for _, m in points] for name in ("median", "low", "high"))
-    honest = label if all(m.conclusive for _, m in points) else f"{label} (inconclusive)"
-    return Series(honest, [x for x, _ in points], y, low, high, **drawn)
+    marked = label if all(m.conclusive for _, m in points) else f"{label} (inconclusive)"
+    return Series(marked, [x for x, _ in points], y, low, high, **drawn)
 
 
 def acceptance(found: Found) -> Iterator[Panel]:
-    """Draw the share of drafts kept, by depth and kind of prompt, of the most drafts; one grid per setting."""
+    """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt, for the maximum drafts."""
     for setting in (sets := settings(found)):
         made: dict[str, Sequence[float | None]] = {}
         for kind in categories(found):
@@ -159,7 +159,7 @@ def acceptance(found: Found) -> Iterator[Panel]:
 
 
 def verify_curves(found: Found) -> Iterator[Panel]:
-    """Draw T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed where both are."""
+    """Yield T(M)/T(1) of the whole model at each context, and of its parts; stock MLX is dashed if both are shown."""
     for whole, what in ((True, "the whole model"), (False, "its parts")):
         series = []
         for colour, curve in enumerate(c for c in found["curves"] if (c["name"] == "whole") == whole):
@@ -173,13 +173,13 @@ def verify_curves(found: Found) -> Iterator[Panel]:
 
 
 def verify_panel(title: str, series: list[Series]) -> LinePanel:
-    """Draw what verifies of M rows take over a plain step, with a tick at every M that a line has."""
+    """Return a panel of verify costs relative to a plain step, with a tick at every M of a line."""
     ticks = {x: f"{x:.0f}" for x in sorted({x for s in series for x in s.x})}
     return LinePanel(title, "rows verified, M", "T(M) / T(1)", series, ticks)
 
 
 def phase_bars(results: Sequence[Found]) -> BarPanel:
-    """Draw milliseconds of a cycle by phase, a bar per profile; what no phase explains is a part of its own."""
+    """Return milliseconds of a cycle by phase, with a bar per profile; unexplained time is a separate part."""
     bars = [f"{found['model']['name']}, k={found['options'].get('k', '?')}" for found in results]
     parts: dict[str, list[float]] = {}
     for found in results:
@@ -190,7 +190,7 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
 
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
-    """Draw by case and rows stock MLX's time over ours; where emulated, what is asked of memory."""
+    """Yield stock MLX's time over ours by case and rows; if emulated, the memory traffic."""
     if found["options"]["emulate"]:
         yield from _traffic_grids(found["found"])
         return
@@ -204,7 +204,7 @@ def kernel_grid(found: Found) -> Iterator[Panel]:
 
 
 def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
-    """Draw how often kernels read their largest buffer, of those that read it once how their traffic grows."""
+    """Yield the read factors of the largest buffers; for kernels that read it once, the growth of their traffic."""
     again = {line["op"] for line in lines if line["reread"] > ONCE}
     first = {line["op"]: line["requested"] for line in sorted(lines, key=lambda line: -line["rows"])}
     reads, growth = {}, {}
@@ -214,14 +214,17 @@ def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
             reads[place] = line["reread"]
         else:
             growth[place] = line["requested"] / first[line["op"]]
-    titles = "largest buffer, bytes requested over distinct", "largest buffer read once: bytes over the fewest rows'"
+    titles = (
+        "largest buffer, bytes requested over distinct",
+        "largest buffer read once: bytes relative to the smallest M",
+    )
     for title, made in zip(titles, (reads, growth), strict=True):
         if made:
-            yield _grid_of(f"{title}, emulated: counts, no times", made)
+            yield _grid_of(f"{title}, emulated: counts, not times", made)
 
 
 def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
-    """Arrange ratios by (kernel, rows), None for a wrong kernel, as a grid; its colours reach up to two at least."""
+    """Arrange ratios by (kernel, rows) as a grid, None for a wrong kernel; its colours span at least 0 to 2."""
     names, sizes = list(dict.fromkeys(name for name, _ in made)), sorted({m for _, m in made})
     values = [[made.get((name, m)) for m in sizes] for name in names]
     axes = "rows, M", "kernel", names, [str(m) for m in sizes]
@@ -229,7 +232,7 @@ def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
 
 
 def model_curve(found: Found) -> Iterator[Panel]:
-    """Draw T(M)/T(1) of the floor at each overlap, of what is predicted, and of what was measured."""
+    """Yield T(M)/T(1) of the floor at each overlap, of predictions and of measurements."""
     series = []
     for overlap in dict.fromkeys(line["overlap"] for line in found["floors"]):
         points = {f["rows"]: f["bytes"]["total"] for f in _passes(found["floors"]) if f["overlap"] == overlap}
@@ -256,7 +259,7 @@ def _ratios(label: str, points: dict[int, float], colour: int | None, line: str 
 
 
 def model_cycles(found: Found) -> Iterator[Panel]:
-    """Draw draft and verify of a cycle for each number of drafts, behind a plain step: floor, stock MLX and ours."""
+    """Yield draft and verify of a cycle per number of drafts, next to a plain step: floor, stock MLX and ours."""
     if "predicted" not in found:
         return
     bandwidth, lines = found["chip"]["bandwidth"], found["floors"]
@@ -272,11 +275,11 @@ def model_cycles(found: Found) -> Iterator[Panel]:
 
 
 def documents(found: Found) -> Iterator[Panel]:
-    """Draw the published engine's cycles over their floors, from all experts shared to independent routing."""
+    """Yield the published engine's cycles over their floors, from all experts shared to independent routing."""
     spans, marks = {}, {}
     for line in (line for line in found["documents"] if line["machine"] == MAC):
         for kind, step in (("plain", "plain"), ("cycle", f"k={line['drafts']}")):
-            name = f"{line['weights']} {line['context'] // 1024}k {step}"  # plain is the same for every k
+            name = f"{line['weights']} {line['context'] // 1024}k {step}"  # plain is equal for every k
             floors = line["cycle_floor"] if kind == "cycle" else {SHOWN_OVERLAP: line["plain_floor"]}
             spans[name] = 1e3 * min(floors.values()), 1e3 * max(floors.values())
             marks[name] = [1e3 * x for x in (line[kind], floors[SHOWN_OVERLAP], line["predicted"][OURS][kind])]

@@ -1,8 +1,8 @@
-"""Time several texts at once: mlx-lm's batches, ours without and with drafts, and our own loop text after text.
+"""Time several sequences: mlx-lm's batches, ours without and with drafts, and our loop on one after the other.
 
-Ours build each cycle anew, or replay recorded ones. All take turns on the same prompts. A speed is tokens over the
-time that is not spent reading prompts. A gap is the time from one of a text's arrivals to the next, which may bring
-several tokens.
+Ours build each cycle or replay recorded ones. All take turns on the same prompts. A speed is tokens over the time
+that
+is not prefill. A gap is the time between two arrivals of a sequence, each of which may bring several tokens.
 """
 
 import time
@@ -26,12 +26,12 @@ from .timing import interleaved, ratio
 MLX_LM, PLAIN, DRAFTED, AFTER = "mlx-lm", "plain", "drafted", "one after the other"
 REPLAYED = ", replayed"
 TEXTS = (1, 2, 4, 8)
-CONTEXTS = (0, 4096)  # prompts as they are, and long ones
+CONTEXTS = (0, 4096)  # unpadded prompts, and long ones
 
 
 @dataclass(frozen=True)
-class Together:
-    """What texts at once gave: tokens of each, seconds without prompts, and every gap between arrivals, seconds."""
+class BatchRun:
+    """A run of several sequences: tokens of each, seconds without prefill, gaps between arrivals in seconds."""
 
     tokens: list[list[int]]
     seconds: float
@@ -40,13 +40,14 @@ class Together:
 
 def contenders(
     subject: Subject, step: int, *, replayed: bool = False
-) -> tuple[dict[str, Callable[..., Together]], str | None]:
-    """List who can run this model, as functions of prompts and most tokens; and why mlx-lm cannot.
+) -> tuple[dict[str, Callable[..., BatchRun]], str | None]:
+    """Return the contenders that can run this model, as functions of prompts and a maximum length, and why mlx-lm
+    cannot.
 
-    replayed: ours twice, with cycles that are built and with replayed ones; else as it is by default.
+    replayed: include ours both with built and with replayed cycles; otherwise in its default mode.
     """
     model = subject.model
-    found: dict[str, Callable[..., Together]] = {}
+    found: dict[str, Callable[..., BatchRun]] = {}
     missing = None
     try:
         theirs = twin(model)
@@ -62,10 +63,10 @@ def contenders(
     return found, missing
 
 
-def _batch(make: Callable[[], Any], prompts: Sequence[list[int]], most: int) -> Together:
-    """Drive either generator, whose calls are the same."""
+def _batch(make: Callable[[], Any], prompts: Sequence[list[int]], length: int) -> BatchRun:
+    """Run either generator; both have the same interface."""
     batch = make()
-    uids = batch.insert([list(prompt) for prompt in prompts], [most] * len(prompts))
+    uids = batch.insert([list(prompt) for prompt in prompts], [length] * len(prompts))
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     arrived: dict[int, list[float]] = {uid: [] for uid in uids}
     with batch.stats() as stats:
@@ -77,35 +78,35 @@ def _batch(make: Callable[[], Any], prompts: Sequence[list[int]], most: int) -> 
                 arrived[uid].append(now)
     batch.close()
     gaps = [gap for times in arrived.values() for gap in np.diff(times).tolist()]
-    return Together(list(tokens.values()), stats.generation_time, gaps)
+    return BatchRun(list(tokens.values()), stats.generation_time, gaps)
 
 
-def _one_by_one(model: Any, step: int, prompts: Sequence[list[int]], most: int) -> Together:
+def _one_by_one(model: Any, step: int, prompts: Sequence[list[int]], length: int) -> BatchRun:
     texts, seconds, gaps = [], 0.0, []
     for prompt in prompts:
-        steps = generate_step(prompt, model, max_tokens=most, prefill_step_size=step)
+        steps = generate_step(prompt, model, max_tokens=length, prefill_step_size=step)
         tokens, times = zip(*((token, time.perf_counter()) for token, *_ in steps), strict=True)
         seconds += times[-1] - times[0]
         gaps += np.diff(times).tolist()
         texts.append(list(tokens))
-    return Together(texts, seconds, gaps)
+    return BatchRun(texts, seconds, gaps)
 
 
 def measure(
-    running: dict[str, Callable[..., Together]],
+    running: dict[str, Callable[..., BatchRun]],
     prompts: Sequence[BenchPrompt],
     texts: int,
-    most: int,
+    length: int,
     *,
     drawn: bool = False,
     **turns_of: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Time `texts` of the prompts at once; one entry for each contender, with a value per round in each list.
+    """Time `texts` of the prompts in one batch; yield one entry per contender, with a value per round in each list.
 
-    drawn: what is accepted is, so that texts mean nothing and are not compared.
+    drawn: acceptance is drawn at random, so the texts have no meaning and are not compared.
     """
     chosen = [prompts[i * len(prompts) // texts].tokens for i in range(texts)]
-    found = interleaved({name: partial(run, chosen, most) for name, run in running.items()}, **turns_of)
+    found = interleaved({name: partial(run, chosen, length) for name, run in running.items()}, **turns_of)
     expected = found[AFTER][0].tokens
     for name, runs in found.items():
         unlike = sum(a != b for run in runs for a, b in zip(run.tokens, expected, strict=True))
@@ -121,14 +122,14 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Show speeds of all texts together and of one, beside mlx-lm's or, without it, our own loop's; and gaps."""
+    """Return a table of speeds of all sequences and of one, relative to mlx-lm or else to our loop, and of gaps."""
     base = MLX_LM if any(e["contender"] == MLX_LM for e in found["entries"]) else AFTER
     columns = ("texts", "context", "", "tok/s together", "of one", f"x {base}", "gap p50", "p95", "p99 ms", "differ")
     made = new_table(f"{named(found['model'])}, {found['options']['max_tokens']} tokens each", *columns)
     for e in found["entries"]:
-        alike = [b for b in found["entries"] if (b["texts"], b["context"]) == (e["texts"], e["context"])]
-        beside = next(b for b in alike if b["contender"] == base)
-        speeds, others = _speeds(e), _speeds(beside)
+        same = [b for b in found["entries"] if (b["texts"], b["context"]) == (e["texts"], e["context"])]
+        reference = next(b for b in same if b["contender"] == base)
+        speeds, others = _speeds(e), _speeds(reference)
         fastest = max(speeds)
         share = fastest / (1 if e["contender"] == AFTER else e["texts"])
         gaps = [f"{1000 * min(e['gaps'][p]):.1f}" for p in ("50", "95", "99")]

@@ -1,4 +1,4 @@
-"""Draw results as pictures, light or dark, with matplotlib (the extra `plot`)."""
+"""Draw results as light or dark pictures with matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -26,8 +26,10 @@ ROW = 0.3  # inches of a row of a grid, or a bar
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of paper, ink and lines, and of series: the first five are far apart for dichromats, too, and markers
-    tell the others apart."""
+    """Colours of background, text, lines and series.
+
+    Dichromats can distinguish the first five series by colour, and the others by their markers.
+    """
 
     paper: str
     ink: str
@@ -40,19 +42,19 @@ ON_DARK = "#56b4e9", "#d55e00", "#c8f08f", "#785ef0", "#cc6677", "#f0e442", "#f4
 LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", faint="#d4d7dc", series=ON_LIGHT)
 DARK = Theme(paper="#14171c", ink="#e8eaed", faint="#3b414a", series=ON_DARK)
 MARKERS = "osD^vP*X"
-# Between series whose intervals would hide each other: of the whole x-axis, and of all series, of one place on it.
+# Horizontal shift between overlapping intervals: as a share of the x-axis, and the maximum of one position for all.
 DODGE, SPREAD = 0.018, 0.7
 
 
 def check(path: Path) -> None:
-    """Raise ValueError for a picture that cannot be written: of another kind, or without matplotlib."""
+    """Raise ValueError if a picture cannot be written: another suffix, or no matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"plot={path}: a picture ends in {' or '.join(SUFFIXES)}, not in {path.suffix or 'nothing'}")
     need_matplotlib()
 
 
 def need_matplotlib() -> None:
-    """Raise ValueError, with what to install, where matplotlib is missing."""
+    """Raise ValueError with the install command if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -60,7 +62,7 @@ def need_matplotlib() -> None:
 
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
-    """Draw all pictures of the results, one under the other, into a .png or .svg file."""
+    """Draw all pictures of the results, one below the other, into a .png or .svg file."""
     drawn = panels(*results)
     if not drawn:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
@@ -68,7 +70,7 @@ def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
 
 
 def svg(panel: Panel, *, dark: bool, name: str) -> str:
-    """Draw one picture as an <svg> element for a page of several; ids in it begin anew for each name."""
+    """Return one picture as an <svg> element for a page; its ids are unique per name."""
     text = _rendered([panel], "svg", dark, salt=name).decode()
     return text[text.index("<svg") :]
 
@@ -81,7 +83,7 @@ def _rendered(panels: Sequence[Panel], kind: str, dark: bool, salt: str = "mlx-m
 
 
 def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
-    """Set matplotlib up while a picture is drawn and written."""
+    """Configure matplotlib while a picture is drawn and written."""
     import matplotlib
 
     return matplotlib.rc_context(
@@ -98,7 +100,7 @@ def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
 
 
 def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
-    """Draw panels under one another, as high as each needs; to be called within `style`."""
+    """Return a figure with panels one below the other, each with the height it needs; call it within `style`."""
     from matplotlib.figure import Figure
 
     drawers: dict[type, Any] = {LinePanel: _lines, BarPanel: _bars, GridPanel: _grid, RangePanel: _ranges}
@@ -113,7 +115,7 @@ def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
 
 
 def height(panel: Panel) -> float:
-    """Give inches, with title, axis and legend."""
+    """Return the height in inches, with title, axis and legend."""
     match panel:
         case BarPanel():
             return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))
@@ -157,13 +159,13 @@ def _bars(panel: BarPanel, ax: "Axes", theme: Theme) -> None:
     ]
     ax.bar_label(bars[-1], [f"{total:.3g}" for total in lengths.sum(0)], padding=4)
     ax.set_yticks(places, panel.bars)
-    ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may need more room than the bars
+    ax.set_ylim(max(places[-1] + 0.7, 0.3 * len(panel.parts)), -0.7)  # a legend may be higher than the bars
     ax.set_axisbelow(True)
     _finish(ax, "x", x=0.1)
 
 
 def _grid(panel: GridPanel, ax: "Axes", theme: Theme) -> None:
-    """Write numbers on a colour that goes from the paper's to that of the first series."""
+    """Draw numbers on colours between the background and the first series."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("grid", [theme.paper, theme.series[0]])
@@ -183,7 +185,7 @@ def _grid(panel: GridPanel, ax: "Axes", theme: Theme) -> None:
 
 
 def contrast(a: Any, b: Any) -> float:
-    """Compare two colours: from 1 to 21. Source: WCAG 2.2, relative luminance."""
+    """Return the contrast of two colours, from 1 to 21. Source: WCAG 2.2, relative luminance."""
     from matplotlib.colors import to_rgb
 
     colours = np.array([to_rgb(a), to_rgb(b)])

@@ -1,8 +1,9 @@
-"""Time drafted decoding phase by phase, with the device waited for at every boundary.
+"""Time drafted decoding phase by phase, waiting for the device at every boundary.
 
-The cycles are the decoding loop's own, the two halves of `step.step` one after the other: MLX is lazy, so what a
-phase computes is evaluated before its clock is read, and nothing of another phase is pending when it starts. The
-loop itself overlaps them, and builds the next cycle while one runs; what that saves is the overhead stated.
+The cycles are those of the decoding loop, with the two halves of `step.step` one after the other. MLX is lazy, so
+each
+phase's arrays are evaluated before the clock is read, and no other phase has pending work when it starts. The loop
+itself overlaps phases and builds the next cycle while one runs; the reported overhead is what that saves.
 """
 
 import time
@@ -25,12 +26,12 @@ from ..tuning.plan import Fixed, Plan
 from .timing import interleaved
 
 PHASES = ("prefill", "draft", "verify", "accept", "host")
-HOST = ("build the draft", "build the verify", "commit")  # the parts of the last
+HOST = ("build the draft", "build the verify", "commit")  # the parts of "host"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A greedy text of max_tokens, with k drafts of the heads in every cycle; ValueError for more than they make."""
+    """A greedy text of max_tokens with k drafts from the heads in every cycle; ValueError for too many drafts."""
 
     model: Any
     prompt: Sequence[int]
@@ -46,7 +47,7 @@ class Workload:
 
 @dataclass
 class Timer:
-    """Watches a generation: seconds by phase and, of "host", by its parts; `wall` is of a clock of its own."""
+    """Times a generation: seconds by phase and by part of "host"; `wall` is measured separately."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES[:-1], *HOST), 0.0))
     tokens: list[int] = field(default_factory=list)
@@ -54,13 +55,13 @@ class Timer:
     wall: float = 0.0
 
     def evaluate(self, phase: str, caches: Sequence[Any], *arrays: Any) -> None:
-        """Compute what a phase is made of, and has written to caches, and wait for it."""
+        """Evaluate a phase's arrays and the caches it has written, and wait for them."""
         with self.during(phase):
             mx.eval(*arrays, *(c.parts for c in caches))
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Add what runs inside to a phase, or to a part of "host"."""
+        """Add the duration of the block to a phase or to a part of "host"."""
         tic = time.perf_counter()
         try:
             yield
@@ -74,7 +75,7 @@ class Timer:
 
     @property
     def unexplained(self) -> float:
-        """Seconds of the wall that are in no phase."""
+        """Seconds of the wall time that belong to no phase."""
         return self.wall - sum(self.seconds.values())
 
 
@@ -82,7 +83,7 @@ Watch = TypeVar("Watch", bound=Timer)
 
 
 def decode_in_phases(work: Workload, watch: Watch) -> Watch:
-    """Generate once, phase by phase; returns the watch, which got tokens, cycles and seconds."""
+    """Generate once, phase by phase; return the timer, filled with tokens, cycles and seconds."""
     tic, plan = time.perf_counter(), Plan(source_of(work.model), work.k) if work.k else Plan()
     with watch.during("prefill"):
         d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
@@ -107,7 +108,7 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
 
 
 def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Flight]:
-    """Let the target, and heads that draft k, read a prompt in chunks of `step`; room for `more` tokens is kept."""
+    """Prefill a prompt in the target and in heads that draft k, in chunks of `step`; reserve `more` tokens."""
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)
     d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
@@ -115,7 +116,7 @@ def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int)
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
-    """The cycle after `last`, of which so many drafts were accepted; computed, but its tokens are not read."""
+    """Return the cycle after `last`, of which `accepted` drafts were accepted; its tokens have not been read."""
     cache, new = d.cache, Flight(plan, last.after)
     with watch.during("build the draft"):
         frame, _ = prepare(d, last, plan, None)
@@ -133,7 +134,7 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) ->
 
 
 def undisturbed(work: Workload) -> tuple[list[int], float]:
-    """Generate the same text by the decoding loop itself; returns its tokens, and seconds."""
+    """Generate the same text with the decoding loop; return its tokens and seconds."""
     options: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
     options |= {"max_tokens": work.max_tokens, "num_draft_tokens": work.k, "prefill_step_size": work.step}
     tic = time.perf_counter()
@@ -142,8 +143,8 @@ def undisturbed(work: Workload) -> tuple[list[int], float]:
 
 
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> tuple[list[Timer], list[float]]:
-    """Time `rounds` generations of the workload phase by phase, and in turn as many undisturbed ones, in seconds."""
+    """Time `rounds` generations phase by phase, and the same number of undisturbed ones in turn; return both."""
     turns: list[Any] = [lambda: decode_in_phases(work, Timer()), lambda: undisturbed(work)]
     timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
-    assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text is another one"
+    assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text differs"
     return timers, [seconds for _, seconds in plain]

@@ -1,4 +1,4 @@
-"""Report a profile: a line per phase, what is left unexplained, and the price of having looked."""
+"""Report a profile: a line per phase, the unexplained time, and the overhead of profiling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
 
 @dataclass(frozen=True)
 class Line:
-    """One phase. ms: of a cycle, those of "prefill" of the whole prompt; operations, nbytes: as `census` counts."""
+    """One phase. ms: per cycle, for "prefill" of the whole prompt; operations, nbytes: as counted by `census`."""
 
     name: str
     ms: Measured
@@ -34,7 +34,7 @@ class Line:
 
 
 def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
-    """Collect every round's seconds, for a result, which has "operations", "bytes" and "bandwidth" as well."""
+    """Return every round's seconds for a result; the caller adds "operations", "bytes" and "bandwidth"."""
     first = timers[0]
     return {
         **{"tokens": len(first.tokens), "cycles": first.cycles, "undisturbed": undisturbed},
@@ -44,7 +44,7 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
 
 
 def lines(found: Found) -> list[Line]:
-    """Make a line of each phase that took any time; behind "host" its parts, and what is left of the wall."""
+    """Return a line per phase that took time, the parts of "host", and the rest of the wall time."""
     made, seconds = [], found["seconds"]
     host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]
     seconds = {**seconds, "host": host, REST: found["unexplained"]}
@@ -58,10 +58,10 @@ def lines(found: Found) -> list[Line]:
 
 
 def phase_table(found: Found) -> Table:
-    """Show the lines, with what share of the bandwidth each phase that reads weights achieved."""
+    """Return a table of the lines, with the share of the bandwidth that each phase achieved."""
     bandwidth = found["bandwidth"]["rate"]
     title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
-    caption = f"of a cycle, but prefill: of the prompt; bandwidth {bandwidth / 1e9:.1f} GB/s, "
+    caption = f"per cycle, prefill: per prompt; bandwidth {bandwidth / 1e9:.1f} GB/s, "
     table = new_table(title, "phase", *COLUMNS, caption=caption + found["bandwidth"]["source"])
     for line in lines(found):
         part = line.name in HOST
@@ -75,21 +75,21 @@ def phase_table(found: Found) -> Table:
 
 
 def remarks(found: Found) -> list[str]:
-    """Say what the table does not, a sentence each."""
-    wall, price = measured(found["wall"]), ratio(found["wall"], found["undisturbed"])
+    """Return remarks on a profile, one sentence each."""
+    wall, slowdown = measured(found["wall"]), ratio(found["wall"], found["undisturbed"])
     rest = sum(found["unexplained"]) / sum(found["wall"])
-    sure = "" if price.conclusive else " (inconclusive)"
-    said = [
+    sure = "" if slowdown.conclusive else " (inconclusive)"
+    sentences = [
         f"{found['tokens']} tokens, {found['cycles']} cycles; {rest:.2%} of {1e3 * wall.median:.1f} ms in no phase.",
-        f"Overhead: it takes {price.median:.2f}x{sure} the time of the loop, which builds a cycle while one runs.",
+        f"Overhead: {slowdown.median:.2f}x{sure} the time of the loop, which builds a cycle while another runs.",
     ]
     if any(line.rate and line.rate > found["bandwidth"]["rate"] for line in lines(found)):
-        said.append("More than all of the bandwidth: weights came out of caches.")
-    return said
+        sentences.append("A phase exceeds the memory bandwidth: its weights were in caches.")
+    return sentences
 
 
 def bandwidth_of(stated: float | None) -> Found:
-    """Take the bandwidth stated, in GB/s, else of the chip at hand, else what MLX streams; rate: bytes per second."""
+    """Return the bandwidth stated in GB/s, else that of this chip, else what MLX streams; rate: bytes per second."""
     if stated is not None:
         return {"rate": 1e9 * stated, "source": "as stated"}
     if known := CHIPS.get(at_hand() or ""):

@@ -1,8 +1,8 @@
-"""Build a model of a released shape whose weights are drawn, not loaded: for times, never for texts.
+"""Build a model of a released shape with random weights: for times, not for texts.
 
-Nothing is ever held in full precision: MLX builds modules lazily, and what they would have been is replaced, module
-by module, by random bits of the quantized size. Such a model chooses its experts almost evenly: several rows visit
-more of them than they do on real text, so that a mixture's verify is at its dearest.
+No module is ever held in full precision: MLX builds modules lazily, and each is replaced by random bits of its
+quantized size. Such a model routes almost evenly, so several rows visit more experts than on real text, and a
+mixture's verify has its maximum cost.
 """
 
 import json
@@ -22,15 +22,15 @@ from ..machine.errors import one_line
 from ..models import find_port, port_names
 from ..models.config.rope_modules import apply_rope
 
-UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of a family whose config.json does not count them
+UNDECLARED = {"recycle": 1, "chain": 3, "target_each": 3}  # heads of families whose config.json lacks their number
 UNQUANTIZED = 16  # bits
 MISBUILT = (*build.MISBUILT, AssertionError)
 INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
 def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
-    """Build a port's model of a config.json with random weights; shape: see `shaped_model`."""
-    mx.random.seed(seed)  # for the vectors, which mlx-lm draws itself
+    """Build a port's model of a config.json with random weights; shape: arguments of `shaped_model`."""
+    mx.random.seed(seed)  # for vectors that mlx-lm draws
     model, config = shaped_model(file, **shape)
     draw_weights(model, seed)
     model.eval()
@@ -41,13 +41,13 @@ def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
 def shaped_model(
     file: Path, *, layers: int | None = None, bits: int | None = None, group_size: int | None = None, mtp: bool = True
 ) -> tuple[Any, dict]:
-    """Build a port's model of a config.json, of which no array is computed; also returns the config.
+    """Build a port's model of a config.json without computing arrays; also return the config.
 
-    layers, mtp: so many of its first layers (None: all), with all of its heads or with none.
-    bits, group_size: None takes those of the file's `quantization`, else 4 and 64; 16 bits are not quantized, but in
-    the precision of the activations: float32 on a CPU, else bfloat16. Single modules have the bits that the file
-    states for them, or mlx-lm's rules for the family.
-    Raises ValueError, in one line, for a file that is none, a family without a port, or sizes that do not fit.
+    layers, mtp: this number of first layers (None: all), with all heads or none.
+    bits, group_size: None uses the file's `quantization`, else 4 and 64. With 16 bits weights have the precision of
+    activations: float32 on a CPU, else bfloat16. Bits of single modules follow the file, or mlx-lm's rules for the
+                 family.
+    Raises a one-line ValueError for an unreadable file, a family without a port, or invalid sizes.
     """
     try:
         with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
@@ -73,7 +73,7 @@ def shaped_model(
 
 
 def head_count(config: dict, spec: Any) -> int:
-    """Count the heads that config.json declares, or a family usually has; 0 for a family that has none."""
+    """Return the number of heads in config.json, else the family's usual number; 0 for a family without heads."""
     if not spec.tensors:
         return 0
     text, usual = config.get("text_config", config), UNDECLARED[spec.topology]
@@ -81,18 +81,18 @@ def head_count(config: dict, spec: Any) -> int:
 
 
 def first_layers(config: dict, layers: int) -> dict:
-    """Cut a config.json to its first layers, but for what heads behind them have; ValueError for another number."""
+    """Cut a config.json to its first layers but keep the heads' entries; ValueError for an invalid number."""
     text = config.get("text_config", config)
     total = text.get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:
-        raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number that config.json has")
+        raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number in config.json")
     cut = {name: _first(name, value, layers, total) for name, value in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if "text_config" in config else cut
 
 
 def _first(name: str, value: Any, layers: int, total: int) -> Any:
-    """One entry of config.json: cut, if it has one item or letter per layer, or lists layers by number."""
+    """Return an entry of config.json, cut if it has one item or letter per layer, or lists layer indices."""
     if isinstance(value, str) and INDICES.fullmatch(value):
         kept = [i for i in value.split(",") if int(i) < layers]
         return ",".join(kept or [str(10 * total)])  # no layer has this number; an empty list would mean the default
@@ -103,7 +103,7 @@ def _first(name: str, value: Any, layers: int, total: int) -> Any:
 
 
 def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any) -> bool | dict:
-    """Say whether a module is quantized, and how: as config.json states, else as mlx-lm converts the family."""
+    """Return whether a module is quantized, and how: as config.json states, else as mlx-lm converts the family."""
     if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
         return False
     chosen = of_family(path, module) if of_family and path not in stated else stated.get(path, True)
@@ -112,15 +112,15 @@ def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any)
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Replace every matrix by random weights of variance 1 / its inputs, evaluated one module after the other.
+    """Replace every matrix by random weights of variance 1 / inputs, evaluated one module at a time.
 
-    Vectors stay what mlx-lm makes them: norms ones, biases zeros, decay rates its own.
+    Vectors keep mlx-lm's values: norms ones, biases zeros, decay rates its own.
     """
     keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
     for key, (_, module) in zip(keys, model.named_modules(), strict=True):
-        if "scales" in module:  # random codes 0 .. 2^bits - 1, times a scale and less their mean
+        if "scales" in module:  # random codes 0 .. 2^bits - 1, times a scale, minus their mean
             if module.mode != "affine":
-                raise ValueError(f"quantization mode {module.mode!r}: random weights are made in affine only")
+                raise ValueError(f"quantization mode {module.mode!r}: random weights support only affine")
             scale = math.sqrt(12 / (module.scales.shape[-1] * module.group_size * (4**module.bits - 1)))
             *rows, words = module.weight.shape
             module.weight = mx.random.randint(0, 2**16, (*rows, 2 * words), mx.uint16, key=key).view(mx.uint32)

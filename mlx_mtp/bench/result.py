@@ -1,4 +1,4 @@
-"""Write one measurement as one JSON object: where it was made, with what, and every raw value; read and show it."""
+"""Represent one measurement as one JSON object with environment, options and every raw value; write and read it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ KINDS = ("decode", "verify", "kernels", "profile", "model", "parallel")
 
 
 def environment() -> dict[str, Any]:
-    """Name chip, system and versions that times depend on."""
+    """Return the chip, system and versions that times depend on."""
     device = mx.device_info()
     return {
         "chip": device.get("device_name") or platform.processor() or platform.machine(),
@@ -37,51 +37,51 @@ def environment() -> dict[str, Any]:
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
         "mlx_mtp": __version__,
-        "commit": _said("git", "--git-dir", str(CHECKOUT), "rev-parse", "--short", "HEAD"),  # None of a wheel
+        "commit": _output("git", "--git-dir", str(CHECKOUT), "rev-parse", "--short", "HEAD"),  # None of a wheel
     }
 
 
 def gpu_cores() -> int | None:
-    """Count the GPU's cores on a Mac, which MLX does not say."""
-    found = re.search(r'"gpu-core-count" = (\d+)', _said("ioreg", "-rc", "AGXAccelerator", "-d", "1") or "")
+    """Return the number of GPU cores on a Mac, which MLX does not report."""
+    found = re.search(r'"gpu-core-count" = (\d+)', _output("ioreg", "-rc", "AGXAccelerator", "-d", "1") or "")
     return int(found[1]) if found else None
 
 
 def thermal_state() -> str | None:
-    """Say in one line what macOS notes of heat."""
-    lines = (_said("pmset", "-g", "therm") or "").splitlines()
+    """Return macOS's thermal state in one line."""
+    lines = (_output("pmset", "-g", "therm") or "").splitlines()
     return "; ".join(line.strip(" \t-") for line in lines if line.strip()) or None
 
 
-def _said(*command: str) -> str | None:
-    """Run a command of the system's; None where there is none, or it fails."""
+def _output(*command: str) -> str | None:
+    """Return a system command's output; None if it is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
-    """Make what a benchmark found ready to be printed as one line and written to a file.
+    """Return a benchmark's result, ready to be written as one line of JSON.
 
-    model: name, family, bytes, quantization, kernels that are on. options: what was asked for.
-    measured: every raw value.
+    model: name, family, bytes, quantization, kernels that are on. options: the requested settings. measured: raw
+           values.
     """
     assert kind in KINDS
     found = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
-    return json.loads(json.dumps(found | measured))  # as it is when it is read again: keys are text
+    return json.loads(json.dumps(found | measured))  # as after a round trip: keys are strings
 
 
 def named(model: dict[str, Any]) -> str:
-    """Name a result's model as titles of tables do, with what is synthetic of it."""
+    """Return the name of a result's model for table titles, with a note if it is synthetic."""
     return f"{model['name']}, SYNTHETIC: {label}" if (label := model.get("synthetic")) else model["name"]
 
 
 def curve_title(curve: dict[str, Any]) -> str:
-    """Name what a curve of `bench verify` is of."""
+    """Return the name of a curve of `bench verify`."""
     return curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
 
 
 def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> Table:
-    """Begin a table whose columns from `left` on are numbers."""
+    """Return a table whose columns from `left` on are numbers."""
     table = Table(title=title, **style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
@@ -89,12 +89,12 @@ def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> 
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write a result as one line, at once."""
+    """Write a result as one line, atomically."""
     write_whole(path, json.dumps(found) + "\n")
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result that `write` wrote, or that ends what a command printed; ValueError for any other file."""
+    """Read a result written with `write`, or from the last line of a text; ValueError for any other file."""
     with one_line(f"{path}: no result of `mlx-mtp bench`", (ValueError, RecursionError)):
         text = path.read_text().strip()
         found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])

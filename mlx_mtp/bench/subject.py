@@ -1,8 +1,8 @@
-"""Open what is benchmarked, a checkpoint or a model of a config.json's shape with random weights, and make prompts.
+"""Open the benchmarked model, a checkpoint or a config.json's shape with random weights, and create prompts.
 
-Acceptance may be drawn: the heads run and cost what they cost, but the target is made to say what they drafted. So
-texts mean nothing. A rate is the share of a depth's drafts that are kept, as results state it: a draft is kept with
-all before it, so that none is above the one before.
+Acceptance may be drawn at random: the heads run at their usual cost, but the target's tokens are replaced so that
+drafts are accepted at given rates. Such texts have no meaning. A rate is the share of a depth's drafts that are
+accepted; a draft is accepted only with all earlier ones, so no rate exceeds the previous one.
 """
 
 import itertools
@@ -36,16 +36,16 @@ DEMO = "demo"
 
 
 class NothingRemembered:
-    """Stands in for a model's remembered costs: what a benchmark learns, or knows, is the benchmark's alone."""
+    """Replaces a model's stored costs, so that a benchmark neither uses nor stores any."""
 
     def recall(self, *_: Any) -> None:
-        """Know nothing, and keep nothing."""
+        """Return nothing, and store nothing."""
 
     recall_compiled = keep = recall
 
 
-def forget(model: Any) -> None:
-    """Let a model know nothing of what its cycles cost, and keep what it learns to itself."""
+def reset_costs(model: Any) -> None:
+    """Reset a model's measured costs and recorded cycles, and do not store new ones."""
     nothing: Any = NothingRemembered()
     model.runtime.learned = Learned(kernels_of(model), nothing, nothing)
     model.runtime.recorder = None
@@ -55,9 +55,9 @@ def forget(model: Any) -> None:
 class Subject:
     """A model to measure.
 
-    tokenizer: None where weights are random.
-    facts:     for a result's "model"; `synthetic` of it says in words what is not the real thing, or None.
-    rates:     drawn acceptance per depth; empty: what the heads guess counts.
+    tokenizer: None with random weights.
+    facts:     for a result's "model"; its `synthetic` describes what is not real, or is None.
+    rates:     drawn acceptance per depth; empty for the heads' own.
     """
 
     model: Any
@@ -71,11 +71,11 @@ class Subject:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """What ends a text; nothing where it means nothing."""
+        """Tokens that end a text; none if texts have no meaning."""
         return () if self.synthetic else tuple(sorted(self.tokenizer.eos_token_ids))
 
     def acceptance(self) -> AbstractContextManager[None]:
-        """Draw what is accepted inside, where rates were given; everything that drafts is to run there."""
+        """Draw acceptance inside the block if there are rates; everything that drafts must run there."""
         return drawn_acceptance(self.rates) if self.rates else nullcontext()
 
 
@@ -92,11 +92,12 @@ def open_subject(
     synth_rates: Sequence[float] = (),
     tensor_group: Any = None,
 ) -> Subject:
-    """Load a checkpoint (a directory, a hub name, "demo" or None for the demo), or draw a model of a config.json.
+    """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
-    layers, bits, group_size: of the drawn model; see `random_model`. kernels, draft_model: as `load`'s.
-    synth_rates: shares of drafts to keep, per depth; see `drawn_acceptance`. tensor_group: as `load`'s.
-    Raises ValueError, in one line, for what cannot be loaded or does not go together.
+    layers, bits, group_size: of the random model; see `random_model`. kernels, draft_model, tensor_group: as in
+    `load`.
+    synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
+    Raises a one-line ValueError for what cannot be loaded or combined.
     """
     rates = check_rates(synth_rates) if synth_rates else ()
     if config is not None:
@@ -111,7 +112,7 @@ def open_subject(
         label = "random weights" if layers is None else f"random weights, the first {layers} layers only"
     else:
         if layers is not None:
-            raise ValueError(f"layers={layers}: of random weights only; allowed with config alone")
+            raise ValueError(f"layers={layers}: only for random weights; allowed with config")
         path = demo_path() if model in (None, DEMO) else find_checkpoint(model)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,33 +128,33 @@ def open_subject(
     facts |= {"head_quantization": of.head_quantization if of.heads else None, "dtype": dtype_of(found)}
     facts |= {"max_draft_tokens": found.max_draft_tokens, "synthetic": synthetic}
     facts |= {"kernels": list(of.kernels), "not_exact": list(of.not_exact)}
-    forget(found)
+    reset_costs(found)
     return Subject(found, tokenizer, facts, rates)
 
 
 def dtype_of(model: nn.Module) -> str:
-    """Find the widest type of the vectors, that is of the norms: what activations are computed in."""
+    """Return the widest type of the vectors, which are norms: the type of activations."""
     arrays: Any = tree_flatten(model.parameters())
     found = {a.dtype for _, a in arrays if a.ndim == 1 and mx.issubdtype(a.dtype, mx.floating)}
     widest = max(found, key=lambda dtype: dtype.size, default=mx.float32)
     return str(widest).rpartition(".")[2]
 
 
-POSITIONS = 8191  # a draw belongs to a position, modulo this: cycles replay, and runs repeat, with the same draws
+POSITIONS = 8191  # draws depend on the position modulo this, so that replays and repeated runs use the same
 DEPTHS = 16
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Return one rate per depth; ValueError for one that is no chance, or above the one before."""
+    """Return one rate per depth; ValueError for one that is not a probability or exceeds the previous one."""
     if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
         raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
-        raise ValueError(f"synth_rates={risen[0][1]}: allowed behind {risen[0][0]} is no more than that")
+        raise ValueError(f"synth_rates={risen[0][1]}: allowed after {risen[0][0]} is at most that")
     return tuple(rates)
 
 
 def rate_at(rates: Sequence[float], depth: int) -> float:
-    """Return the rate at a depth; behind the last that is given they fall on as they did there."""
+    """Return the rate at a depth; after the last given rate they fall by the same ratio."""
     if depth < len(rates):
         return rates[depth]
     last, before = rates[-1], rates[-2] if len(rates) > 1 else 1.0
@@ -161,16 +162,16 @@ def rate_at(rates: Sequence[float], depth: int) -> float:
 
 
 def draws(rates: Sequence[float], seed: int) -> mx.array:
-    """Draw whether the draft at a depth of the cycle at a position is kept; bool [POSITIONS, DEPTHS]."""
+    """Draw whether the draft at a depth of the cycle at a position is accepted; bool [POSITIONS, DEPTHS]."""
     chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
     return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
 
 
 @contextmanager
 def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
-    """Let every verify inside accept as many drafts as are drawn; a handful of operations on k numbers per cycle.
+    """Make every verify inside accept drafts as drawn; this adds a few operations on k numbers per cycle.
 
-    Where a draft is to be right the target's token becomes the draft, where it is to be wrong another one.
+    An accepted draft replaces the target's token; for a rejected draft that equals it, another token does.
     """
     right, pick = draws(rates, 0), one_step.pick
     mx.eval(right)
@@ -190,7 +191,7 @@ def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
 
 
 def _forced(tokens: mx.array, drafts: mx.array, right: mx.array, model: Target) -> mx.array:
-    """Put the draft where it is to be right, another token where it is to be wrong."""
+    """Return the draft if it is to be accepted, else a different token."""
     return mx.where(right, drafts, mx.where(tokens == drafts, (drafts + 1) % model.vocab_size, tokens))
 
 
@@ -199,7 +200,7 @@ FILE = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """Token ids of one prompt of a category; context: the length it was padded to, 0 where it was not."""
+    """Token ids of one prompt of a category; context: the length it was padded to, or 0."""
 
     category: str
     tokens: list[int]
@@ -209,9 +210,10 @@ class BenchPrompt:
 def make_prompts(
     tokenizer: Any, vocab_size: int, *, each: int, context: int = 0, only: Iterable[str] = ()
 ) -> list[BenchPrompt]:
-    """Make `each` prompts of every category (or of `only` these), padded in front to `context` tokens, 0: as is.
+    """Return `each` prompts of every category (or of `only` these), padded in front to `context` tokens (0:
+    unpadded).
 
-    tokenizer: None makes them of random tokens, in a category of their own.
+    tokenizer: None uses random tokens, in a category of their own.
     Raises ValueError for an unknown category, or a context that is shorter than a prompt.
     """
     if tokenizer is None:
@@ -226,12 +228,12 @@ def make_prompts(
 
 
 def padded(tokenizer: Any, text: str, context: int) -> list[int]:
-    """Encode a message with as much text in front as fits into `context` tokens."""
+    """Encode a message after as much text as fits into `context` tokens."""
     tokens = encode(tokenizer, text)
     if not context:
         return tokens
     if len(tokens) > context:
-        raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is that or more")
+        raise ValueError(f"contexts={context}: a prompt alone has {len(tokens)} tokens; allowed is at least that")
     best, characters = tokens, 3 * (context - len(tokens))
     for _ in range(8):  # corrections of the padding's length
         found = encode(tokenizer, f"{filler(characters)}\n\n{text}")
@@ -246,7 +248,7 @@ def padded(tokenizer: Any, text: str, context: int) -> list[int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Encode a message, through the chat template where there is one."""
+    """Encode a message, with the chat template if there is one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(text)
     messages = [{"role": "user", "content": text}]
@@ -254,7 +256,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Read the first so many characters of the running Python's standard library, file after file."""
+    """Return this number of characters of the running Python's standard library, file after file."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

@@ -1,11 +1,12 @@
-"""Measure times to be trusted: contenders take turns, ratios are within a round, the spread says their worth.
+"""Measure times reliably: contenders take turns, ratios are within a round, and spreads are reported.
 
 The spread of a row is the width of the confidence interval of its median (order statistics, no assumption about the
-distribution), over the median. Seven rounds or fewer give the whole range.
+distribution), over the median. With seven rounds or fewer it is the whole range.
 
-Single calls are timed in chains, each after the one before, with weights that take turns: MLX's graph lets
-independent calls overlap, and a call repeated on the same weights finds them in caches; either makes a row more look
-cheaper than it is in a model.
+Single calls are timed in chains, each after the previous one, with alternating weights. Independent calls could
+overlap
+in MLX's graph, and repeated calls on the same weights would find them in caches; both would make further rows look
+cheaper than in a model.
 """
 
 import itertools
@@ -28,7 +29,7 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Measured:
-    """A median of `count` values, and its bounds at 90% confidence (of seven values or fewer: least and most)."""
+    """A median of `count` values, and its bounds at 90% confidence (up to seven values: minimum and maximum)."""
 
     median: float
     low: float
@@ -48,23 +49,24 @@ class Measured:
 
 
 def measured(values: Sequence[float]) -> Measured:
-    """Take the median of one value or more, with its interval."""
+    """Return the median of at least one value, with its interval."""
     ordered = sorted(values)
     skip = _skipped(len(ordered))
     return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip], len(ordered))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
-    """Divide two contenders' values round by round; where seconds are given, `base` over `values` is the speed."""
+    """Divide two contenders' values round by round; of seconds, `base` over `values` is the speed."""
     return measured([value / other for value, other in zip(values, base, strict=True)])
 
 
 def interleaved(
     contenders: Mapping[K, Callable[[], T]], rounds: int, *, warmups: int = 1, cooldown: float = 0.0
 ) -> dict[K, list[T]]:
-    """Collect what each contender returns (seconds, say) in `rounds` rounds of turns; warm-ups do not count.
+    """Return the results of each contender (such as seconds) in `rounds` rounds of turns, without warm-ups.
 
-    Every other round goes backwards, so that nobody always runs behind the same one. cooldown: seconds of rest
+    Every other round runs in reverse order, so that no contender always follows the same one. cooldown: seconds of
+    rest
     before each turn.
     """
     found: dict[K, list[T]] = {name: [] for name in contenders}
@@ -76,31 +78,31 @@ def interleaved(
 
 
 def _skipped(n: int) -> int:
-    """The most values to leave out at either end, so that the median is among the others with CONFIDENCE."""
+    """Return the maximum number of values to drop at either end so that the median stays inside with CONFIDENCE."""
     outside = itertools.accumulate(2 * math.comb(n, skip) / 2**n for skip in range((n - 1) // 2 + 1))
     return max(0, sum(chance <= 1 - CONFIDENCE for chance in outside) - 1)
 
 
-MOST_STEPS = 4096  # of a chain
-REPEATS = 3  # of a chain in each turn; other work on the machine only ever adds time, so the fastest counts
+MOST_STEPS = 4096  # maximum calls of a chain
+REPEATS = 3  # runs of a chain per turn; the minimum counts, because other work only adds time
 
 
 @dataclass(frozen=True)
 class Call:
-    """op(x) -> outputs; x is what the call reads once those before it have ended."""
+    """op(x) -> outputs; x is the input that the call reads once the previous calls have ended."""
 
     op: Op
     x: mx.array
 
 
 def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
-    """Time `steps` calls in turn from number `start` on, each after all outputs of the one before; seconds."""
+    """Time `steps` calls in turn from index `start` on, each after all outputs of the previous one; in seconds."""
     last: Sequence[mx.array] = ()
     for i in range(start, start + steps):
         call = calls[i % len(calls)]
         x = call.x
         for y in last:
-            # Never true, of NaN neither: x stays what it is, but has to wait for y.
+            # Never true, even for NaN: x is unchanged but depends on y.
             x = mx.where(y.reshape(-1)[:1] < -math.inf, 0, x)
         last = call.op(x)
     mx.synchronize()
@@ -111,13 +113,13 @@ def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
 
 
 def links(calls: Sequence[Call]) -> list[Call]:
-    """Make the chain without the calls: what makes each wait for the one before, and costs time of its own."""
+    """Return the chain without its calls, that is, the dependencies between them, which also cost time."""
     counts = [len(call.op(call.x)) for call in calls]
     return [Call(lambda x, outputs=n: [x] * outputs, call.x) for n, call in zip(counts, calls, strict=True)]
 
 
 class Timed:
-    """A chain to be timed turn by turn, the time of its links taken off. steps: calls in a turn."""
+    """A chain to be timed turn by turn, minus the time of its links. steps: calls in a turn."""
 
     def __init__(self, calls: Sequence[Call], steps: int):
         self.calls, self.links, self.steps, self.start = calls, links(calls), steps, 0
@@ -125,7 +127,7 @@ class Timed:
             chain_seconds(chain, min(steps, len(calls)))  # compiles
 
     def __call__(self) -> float:
-        """Seconds of a call."""
+        """Return the seconds of a call."""
         starts = [self.start + i * self.steps for i in range(REPEATS)]
         chains = [[chain_seconds(chain, self.steps, at) for at in starts] for chain in (self.calls, self.links)]
         own, waiting = map(min, chains)
@@ -134,7 +136,7 @@ class Timed:
 
 
 def steps_for(calls: Sequence[Call], seconds: float) -> int:
-    """Choose how many calls take about that long; all of them in turn at least once."""
+    """Return the number of calls that take about `seconds`; at least one of each."""
     chain_seconds(calls, len(calls))  # compiles
     once = min(chain_seconds(calls, len(calls)) for _ in range(2))
     return len(calls) * max(1, min(round(seconds / once), MOST_STEPS // len(calls)))

@@ -1,7 +1,8 @@
-"""Time a verify of M rows beside one of a single row: of the whole model, and of each of its parts.
+"""Time a verify of M rows relative to a single row, for the whole model and for each of its parts.
 
-The whole is the decoding loop's own pass (`cycle.verify`) at some context, on caches that roll back; parts are chains
-of their own (`timing.py`). Numbers of rows take turns within a round, and ratios are within a round.
+The whole is the decoding loop's own pass (`step.verify`) at some context, on caches that roll back; parts are
+separate
+chains (`timing.py`). Row counts take turns within a round, and ratios are within a round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,20 +35,20 @@ from .verify_parts import expert_inputs, parts_of
 
 STOCK, OURS = "stock", "ours"
 Curve = dict[str, Any]
-Turns = dict[tuple[str, int], Callable[[], float]]  # by side and rows, what measures seconds
+Turns = dict[tuple[str, int], Callable[[], float]]  # functions that return seconds, by side and rows
 
 
 class Kernels:
-    """The kernels that are on for a model, to be taken out and put in again; none where there is no Metal GPU.
+    """The kernels that are on for a model, which can be switched off and on again; none without a Metal GPU.
 
-    The model must have been loaded without any. lane: as `load`'s `kernels`.
+    The model must have been loaded without kernels. lane: as `kernels` of `load`.
     """
 
     def __init__(self, model: Any, lane: str | None):
         self.sites: list[Any] = []
-        self.words: tuple[str, ...] = ("none: asked for",) if on_metal() else ("none: no Metal GPU",)
+        self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
         if not isinstance(model, Port):
-            raise ValueError("a model of mlx-lm's own, decoded one row at a time: there is no verify to measure")
+            raise ValueError("the model has no port and is decoded one row at a time: there is no verify to measure")
         if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)
@@ -62,7 +63,7 @@ class Kernels:
 
     @contextmanager
     def only(self, side: str) -> Iterator[None]:
-        """Let the model be mlx-lm's modules inside, or ours."""
+        """Use mlx-lm's modules inside the block, or ours."""
         try:
             for site in self.sites if side == STOCK else ():
                 site.rows = frozenset()
@@ -73,10 +74,11 @@ class Kernels:
 
 
 class VerifyPass:
-    """The target's pass over M rows behind a context, the same one again and again.
+    """The target's pass over M rows after a context, repeatable.
 
-    text: tokens, of which `context` are read before; the rows are what comes next. Behind the context comes one
-    verify of M rows, all right, so that recurrent layers have a tape to replay, as they do in the loop.
+    text: tokens, of which `context` are prefilled; the rows follow. The context ends with one fully accepted verify
+          of M
+    rows, so that recurrent layers have a tape to replay, as in the loop.
     """
 
     def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
@@ -87,7 +89,7 @@ class VerifyPass:
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
     def graph(self, rows: int, start: int, states: int) -> Run:
-        """A pass over rows from position `start` on, behind the states of such a number of rows; not computed."""
+        """Return a pass over rows from position `start` on, from the states of this row count; not computed."""
         cache = self.d.cache
         at = mx.array([start]) if rows > 1 else start
         for c in cache.layers:
@@ -100,7 +102,7 @@ class VerifyPass:
         return verify(frame, last, drafts)
 
     def run(self, rows: int, start: int, states: int) -> float:
-        """Seconds of such a pass; its graph is built before."""
+        """Return the seconds of a pass whose graph is built before."""
         found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()
@@ -109,7 +111,7 @@ class VerifyPass:
         return perf_counter() - tic
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a pass over so many rows, the fastest of a few; other work only ever adds time."""
+        """Return the minimum seconds of a few passes over `rows` rows, because other work only adds time."""
         if rows not in self.states:
             self.run(rows, self.context, 0)
             self.states[rows] = [c.parts for c in self.recurrent]
@@ -118,7 +120,7 @@ class VerifyPass:
 
 @dataclass(frozen=True)
 class CurvePlan:
-    """Numbers of rows, 1 among them, and contexts to time; seconds: of a part's chain. ValueError for others."""
+    """Row counts, including 1, and contexts to time; seconds: of a part's chain. ValueError for invalid values."""
 
     rows: Sequence[int]
     contexts: Sequence[int]
@@ -131,11 +133,11 @@ class CurvePlan:
         if wrong := [rows for rows in self.rows if not 1 <= rows <= MAX_ROWS]:
             raise ValueError(f"rows={wrong[0]}: allowed is 1 to {MAX_ROWS}")
         if wrong := [context for context in self.contexts if context < 1]:
-            raise ValueError(f"contexts={wrong[0]}: allowed is 1 or more")
+            raise ValueError(f"contexts={wrong[0]}: allowed is at least 1")
 
 
 def text_of(subject: Subject, context: int) -> list[int]:
-    """Make tokens for a context and what comes behind it: source code, or random ones without a tokenizer."""
+    """Return tokens for a context and the rows after it: source code, or random tokens without a tokenizer."""
     length = context + 2 * MAX_ROWS
     if subject.tokenizer is None:
         return make_prompts(None, subject.model.vocab_size, each=1, context=length)[0].tokens
@@ -146,9 +148,9 @@ def text_of(subject: Subject, context: int) -> list[int]:
 
 
 def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, step: int) -> Iterator[Curve]:
-    """Time T(M) of the whole at each context, then of each part.
+    """Yield curves T(M) of the whole at each context, then of each part.
 
-    A curve has a name, context, and seconds: by side and rows, a value a round, of one pass over all layers.
+    A curve has a name, context, and seconds by side and rows, a value per round, of one pass over all layers.
     """
     with expert_inputs(model) as inputs, kernels.only(STOCK):
         VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
@@ -178,8 +180,8 @@ def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[in
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
-    """Show T(M)/T(1), a line per number of rows, a column per curve; in front T(1), of one pass over all layers."""
-    seconds = [curve["seconds"][side] for curve in curves]  # as read from JSON, with rows as text
+    """Return a table of T(M)/T(1), a line per row count, a column per curve, after T(1) of a pass over all layers."""
+    seconds = [curve["seconds"][side] for curve in curves]  # as in JSON, with rows as strings
     table = new_table(title, "M", *map(curve_title, curves), left=0)
     table.add_row("1, ms", *(f"{1e3 * measured(of['1']).median:.3f}" for of in seconds), end_section=True)
     for m in sorted({m for of in seconds for m in of} - {"1"}, key=int):
@@ -191,9 +193,11 @@ def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
 
 
 def remarks(kernels: Kernels, weights: int) -> list[str]:
-    """Say what the tables do not; weights: bytes of the target."""
-    said = [f"A pass reads up to {weights / 1e6:.0f} MB of weights; what fits into the chip's caches is not cold."]
+    """Return remarks on the tables; weights: bytes of the target."""
+    sentences = [
+        f"A pass reads up to {weights / 1e6:.0f} MB of weights; those that fit into the chip's caches are not cold."
+    ]
     if OURS not in kernels.sides:
-        why = "there is no Metal GPU here" if not on_metal() else "none is on"
-        said.append(f"ours = stock modules: kernels need Metal, and {why}.")
-    return said
+        why = "this machine has no Metal GPU" if not on_metal() else "none is on"
+        sentences.append(f"ours = stock modules: kernels need Metal, and {why}.")
+    return sentences

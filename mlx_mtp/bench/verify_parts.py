@@ -1,7 +1,7 @@
-"""Make chains of calls on a model's own layers of what a verify is made of: each part alone, at any number of rows.
+"""Build chains of calls on a model's own layers for each part of a verify, at any number of rows.
 
-Widths, weights and caches are the model's; what goes in is random, but for experts, which choose by what they are
-given: they get rows that the model itself would give them.
+Widths, weights and caches are the model's. Inputs are random, except for experts, whose choice depends on them: they
+get rows from the model itself.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,9 +35,10 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 
 @dataclass(frozen=True)
 class VerifyPart:
-    """One part of a verify. calls: at so many rows, one per layer or so; kernels are those that are on at the time.
+    """One part of a verify. calls: returns the calls at a row count, about one per layer, with the kernels that are
+    on.
 
-    context: positions that its rows look back on, where that matters; most: rows that it can be asked for.
+    context: number of cached positions, if it matters; most: maximum number of rows.
     """
 
     name: str
@@ -47,7 +48,7 @@ class VerifyPart:
 
 
 def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -> Iterator[VerifyPart]:
-    """Make the parts that the model has; inputs: of its blocks with experts [1, MAX_ROWS, H], by their ids."""
+    """Yield the parts that the model has; inputs: rows [1, MAX_ROWS, H] for its blocks with experts, by their ids."""
     dtype, modules = model.no_hidden().dtype, target_modules(model)
     blocks = [m for m in modules if _has_experts(m)]
     mixers: list[Any] = [m for m in modules if isinstance(m, Mamba2)]
@@ -58,7 +59,7 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
         yield from _attention(model, context, dtype)
     if blocks:
         yield VerifyPart("experts", None, lambda rows: [Call(_each([m]), inputs[id(m)][:, :rows]) for m in blocks])
-    # Behind a tape of which some rows are accepted; Mamba2 with its projections, the gated delta rule without.
+    # After a tape that is partly accepted; Mamba2 with its projections, the gated delta rule without.
     rules = [Recurrence(m, RecurrentCache) for m in modules if isinstance(m, GatedDelta)]
     if rules:
         ops = [(partial(_either, rule, rule), rule.width) for rule in rules]
@@ -72,14 +73,14 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
 
 
 def target_modules(model: Any) -> list[Any]:
-    """List all modules of the target but its LM head, each once."""
+    """Return all modules of the target except its LM head, each once."""
     heads = {id(m) for head in model.mtp for _, m in head.named_modules()} | {id(model.unembedding())}
     found = {id(m): m for _, m in model.named_modules() if id(m) not in heads}
     return list(found.values())
 
 
 def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
-    """Pair what a module's linears but `others` (ids) compute with the width of x; those that share x are one."""
+    """Return a module's linear layers except `others` (ids) as (op, width of x); those that share x are one op."""
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(PROJECTIONS):
         return [(_each([module]), width_of(module.gate_proj))]
@@ -89,7 +90,7 @@ def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
 
 
 def width_of(linear: Any) -> int:
-    """Find the inputs of a linear, quantized or not."""
+    """Return the number of inputs of a linear layer, quantized or not."""
     return linear.scales.shape[-1] * linear.group_size if "scales" in linear else linear.weight.shape[-1]
 
 
@@ -98,7 +99,7 @@ def _each(modules: list[Any]) -> Op:
 
 
 def _calls(ops: Sequence[tuple[Op, int]], dtype: mx.Dtype, rows: int, *, flat: bool = False) -> list[Call]:
-    """Calls of ops on random rows of their widths: [1, M, width], or [M, width] where they are flat."""
+    """Return calls of ops on random rows of their widths: [1, M, width], or [M, width] if flat."""
     drawn = [(op, _random(rows, width, dtype)) for op, width in ops]
     return [Call(op, x[0] if flat else x) for op, x in drawn]
 
@@ -108,13 +109,13 @@ def _random(rows: int, width: int, dtype: mx.Dtype) -> mx.array:
 
 
 def chosen(model: Any, hidden: mx.array) -> list[mx.array]:
-    """Choose the greedy tokens of hidden rows [1, M, H], as the loop picks them."""
+    """Return the greedy tokens of hidden rows [1, M, H], chosen as in the loop."""
     rows = model.choice(hidden)
     return [mx.argmax(model.logits(hidden), axis=-1) if rows is None else rows.greedy()]
 
 
 def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart]:
-    """Attention behind its projections, what it writes to its cache included."""
+    """Yield attention after its projections, including its writes to the cache."""
     plain: list[Attention] = []
     latent: list[Any] = []
     rings = {window: Ring(window) for window in model.windows() if isinstance(window, int)}
@@ -136,7 +137,7 @@ def _attention(model: Any, context: int, dtype: mx.Dtype) -> Iterator[VerifyPart
 
 
 def _filled(site: Attention, context: int, dtype: mx.Dtype) -> Any:
-    """A cache with random keys and values of `context` positions, as far as its window holds them."""
+    """Return a cache with random keys and values of `context` positions, as far as its window holds them."""
     cache = site.make_cache()
     slots = cache.ring.slots if cache.window else round_up(context + MAX_ROWS)
     shapes = [(1, site.form.kv_heads, slots, d) for d in (site.form.head_dim, site.form.value_dim)]
@@ -159,7 +160,7 @@ def _attention_calls(filled: list[tuple[Attention, Any]], context: int, dtype: m
 def _attended(
     site: Attention, cache: Any, at: int | mx.array, context: int, mask: Any, x: mx.array
 ) -> list[mx.array]:
-    """Queries x [1, M, Hq * D] to what the cache holds and to M more rows, written first: their own first values."""
+    """Attend queries x [1, M, Hq * D] to the cache after writing M rows, which are derived from the queries."""
     form, rows, placed = site.form, x.shape[1], getattr(site.module, "attention", None)
     q = x.reshape(1, rows, form.heads, -1).swapaxes(1, 2)
     k = q[:, : form.kv_heads]
@@ -173,12 +174,12 @@ def _attended(
 
 
 def _either(site: Any, placed: Any, x: mx.array) -> list[mx.array]:
-    """What a site's kernel computes of rows x where the placed one is on for so many, else what mlx-lm does."""
+    """Run a site's kernel on rows x if `placed` is on for this row count, else mlx-lm's operations."""
     return site.ours(x) if placed is not None and len(x) in placed.rows else site.stock(x)
 
 
 def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
-    """A state behind some rows of a prompt and a verify of which half is accepted."""
+    """Return a state after some rows of a prompt and a verify of which half is accepted."""
     cache, rows = RecurrentCache(), _random(8, width_of(mixer.in_proj), dtype)
     mixer(rows[:, :4], None, cache)
     cache.seek(mx.array([4]), 4)
@@ -190,7 +191,7 @@ def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
 
 @contextmanager
 def expert_inputs(model: Any) -> Iterator[dict[int, mx.array]]:
-    """Keep what blocks with experts are given last, inside, by their ids."""
+    """Record the last inputs of blocks with experts inside the block, by their ids."""
     inputs: dict[int, mx.array] = {}
     with calls_noted(target_modules(model), _has_experts, lambda block, x: inputs.update({id(block): x})):
         yield inputs

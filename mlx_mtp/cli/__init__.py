@@ -1,4 +1,4 @@
-"""Run the command line. With `bench/` the only code that prints."""
+"""Define the command line; apart from `bench/`, only this package prints."""
 
 import os
 import re
@@ -29,10 +29,10 @@ from .verify_lossless import verify_lossless
 
 
 class OneLine(click.Group):
-    """A group whose errors are one line on stderr, with no usage text and no traceback.
+    """A group of commands whose errors are one line on stderr, without usage or traceback.
 
-    Exit codes: 2 where the command line is wrong, in itself or for this model; 1 where something failed, such as a
-    file, the hub or memory; 130 at Ctrl-C.
+    Exit codes: 2 if the command line is wrong in itself or for this model; 1 if something failed, such as a file, the
+    hub or memory; 130 after Ctrl-C.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -42,12 +42,12 @@ class OneLine(click.Group):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         warnings.showwarning = lambda message, *_, **__: click.echo(f"warning: {printable(str(message))}", err=True)
         sys.unraisablehook = _unraisable
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the `finally`s that restore a terminal
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks that restore a terminal
         with as_rank():
             self._run(*args, **options)
 
     def _run(self, *args: Any, **options: Any) -> None:
-        """Run a command, and end the process with a line and a code where it fails."""
+        """Run a command; on failure end the process with an error line and an exit code."""
         try:
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
@@ -60,7 +60,7 @@ class OneLine(click.Group):
         except (ValueError, OSError, RuntimeError, MemoryError) as e:
             wait_for_reason(e)
             if isinstance(e, OSError) and e.errno in FULL:
-                e.filename = e.filename or "standard output"  # every file that is written names itself
+                e.filename = e.filename or "standard output"  # errors of written files name the file
             _fail(*_with_flag(first_line(e)))
         except Exception as e:
             if os.environ.get("MLX_MTP_DEBUG"):
@@ -71,11 +71,11 @@ class OneLine(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            sys.exit(_discard_output())  # before click, whose exit code is 1
+            sys.exit(_discard_output())  # click itself would exit with 1
 
 
 def _unraisable(raised: Any) -> None:
-    """Repeat a signal that came in the middle of a finalizer, which can raise nothing, when that is over."""
+    """Send a signal again that arrived in a finalizer, where its exception is lost, after the finalizer has ended."""
     if raised.exc_type in (KeyboardInterrupt, SystemExit):
         again = signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM
         timer = threading.Timer(0.01, os.kill, (os.getpid(), again))
@@ -96,13 +96,13 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _discard_output() -> int:
-    """Drop what could not be written, which at exit would be a traceback; returns the exit code of that."""
+    """Discard output that cannot be written, so that exiting prints no traceback; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
 
 def _with_flag(message: str) -> tuple[str, int]:
-    """Say from which flag an argument came that the library names, as "top_k=9: ..."; (message, exit code)."""
+    """Add the flag to a library error such as "top_k=9: ..."; return the message and the exit code."""
     name = re.match(r"(\w+)=", message)
     commands = [*main.commands.values(), *bench.commands.values()]
     flags = {param.name: param.opts[0] for command in commands for param in command.params}
@@ -119,7 +119,7 @@ def _with_flag(message: str) -> tuple[str, int]:
 @click.version_option(__version__, prog_name="mlx-mtp")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Exact multi-token-prediction decoding on MLX: the same text, sooner."""
+    """Exact multi-token-prediction decoding on MLX: same text, faster."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Gather the commands of `mlx-mtp bench`; here are those that load no model: kernels, a cost model, pictures."""
+"""Define the commands of `mlx-mtp bench` that load no model (kernels, model, plot), and the group itself."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,21 +8,21 @@ import click
 from click import IntRange, option
 
 from .bench_decode import compare, decode, parallel, profile, verify
-from .bench_options import WRITTEN, complete, console, draw, finish, picture_options, report, run_options
+from .bench_options import complete, console, draw, finish, picture_options, report, result_options, run_options
 from .options import GIVEN
 from .together import check_command
 
 MOST_ROWS, QUICK_ROWS = 8, 4
-# Which tables of `mlx-mtp emulate` set an op beside MLX's own kernels.
-BESIDE = {"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"}
-BESIDE |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products")
+# Tables of `mlx-mtp emulate` that compare an op with MLX's own kernels.
+STOCK_TABLES = {"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"}
+STOCK_TABLES |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products")
 CONTEXT = 4096
 
 
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Measure a model on this machine; the last line of each command is its result as JSON."""
+    """Measure a model on this machine."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         raise SystemExit(2)
@@ -31,15 +31,16 @@ def bench(ctx: click.Context) -> None:
 
 @click.command()
 @option("--op", help="Only this kernel, such as verify_qmm.")
-@option("--rows", type=IntRange(1, MOST_ROWS), help="Most rows M.  [default: 8, --quick 4]")
-@option("--emulate", is_flag=True, help="Count memory traffic on the CPU instead, without a GPU.")
+@option("--rows", type=IntRange(1, MOST_ROWS), help="Maximum number of rows M.  [default: 8, --quick 4]")
+@option("--emulate", is_flag=True, help="Count memory traffic on the CPU; needs no GPU.")
 @run_options
 def kernels(**flags: Any) -> None:
-    """Our kernels beside stock MLX, each on a released model's shapes: are they right, and how much faster?
+    """Compare our kernels with stock MLX: bits and speed.
 
-    Times need a Metal GPU. With --emulate each kernel runs on small shapes on the CPU (it needs a clang: pip install
-    -e '.[emulate]'), and what it asks of memory is counted: no times. With --op, MLX's own kernel is set beside where
-    the emulator has it. Turns are short: without --cooldown there is no rest before them.
+    Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
+    small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
+    instead. With --op the table includes MLX's own kernel if the emulator has it. Turns are short, so there is no
+    rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
@@ -50,12 +51,15 @@ def kernels(**flags: Any) -> None:
     if op not in (None, *OPS):
         raise click.BadParameter(f"{op!r}: allowed are {', '.join(OPS)}", param_hint="--op")
     if not flags["emulate"] and not on_metal():
-        raise click.UsageError("times need a Metal GPU, and there is none here; --emulate counts memory traffic")
+        raise click.UsageError("times need a Metal GPU, and this machine has none; --emulate counts memory traffic")
     rows = flags["rows"] or (QUICK_ROWS if flags["quick"] else MOST_ROWS)
-    out = console()
+    out = console(as_json=flags["as_json"])
     if flags["emulate"]:
         found: list[Any] = list(traffic(op, rows))
-        out.print(traffic_table(found), *([getattr(emulate_tables, f"{BESIDE[op]}_table")()] if op in BESIDE else []))
+        out.print(
+            traffic_table(found),
+            *([getattr(emulate_tables, f"{STOCK_TABLES[op]}_table")()] if op in STOCK_TABLES else []),
+        )
     else:
         rounds = flags["rounds"] or (3 if flags["quick"] else 7)
         found = list(timed(op, rows, rounds, flags["cooldown"] or 0.0))
@@ -67,20 +71,22 @@ def kernels(**flags: Any) -> None:
 
 
 @click.command("model")
-@option("--chip", help='Such as "M3 Ultra".  [default: the one at hand, or of --measured]')
+@option("--chip", help='Such as "M3 Ultra".  [default: of this machine, or of --measured]')
 @option("--model", help="A released model by name, a checkpoint's directory, or demo.  [default: Step-3.5-Flash]")
-@option("--config", type=GIVEN, help="A model's config.json, taken in 4 bits if it says nothing else.")
-@option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or of --measured]")
-@option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile.")
-@option("--ranks", type=IntRange(1), default=1, help="Also what so many machines send each other, over two links.")
-@option("--quick", is_flag=True, help="Only a verify of 2 and of 4 rows.")
-@option("--out", type=WRITTEN, help="Write the result there, too.")
-@picture_options
+@option("--config", type=GIVEN, help="A model's config.json; 4 bits unless it states others.")
+@option("--context", type=IntRange(1), help="Tokens before the rows.  [default: 4096, or that of --measured]")
+@option("--measured", type=GIVEN, multiple=True, help="A result of bench decode, verify or profile; repeatable.")
+@option(
+    "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
+)
+@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
+@result_options
 def model(**flags: Any) -> None:
-    """Set a model's byte floor beside what a chip is predicted, and was measured, to need. Nothing runs.
+    """Predict a model's byte floor and times on a chip.
 
-    The floor of a phase is what it has to read: shared weights, each expert that its rows visit once, LM head, KV
-    caches. Predictions are a cost model's, with two constants per chip, fitted to published times of M <= 2 rows.
+    No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
+    visit once, LM head, KV caches. A cost model with two constants per chip, fitted to published times of M <= 2
+    rows, predicts the times. --measured adds measured times.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips
@@ -95,7 +101,9 @@ def model(**flags: Any) -> None:
         if results and not of and not flags["config"]:
             of, name = assemble.measured_model(results[0]), results[0]["model"]["name"]
             if of is None:
-                raise click.UsageError(f"--measured: which model is {name!r}? name it with --model, or its --config")
+                raise click.UsageError(
+                    f"--measured: unknown model {name!r}; name it with --model, or give its --config"
+                )
         subject = assemble.find_model(of, flags["config"], on_chip=chip is not None)
         if results and not flags["context"]:
             context = assemble.times(results[0])[0]["context"]
@@ -109,9 +117,10 @@ def model(**flags: Any) -> None:
 @click.argument("files", nargs=-1, required=True, type=GIVEN)
 @picture_options
 def plot(files: tuple[Path, ...], **flags: Any) -> None:
-    """Draw results that other commands wrote with --out, or show them as a page: FILE..., with --plot or --html.
+    """Draw results of other commands as a picture or a page.
 
-    Curves of cost and speed, acceptance by kind of prompt, phases, and published times over their floor.
+    FILES are results that other commands wrote with --out; give --plot, --html or both. The pictures show costs and
+    speeds, acceptance by kind of prompt, phases, and published times relative to their floor.
     """
     from ..bench import result
 

@@ -1,4 +1,4 @@
-"""Run the `mlx-mtp bench` commands that decode with a model: decode, compare, verify, profile, parallel."""
+"""Define the `mlx-mtp bench` commands that decode with a model: decode, compare, verify, profile, parallel."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,32 +11,36 @@ from click import Choice, FloatRange, IntRange, option
 from . import bench_options as shared
 from .options import BITS, GIVEN
 
-SHOWN = 20  # differences of texts that are listed
-DOCUMENTS = ("stepwise_math",)  # asked behind a context of source code
-MOST_ROWS = 16  # of a verify
-CONTEXTS, LOOKED_BACK = {False: (1024, 4096), True: (128, 1024)}, "1024,4096, --quick 128,1024"  # of a verify
+SHOWN = 20  # maximum number of differing texts to list
+DOCUMENTS = ("stepwise_math",)  # its questions follow a context of source code
+MOST_ROWS = 16  # maximum rows of a verify
+CONTEXTS, LOOKED_BACK = (
+    {False: (1024, 4096), True: (128, 1024)},
+    "1024,4096, --quick 128,1024",
+)  # contexts of a verify
 INTEGERS = partial(shared.numbers, int)
 
 
 @click.command()
 @shared.subject_options
-@option("--drafts", callback=INTEGERS, help="Fixed numbers of drafts, as 1,2,3.  [default: 1..3]")
-@option("--contexts", callback=INTEGERS, help="Pad the prompts to so many tokens, as 512,4096.")
-@option("--categories", help="Only these kinds of prompts, with commas between them.")
-@option("--prompts", "each", type=IntRange(1, 2), help="Prompts of a kind.  [default: 2, --quick 1]")
-@option("--max-tokens", "-m", type=IntRange(2), help="Most tokens per text.  [default: 128, --quick 48]")
+@option("--drafts", callback=INTEGERS, help="Fixed numbers of drafts, such as 1,2,3.  [default: 1..3]")
+@option("--contexts", callback=INTEGERS, help="Pad the prompts to these numbers of tokens, such as 512,4096.")
+@option("--categories", help="Only these kinds of prompts, separated by commas.")
+@option("--prompts", "each", type=IntRange(1, 2), help="Number of prompts of each kind.  [default: 2, --quick 1]")
+@option("--max-tokens", "-m", type=IntRange(2), help="Maximum tokens per text.  [default: 128, --quick 48]")
 @option("--temp", type=FloatRange(0), default=0.0, help="Temperature; 0 is greedy.")
 @option("--seed", type=IntRange(0, 2**31), default=0, help="Seed of the draws.")
 @option("--kv-bits", type=BITS, help="Quantize the target's KV cache.")
 @option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches.")
-@option("--preset", type=Choice(["documents"]), help="The published experiment, beside its figures.")
+@option("--preset", type=Choice(["documents"]), help="The published experiment, compared with its figures.")
 @shared.run_options
-@option("--compare", type=GIVEN, help="Show what changed since this earlier result.")
+@option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
 def decode(**flags: Any) -> None:
-    """Tokens per second of mlx-lm's loop, our plain one, fixed numbers of drafts, and adaptive drafting.
+    """Compare tokens per second with and without drafts.
 
-    All take turns on nine kinds of prompts. Reading a prompt is timed apart. Texts must be equal: where they are not
-    it is said, and in float32 the exit code is 1.
+    The contenders are mlx-lm's loop, our plain loop, fixed numbers of drafts, and adaptive drafting. They take turns
+    on nine kinds of prompts. The prefill is timed separately. All texts must be equal; a difference is reported, and
+    in float32 the exit code is then 1.
     """
     from ..bench import result
     from ..bench.decode import broken
@@ -49,7 +53,7 @@ def decode(**flags: Any) -> None:
     _print(found, flags)
     try:
         if before:
-            _print_changes((flags["compare"],), before, found)
+            _print_changes((flags["compare"],), before, found, as_json=flags["as_json"])
     finally:
         shared.finish(found, flags)
     if broken(found):
@@ -57,15 +61,15 @@ def decode(**flags: Any) -> None:
 
 
 def _check_preset(flags: dict[str, Any]) -> None:
-    """Refuse the published experiment with other conditions, or without its model."""
+    """Raise UsageError if --preset is combined with other conditions or lacks its model."""
     if not (flags["model"] or flags["config"] or flags["quick"]):
-        raise click.UsageError("--preset documents: needs --model or --config with three chained heads, or --quick")
+        raise click.UsageError("--preset documents needs --model or --config with three chained heads, or --quick")
     if given := [name for name in ("contexts", "kv_bits", "mtp_kv_bits") if flags[name]]:
-        raise click.UsageError(f"--preset documents: not with --{given[0].replace('_', '-')}, which it sets itself")
+        raise click.UsageError(f"--preset documents sets --{given[0].replace('_', '-')} itself; leave that out")
 
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
-    """Measure everything that was asked for, as a result."""
+    """Measure all conditions and return the result."""
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_session
     from ..bench.subject import make_prompts
@@ -91,12 +95,12 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
         with shared.bar() as progress:
             measure(session, prompts, replace(settings, kv_bits=kv_bits, mtp_kv_bits=mtp_kv_bits), progress)
         if flags["out"]:
-            result.write(as_result(session, options), flags["out"])  # what there is, if the next one is interrupted
+            result.write(as_result(session, options), flags["out"])  # keeps it if the next condition is interrupted
     return as_result(session, options)
 
 
 def _conditions(model: Any, flags: dict[str, Any]) -> list[tuple[int, int | None, int | None]]:
-    """List (tokens of context, bits of the target's cache, bits of the heads')."""
+    """Return tuples of context tokens, bits of the target's cache and bits of the heads' caches."""
     if flags["preset"]:
         from ..bench import documents
 
@@ -111,8 +115,8 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
     from ..bench import documents
     from ..bench.page import tables_of
 
-    out = shared.console()
-    out.print("Ratios are of tok/s, within a round; in brackets their spread, which above 5% is inconclusive.\n")
+    out = shared.console(as_json=flags["as_json"])
+    out.print("Ratios compare tok/s within a round; brackets show their spread, which is inconclusive above 5%.\n")
     out.print(*tables_of(found))
     for name, why in found["left_out"].items():
         out.print(f"left out: {name} ({why})")
@@ -122,28 +126,32 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         what = f"token {d['position']} is {other}, plain's is {expected}"
         out.print(f"text differs: {d['contender']} on {place}, {what}")
     if len(found["differences"]) > SHOWN:
-        out.print(f"and {len(found['differences']) - SHOWN} texts more")
+        out.print(f"and {len(found['differences']) - SHOWN} more texts")
     if flags["preset"]:
-        out.print(documents.beside(found, quick=flags["quick"]))
+        out.print(documents.comparison(found, quick=flags["quick"]))
 
 
-def _print_changes(files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any]) -> None:
-    """Print what changed between two results, of which these were read from files."""
+def _print_changes(
+    files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any], *, as_json: bool = False
+) -> None:
+    """Print the changes between two results; `files` are those read from disk."""
     from ..bench.decode_tables import compared, unlike
 
     with shared.complete(files):
         lines, table = unlike(before, found), compared(before, found)
-    out = shared.console()
+    out = shared.console(as_json=as_json)
     for line in lines:
         out.print(f"not alike: {line}", highlight=False)
-    out.print(table if table.row_count else "nothing to compare: no loop has the same context and caches in both")
+    out.print(
+        table if table.row_count else "nothing to compare: no loop has the same context and caches in both results"
+    )
 
 
 @click.command()
 @click.argument("before", type=GIVEN)
 @click.argument("after", type=GIVEN)
 def compare(before: Path, after: Path) -> None:
-    """What changed from one result of `bench decode` to another."""
+    """Show the changes between two results of `bench decode`."""
     from ..bench import result
 
     _print_changes((before, after), result.read(before, "decode"), result.read(after, "decode"))
@@ -151,16 +159,17 @@ def compare(before: Path, after: Path) -> None:
 
 @click.command()
 @shared.subject_options
-@option("--rows", callback=INTEGERS, help="Numbers of rows, as 1,2,4; 1 to 16.  [default: all]")
-@option("--contexts", callback=INTEGERS, help=f"Positions that the rows look back on.  [default: {LOOKED_BACK}]")
+@option("--rows", callback=INTEGERS, help="Numbers of rows, such as 1,2,4; 1 to 16.  [default: all]")
+@option("--contexts", callback=INTEGERS, help=f"Numbers of cached positions.  [default: {LOOKED_BACK}]")
 @shared.run_options
 def verify(**flags: Any) -> None:
-    """T(M)/T(1): a verify of M rows beside one row, of the whole model and of each part.
+    """Measure the cost of a verify of M rows relative to one row.
 
-    The whole is the decoding loop's own pass. Parts are chains of calls on the model's layers in turn, each of which
-    waits for the one before: projections, attention at each context, experts, recurrent layers, LM head. Left out of
-    the parts: norms, RoPE, sums, embeddings, latent attention's products per head, sparse attention. Stock is
-    mlx-lm's modules; ours has the Metal kernels that are on. Turns are short: without --cooldown there is no rest.
+    T(M)/T(1) is measured for the whole model, with the decoding loop's own pass, and for each part: projections,
+    attention at each context, experts, recurrent layers, LM head. A part is a chain of calls on the model's layers,
+    each of which depends on the previous one. The parts leave out norms, RoPE, sums, embeddings, latent attention's
+    products per head and sparse attention. Stock is mlx-lm's modules; ours uses the Metal kernels that are on. Turns
+    are short, so there is no rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.verify import CurvePlan, Kernels, measure, remarks, text_of
@@ -185,21 +194,26 @@ def verify(**flags: Any) -> None:
 
 @click.command()
 @shared.subject_options
-@option("--num-draft-tokens", type=IntRange(0), help="Drafts in every cycle; 0 is plain.  [default: all heads]")
-@option("--category", default="code_python", help="The kind of prompt that is continued.")
-@option("--context", type=IntRange(1), help="Pad the prompt to so many tokens.")
-@option("--max-tokens", "-m", type=IntRange(2), help="Most tokens of the text.  [default: 128, --quick 48]")
-@option("--bandwidth", type=FloatRange(1e-3), help="The chip's, in GB/s.  [default: known, or measured]")
-@option("--capture", type=Choice(["prefill", "draft", "verify", "accept"]), help="Also a GPU trace of this phase.")
-@option("--capture-cycles", type=IntRange(1, 16), default=1, help="Cycles to trace, a file each.")
-@option("--capture-path", type=shared.WRITTEN, default=Path("mlx-mtp.gputrace"), help="Where the trace goes.")
+@option(
+    "--num-draft-tokens", type=IntRange(0), help="Drafts in every cycle; 0 decodes plainly.  [default: all heads]"
+)
+@option("--category", default="code_python", help="Kind of the prompt.")
+@option("--context", type=IntRange(1), help="Pad the prompt to this number of tokens.")
+@option("--max-tokens", "-m", type=IntRange(2), help="Maximum tokens of the text.  [default: 128, --quick 48]")
+@option("--bandwidth", type=FloatRange(1e-3), help="The chip's bandwidth in GB/s.  [default: known, or measured]")
+@option(
+    "--capture", type=Choice(["prefill", "draft", "verify", "accept"]), help="Also write a GPU trace of this phase."
+)
+@option("--capture-cycles", type=IntRange(1, 16), default=1, help="Number of cycles to trace, one file each.")
+@option("--capture-path", type=shared.WRITTEN, default=Path("mlx-mtp.gputrace"), help="Name of the trace file.")
 @shared.run_options
 def profile(**flags: Any) -> None:
-    """Time, operations and bytes of a cycle by phase: prefill, draft, verify, accept, and the host in between.
+    """Measure time, operations and bytes of a cycle by phase.
 
-    The decoding loop overlaps phases, and MLX is lazy: here the device is waited for between phases, and the same
-    text is decoded by the loop itself in turn, which says what that costs. Drafts are the heads', as many in every
-    cycle. On a Mac, --capture writes GPU traces for Xcode.
+    The phases are prefill, draft, verify, accept, and the host in between. The decoding loop overlaps phases and MLX
+    is lazy, so this command waits for the device after each phase. It also decodes the same text with the loop
+    itself, in turn, which shows the cost of waiting. Every cycle has the same number of drafts, from the heads. On a
+    Mac, --capture writes GPU traces for Xcode.
     """
     from ..bench import census, profile_report, result
     from ..bench.profile import Workload
@@ -231,44 +245,45 @@ def profile(**flags: Any) -> None:
 
 @click.command()
 @shared.subject_options
-@option("--texts", callback=INTEGERS, help="Numbers of texts at once.  [default: 1,2,4,8, --quick 1,4]")
+@option("--texts", callback=INTEGERS, help="Numbers of sequences in a batch.  [default: 1,2,4,8, --quick 1,4]")
 @option(
     "--contexts",
     callback=INTEGERS,
-    help="Pad the prompts to so many tokens, 0 for as they are.  [default: 0,4096, --quick 0]",
+    help="Pad the prompts to these numbers of tokens, 0 for no padding.  [default: 0,4096, --quick 0]",
 )
-@option("--replayed/--no-replayed", default=None, help="Ours with replayed cycles, too.  [default: yes, --quick no]")
-@option("--max-tokens", "-m", type=IntRange(2), help="Tokens per text.  [default: 250, --quick 48]")
+@option("--replayed/--no-replayed", default=None, help="Also ours with replayed cycles.  [default: yes, --quick no]")
+@option("--max-tokens", "-m", type=IntRange(2), help="Tokens per sequence.  [default: 250, --quick 48]")
 @shared.run_options
 def parallel(**flags: Any) -> None:
-    """Texts at once: mlx-lm's batches, ours without and with drafts, and our own loop text after text.
+    """Measure several sequences decoded in one batch.
 
-    Ours build each cycle anew, or replay recorded ones. All take turns on the same prompts, without stops. Speeds
-    are of all texts together and of one, gaps between a text's arrivals are percentiles. A text that differs from
-    the one alone is counted.
+    The contenders are mlx-lm's batches, ours without and with drafts, and our loop on one sequence after the other.
+    Ours build each cycle or replay recorded ones. All take turns on the same prompts, without stop tokens. Speeds are
+    those of all sequences together and of one; gaps between the arrivals of a sequence's tokens are percentiles.
+    Sequences that differ from those decoded alone are counted.
     """
-    from ..bench import parallel as together
+    from ..bench import parallel as batches
     from ..bench import result
     from ..bench.subject import make_prompts
     from ..decoding.options import default_step
 
     quick = flags["quick"]
-    numbers = flags["texts"] or ((1, 4) if quick else together.TEXTS)
+    numbers = flags["texts"] or ((1, 4) if quick else batches.TEXTS)
     if wrong := [n for n in numbers if n < 1]:
-        raise click.BadParameter(f"{wrong[0]}: allowed is 1 or more", param_hint="--texts")
-    most, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
+        raise click.BadParameter(f"{wrong[0]}: expected at least 1", param_hint="--texts")
+    length, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
     subject = shared.subject_of(flags)
     step = default_step(subject.model)
-    contexts = flags["contexts"] or together.CONTEXTS[: 1 if quick else None]
+    contexts = flags["contexts"] or batches.CONTEXTS[: 1 if quick else None]
     replayed = not quick if flags["replayed"] is None else flags["replayed"]
-    each, running = 3 if subject.tokenizer else max(numbers), together.contenders(subject, step, replayed=replayed)
+    each, running = 3 if subject.tokenizer else max(numbers), batches.contenders(subject, step, replayed=replayed)
     entries: list[dict[str, Any]] = []
     turns = {"rounds": rounds, "cooldown": shared.cooldown_of(flags)}
     for context in contexts:
         prompts = make_prompts(subject.tokenizer, subject.model.vocab_size, each=each, context=context)
         for n in numbers:
             with subject.acceptance():
-                entries += together.measure(running[0], prompts, n, most, drawn=bool(subject.rates), **turns)
-    options = {"texts": numbers, "contexts": contexts, "max_tokens": most, "rounds": rounds, "quick": quick}
+                entries += batches.measure(running[0], prompts, n, length, drawn=bool(subject.rates), **turns)
+    options = {"texts": numbers, "contexts": contexts, "max_tokens": length, "rounds": rounds, "quick": quick}
     found = result.result("parallel", subject.facts, options, entries=entries)
     shared.report(found, flags, [f"left out: mlx-lm ({running[1]})"] if running[1] else [])

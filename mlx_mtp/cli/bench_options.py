@@ -1,4 +1,4 @@
-"""Give every `mlx-mtp bench` command its options: what is measured, how often, and where the result goes."""
+"""Define the options of the `mlx-mtp bench` commands: the model, the number of rounds, and the output files."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from ..bench.subject import Subject
 
-WIDTH = 124  # columns that the tables need
+WIDTH = 124  # minimum columns for the tables
 WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
 def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple:
-    """Read numbers with commas between them; none where the option is not given."""
+    """Parse numbers separated by commas; () if the option is not given."""
     try:
         return tuple(kind(part) for part in value.split(",")) if value is not None else ()
     except ValueError:
@@ -35,7 +35,7 @@ def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str
 
 
 def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse what cannot be written before anything is measured."""
+    """Refuse a picture or page that cannot be written, before anything is measured."""
     if path is None:
         return None
     from ..bench import plots
@@ -51,39 +51,47 @@ def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) ->
 
 subject_options = options(
     option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]"),
-    option("--config", type=GIVEN, help="A config.json to draw a model of, with random weights."),
-    option("--layers", type=IntRange(1), help="With --config, this many of its first layers."),
+    option("--config", type=GIVEN, help="Create a model with random weights from this config.json."),
+    option("--layers", type=IntRange(1), help="With --config: only its first layers, this number."),
     option(
         "--q-bits",
         type=Choice(["2", "3", "4", "5", "6", "8", "16"]),
-        help="With --config; 16 is not quantized.  [default: the file's, else 4]",
+        help="With --config: bits per weight; 16 is not quantized.  [default: the file's, else 4]",
     ),
-    option("--q-group-size", type=Choice(["32", "64", "128"]), help="With --config.  [default: the file's, else 64]"),
+    option(
+        "--q-group-size",
+        type=Choice(["32", "64", "128"]),
+        help="With --config: group size.  [default: the file's, else 64]",
+    ),
     option(
         "--synth-rates",
         callback=partial(numbers, float),
-        help="Draw what is accepted: the share per depth that is kept, as 0.87,0.76,0.69; deeper ones fall on alike.",
+        help="Draw acceptance at random: the rate per depth, such as 0.87,0.76,0.69; deeper rates fall alike.",
     ),
-    option("--mtp/--no-mtp", default=True, help="With the MTP heads."),
-    option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head for the model."),
-    option("--kernels", type=KERNELS, help="Metal kernels.  [default: by trial]"),
+    option("--mtp/--no-mtp", default=True, help="Load the MTP heads."),
+    option("--draft-model", help="Directory or Hugging Face repository of an EAGLE-3 head."),
+    option("--kernels", type=KERNELS, help="Metal kernels to use.  [default: decided by trials]"),
 )
 picture_options = options(
-    option("--plot", type=WRITTEN, callback=_drawable, help="Draw the result into this .png or .svg file."),
-    option("--dark", is_flag=True, help="With --plot, on dark paper."),
-    option("--html", type=WRITTEN, callback=_drawable, help="Write pictures and tables as one page, to share."),
+    option("--plot", type=WRITTEN, callback=_drawable, help="Picture of the result, a .png or .svg file."),
+    option("--dark", is_flag=True, help="With --plot: a dark background."),
+    option("--html", type=WRITTEN, callback=_drawable, help="HTML page with pictures and tables."),
+)
+result_options = options(
+    option("--out", type=WRITTEN, help="JSON file for the result."),
+    option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables."),
+    picture_options,
 )
 run_options = options(
-    option("--rounds", type=IntRange(1), help="Rounds in which all contenders take turns."),
+    option("--rounds", type=IntRange(1), help="Number of rounds in which all contenders take turns."),
     option("--cooldown", type=FloatRange(0), help="Seconds of rest before each turn.  [default: 1 on a GPU]"),
-    option("--quick", is_flag=True, help="Fewer of everything: under two minutes for the demo."),
-    option("--out", type=WRITTEN, help="Write the result there, too."),
-    picture_options,
+    option("--quick", is_flag=True, help="Fewer measurements: under two minutes for the demo."),
+    result_options,
 )
 
 
 def subject_of(flags: dict[str, Any]) -> "Subject":
-    """Open the model that the options name."""
+    """Open the model that the options describe."""
     from .progress import loading, shows_progress
 
     if follows():
@@ -91,7 +99,7 @@ def subject_of(flags: dict[str, Any]) -> "Subject":
     with loading(shown=shows_progress(quiet=False)):
         from ..bench.subject import open_subject
 
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, untruly
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
         names = ("model", "config", "layers", "mtp", "draft_model", "kernels", "synth_rates")
         bits, group_size = (flags[name] and int(flags[name]) for name in ("q_bits", "q_group_size"))
         given = {name: flags[name] for name in names}
@@ -99,14 +107,14 @@ def subject_of(flags: dict[str, Any]) -> "Subject":
 
 
 def cooldown_of(flags: dict[str, Any]) -> float:
-    """Take the rest asked for, in seconds, else one on a GPU and none on a CPU."""
+    """Return the rest before each turn in seconds: --cooldown, else 1 on a GPU and 0 on a CPU."""
     import mlx.core as mx
 
     return float(mx.default_device() != mx.Device(mx.cpu)) if flags["cooldown"] is None else flags["cooldown"]
 
 
 def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show a bar on stderr; what it gives is told what comes next, how much is done, and of how much."""
+    """Show a bar on stderr; the function in it receives a description, the number done and the total."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from . import progress
@@ -115,18 +123,18 @@ def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     return progress.bar(*columns, shown=progress.shows_progress(quiet=False))
 
 
-def console() -> "Console":
-    """Open a console for tables: as wide as the terminal, but never narrower than they are."""
+def console(*, as_json: bool) -> "Console":
+    """Open a console for tables, at least as wide as the tables; with --json it prints nothing."""
     from rich.console import Console
 
-    return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0))
+    return Console(width=max(WIDTH, Console().width if sys.stdout.isatty() else 0), quiet=as_json)
 
 
 def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str]) -> None:
-    """Print the tables of a result, remarks, and the result itself; see `finish`."""
+    """Print the tables of a result and remarks, then write its files; see `finish`."""
     from ..bench.page import tables_of
 
-    out = console()
+    out = console(as_json=flags["as_json"])
     out.print(*tables_of(found))
     for remark in remarks:
         out.print(remark, highlight=False)
@@ -134,20 +142,25 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the result and its pictures where they were asked for, and print it as the last line."""
+    """Write the requested files; print the result as JSON with --json, or if a file cannot be written."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}
+    printed = flags["as_json"]
     try:
         if flags["out"]:
             result.write(found, flags["out"])
         draw([found], flags)
+    except BaseException:
+        printed = True  # else the measurement is lost
+        raise
     finally:
-        click.echo(json.dumps(found))
+        if printed:
+            click.echo(json.dumps(found))
 
 
 def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
-    """Write the pictures and the page that were asked for."""
+    """Write the requested picture and page."""
     if flags["plot"]:
         from ..bench import plots
 
@@ -161,7 +174,7 @@ def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def complete(files: Sequence[Path]) -> Iterator[None]:
-    """Blame results on disk, which may have been cut or changed, for what goes wrong inside: no traceback."""
+    """Convert errors caused by a damaged result file to a ValueError that names the files."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as e:

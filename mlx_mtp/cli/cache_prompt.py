@@ -1,4 +1,4 @@
-"""Define `mlx-mtp cache-prompt`: read the beginning of a prompt once, for many to go on from."""
+"""Define `mlx-mtp cache-prompt`: prefill the start of a prompt once, for any number of continuations."""
 
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,31 @@ from .together import own_file
 @options.model_options
 @click.option("--eos-token", help="The tokenizer's end-of-text token.")
 @options.system_prompt_option
-@click.option("--prompt", "-p", required=True, help="Beginning of the message; '-' reads standard input.")
+@click.option("--prompt", "-p", required=True, help="Start of the message; '-' reads standard input.")
 @click.option("--prompt-cache-file", required=True, callback=options.check_place, help="File to write.")
 @options.no_template_option
 @options.template_config_option
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @options.cache_options
 def cache_prompt(**flags: Any) -> None:
-    """Read a prompt and keep what the model, and its heads, know after it.
+    """Prefill a prompt and save its caches in a file.
 
-    generate and chat then go on with --prompt-cache-file, as if their text stood behind that prompt, and with the
-    same model where no other is named.
+    With --prompt-cache-file, generate and chat continue that prompt as if their text followed it, and use its model
+    if
+    --model is not given.
     """
     text = options.read_prompt(flags["prompt"])
     model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
 
     template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]
-    if name and Path(name).expanduser().is_dir():  # a name that means the same in another directory
+    if name and Path(name).expanduser().is_dir():  # valid in any working directory
         name = str(Path(name).expanduser().absolute())
     own = {"model": name, "eos_token": flags["eos_token"]}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = prefix.settled(tokenizer)
     if not tokens:
-        raise click.UsageError("the prompt is too short: none of its tokens is certain before what follows is known")
+        raise click.UsageError("the prompt is too short: the text that follows may change all of its tokens")
     stats, file = _save(model, tokens, prefix, flags), own_file(flags["prompt_cache_file"])
     if not flags["quiet"]:
         click.echo(f"Prompt: {len(tokens)} tokens, {file.stat().st_size / 1e6:.1f} MB in {file}")
@@ -44,7 +45,7 @@ def cache_prompt(**flags: Any) -> None:
 
 
 def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> Any:
-    """Read the tokens and write the file; return how it went."""
+    """Prefill the tokens and write the file; return the statistics."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
     from ..decoding.options import default_step

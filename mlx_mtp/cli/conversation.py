@@ -1,4 +1,4 @@
-"""Run the loop of `mlx-mtp chat`: read a message, answer it or obey it, write figures."""
+"""Run the loop of `mlx-mtp chat`: read a message, answer it or run it as a command, print figures."""
 
 import contextlib
 import shutil
@@ -21,12 +21,12 @@ from .together import follows
 
 HELP = """\
 /help        this list (also: h)
-/reset       forget the conversation (r)
-/system TEXT set the system prompt, from the next answer on; without TEXT show it
-/save FILE   keep the conversation in a JSON file
-/load FILE   go on with a conversation that was saved
+/reset       start a new conversation (r)
+/system TEXT set the system prompt for later answers; without TEXT show it
+/save FILE   save the conversation to a JSON file
+/load FILE   continue a saved conversation
 /stats       totals of the conversation
-/mtp on|off  draft with the MTP heads, or decode plainly: other speed, same text
+/mtp on|off  draft with the MTP heads or decode plainly: same text, other speed
              (with --kv-bits, near-ties may differ)
 /exit        leave (q)"""
 KEYS = "Alt-Enter starts a new line, Ctrl-C stops an answer, Ctrl-D leaves."
@@ -34,7 +34,7 @@ SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
 
 
 class Chat:
-    """The loop of reading a line and answering it."""
+    """The loop that reads lines and answers them."""
 
     def __init__(self, session: ChatSession, *, name: str, quiet: bool):
         self.session, self.name, self.quiet = session, name, quiet
@@ -48,16 +48,16 @@ class Chat:
         self._line_ended = False
 
     def run(self) -> None:
-        """Go on until /exit, the end of input, or Ctrl-C twice at the prompt."""
+        """Run until /exit, the end of input, or two Ctrl-C at the prompt."""
         if self.interactive and not self.quiet:
             faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
         if not self.session.tokenizer.has_chat_template:
-            self._note("The tokenizer has no chat template: texts and answers are read on as one running text.")
+            self._note("The tokenizer has no chat template: messages and answers form one continuous text.")
         while (line := self._next()) is not None:
             text = line.rstrip()
             text = SHORT.get(text, text)
             name, *argument = text.split(None, 1) if text.startswith("/") else [""]
-            if "\n" in text and name != "/system":  # a pasted page
+            if "\n" in text and name != "/system":  # pasted text, not a command
                 name = ""
             if name == "/exit":
                 return
@@ -81,7 +81,7 @@ class Chat:
         elif name == "/reset":
             self.session.reset()
             self.turns = []
-            click.echo("The conversation begins anew.")
+            click.echo("Started a new conversation.")
         elif name == "/stats":
             click.echo("\n".join(totals(self.session, self.turns)))
         elif name == "/mtp":
@@ -96,9 +96,9 @@ class Chat:
             click.echo(f"{unknown}: /help lists them; a space before the / sends it", err=True)
 
     def _set_drafting(self, argument: str) -> None:
-        """Obey /mtp on and /mtp off, and answer /mtp."""
+        """Run /mtp on and /mtp off; without an argument show the state."""
         if argument not in ("on", "off", ""):
-            return click.echo(f"/mtp {printable(argument)[:30]}: allowed are on and off", err=True)
+            return click.echo(f"/mtp {printable(argument)[:30]}: expected on or off", err=True)
         if argument == "on" and not self.drafts:
             return click.echo("MTP stays off: no heads are loaded", err=True)
         if argument:
@@ -106,7 +106,7 @@ class Chat:
         click.echo(mtp_state(self.session))
 
     def _system(self, text: str) -> str:
-        """Set the system prompt, or give it where there is no text."""
+        """Set the system prompt; without a text return the current one."""
         if not text:
             return printable(self.session.system_prompt or "No system prompt.")
         self.session.system_prompt = text
@@ -121,20 +121,22 @@ class Chat:
     def _load(self, name: str) -> str:
         file = _named(name, "/load")
         if self.ranks:
-            raise ValueError(f"/load {printable(name)}: not on several ranks, which do not all have the file")
+            raise ValueError(
+                f"/load {printable(name)}: not supported on several ranks, because not all of them have the file"
+            )
         conversation_file.load(file, self.session)
         self.turns = []
         return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} loaded"
 
     def _answer(self, text: str) -> None:
-        """Print an answer as it comes, and its footer."""
+        """Print an answer while it is generated, then its footer."""
         self._last, trouble = None, ""
         try:
             self._stream(text)
         except KeyboardInterrupt:
             pass
         except (ValueError, RuntimeError, MemoryError) as e:
-            if self.ranks:  # of which others may go on
+            if self.ranks:  # other ranks may still be running
                 raise
             trouble = "error: " + first_line(e)
         last = self._last
@@ -148,7 +150,7 @@ class Chat:
         if last:
             self._close_turn(last)
         if self.ranks and stopped:
-            sys.exit(130)  # Ctrl-C has ended the launcher, too, and nothing more is read or written
+            sys.exit(130)  # Ctrl-C has ended the launcher, too, so nothing more is read or written
 
     def _stream(self, text: str) -> None:
         session = self.session
@@ -170,23 +172,23 @@ class Chat:
             faint("\n".join([*(textwrap.fill(line, width) for line in lines), ""] if self.interactive else lines))
         limit = getattr(self.session.model.args, "max_position_embeddings", None)
         if limit and held > limit >= turn.reused:
-            self._note(f"The conversation is past the {limit:,} tokens the model was made for; /reset begins anew.")
+            self._note(f"The conversation exceeds the {limit:,} tokens the model supports; /reset starts a new one.")
 
     def _note(self, text: str) -> None:
-        """Mention something on stderr."""
+        """Print a notice on stderr."""
         if not self.quiet:
             faint(text, err=True)
 
 
 def _named(name: str, command: str) -> Path:
-    """Take the file that a command names; ValueError where it names none."""
+    """Return the file that a command names; ValueError if it names none."""
     if not name:
         raise ValueError(f"{command}: name a file")
     return Path(name).expanduser()
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:
-    """Say what one answer cost, in a line of 80 columns, and in a second one why its last cycles were plain."""
+    """Return an answer's figures in one line of 80 columns, plus one line with the reason if drafting is paused."""
     stats, speed = turn.stats, "" if last.generation_tokens < 2 else f", {_short(last.generation_tps)}/s"
     reused = f"{turn.reused}/{turn.prompt_tokens} reused"
     parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]
@@ -197,21 +199,21 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
 
 
 def _compact(stats: Stats) -> str:
-    """Write the share of drafts accepted at each depth, as " 100/75/-%"."""
+    """Return the share of accepted drafts per depth, as " 100/75/-%"."""
     if not stats.acceptance:
         return ", nothing drafted"
     return " " + "/".join("-" if share is None else f"{100 * share:.0f}" for share in stats.by_depth) + "%"
 
 
 def mtp_state(session: ChatSession) -> str:
-    """Say if the next answer will be drafted."""
+    """Return whether the next answer will use drafts, as text."""
     k = session.num_draft_tokens
     most = "up to " if session.options.get("adaptive", True) else ""
     return f"MTP on, {most}{_count(k, 'draft')} per cycle" if k else "MTP off"
 
 
 def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
-    """Write the text of /stats; figures of drafts are those of the turns that might draft."""
+    """Return the lines of /stats; figures of drafts include only turns that could draft."""
     every, drafting = Stats(), Stats()
     for turn in turns:
         every.add(turn.stats)
@@ -232,7 +234,7 @@ def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
 
 
 def _short(number: float) -> str:
-    """Write three digits, or all that are before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 

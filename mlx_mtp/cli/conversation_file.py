@@ -1,4 +1,4 @@
-"""Keep a conversation in a JSON file and read it back: its messages, and how many answers the session has given."""
+"""Save a conversation to a JSON file and load it: its messages and the number of answers given."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,9 @@ LAYOUT = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def save(file: Path, session: ChatSession) -> None:
-    """Write a session's conversation, in place of another one at most.
+    """Write a session's conversation; only another conversation is overwritten.
 
-    Raises ValueError where the file holds anything else, OSError where it cannot be written.
+    Raises ValueError if the file contains anything else, OSError if it cannot be written.
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: no directory {file.parent}")
@@ -29,16 +29,16 @@ def save(file: Path, session: ChatSession) -> None:
 
 
 def load(file: Path, session: ChatSession) -> None:
-    """Let a session go on with the conversation of a file; ValueError or OSError leaves it as it was."""
+    """Continue a file's conversation in a session; after ValueError or OSError the session is unchanged."""
     messages, answers = read(file)
     with one_line(f"{file}: the chat template refuses this conversation", (ValueError,)):
         session.resume(messages, answers)
 
 
 def read(file: Path) -> tuple[list[dict[str, str]], int]:
-    """Read the messages and the number of answers given, of what `save` wrote or of a bare list of messages.
+    """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
-    Raises ValueError, in one line, for what is no conversation: [system], then user and assistant in turn.
+    Raises a one-line ValueError unless the messages are [system], then user and assistant in turn.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a file")
@@ -54,15 +54,15 @@ def read(file: Path) -> tuple[list[dict[str, str]], int]:
     for number, (message, role) in enumerate(zip(messages, roles, strict=False), 1):
         _check(f"{file}: message {number}", message, role)
     if messages and messages[-1]["role"] == "user":
-        raise ValueError(f"{file}: message {len(messages)} has no answer; the last one is to be an assistant's")
+        raise ValueError(f"{file}: message {len(messages)} has no answer; the last message must be an assistant's")
     answers = whole.get("answers", sum(message["role"] == "assistant" for message in messages))
     if type(answers) is not int or answers < 0:
-        raise ValueError(f"{file}: answers is {answers!r}; allowed are integers from 0 on")
+        raise ValueError(f"{file}: answers is {answers!r}; expected an integer of at least 0")
     return messages, answers
 
 
 def _check(where: str, message: Any, role: str) -> None:
-    """Raise ValueError for what is no message of this role."""
+    """Raise ValueError unless this is a message of this role."""
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
         raise ValueError(f'{where}: expected {{"role": "{role}", "content": "..."}}')
     if message["role"] != role:

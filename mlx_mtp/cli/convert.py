@@ -1,4 +1,4 @@
-"""Define `mlx-mtp convert`: make a hub checkpoint one for MLX, with its heads, or write its heads alone."""
+"""Define `mlx-mtp convert`: convert a hub checkpoint for MLX with its heads, or write the heads alone."""
 
 from functools import partial
 from typing import Any
@@ -16,51 +16,52 @@ OF_TARGET = ("mlx_path", "mtp_layout", "quantize", "dequantize", *OF_QUANTIZED)
 
 
 def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
-    """Refuse --upload-repo: this program sends nothing anywhere."""
+    """Refuse --upload-repo, because this program uploads nothing."""
     if value is not None:
         raise click.BadParameter(f"{value}: nothing is uploaded from here; `hf upload {value} MLX_PATH` does it")
 
 
 @click.command()
 @option("--hf-path", "--model", help="Local directory, GGUF file or Hugging Face repository.")
-@option("--gguf", help="GGUF file to transcode, the first where it is split.")
+@option("--gguf", help="GGUF file to transcode; of a split file, the first part.")
 @options(*gguf_options)
 @option("--mlx-path", help="Directory to write, new or empty.  [default: mlx_model]")
-@option("--quantize", "-q", is_flag=True, help="Quantize the target, and the heads in 8 bits.")
-@option("--q-group-size", type=Choice(["16", "32", "64", "128"]), help="Group size.  [default: 64]")
-@option("--q-bits", type=BITS, help="Bits per weight.  [default: 4]")
+@option("--quantize", "-q", is_flag=True, help="Quantize the target, and the heads to 8 bits.")
+@option("--q-group-size", type=Choice(["16", "32", "64", "128"]), help="Group size of the target.  [default: 64]")
+@option("--q-bits", type=BITS, help="Bits per weight of the target.  [default: 4]")
 @option("--q-mode", type=Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Quantization mode.  [default: affine]")
-@option("--quant-predicate", type=Choice(RECIPES), help="Recipe of mixed bits.")
+@option("--quant-predicate", type=Choice(RECIPES), help="Recipe with mixed bits.")
 @option("--dequantize", "-d", is_flag=True, help="Dequantize target and heads.")
 @option(
     "--dtype",
     type=Choice(["float16", "bfloat16", "float32"]),
-    help="Type of what is not quantized.  [default: config.json's torch_dtype, else as it is]",
+    help="Type of unquantized weights.  [default: config.json's torch_dtype, else unchanged]",
 )
 @option(
     "--mtp-q-bits",
     type=Choice([*BITS.choices, "16"]),
-    help="Bits of the heads; 16 leaves them as they are.  [default: 8 with -q, else as they are]",
+    help="Bits of the heads; 16 leaves them unchanged.  [default: 8 with -q, else unchanged]",
 )
 @option("--mtp-q-group-size", type=Choice(["32", "64", "128"]), help="Group size of the heads.  [default: 64]")
 @option(
     "--mtp-layout",
     type=Choice(["sidecar", "shards"]),
-    help="Heads in mtp.safetensors, which mlx-lm does not read, or in the target's files.  [default: sidecar]",
+    help="Heads in mtp.safetensors, which mlx-lm ignores, or in the target's files.  [default: sidecar]",
 )
-@option("--mtp-only", is_flag=True, help="Write the heads alone, to --mtp-path.")
+@option("--mtp-only", is_flag=True, help="Write only the heads, to --mtp-path.")
 @option(
     "--mtp-path",
-    help="With --mtp-only: new file, or the directory of a conversion to go with. With --gguf: file of the heads.",
+    help="With --mtp-only: a new file, or the directory of a conversion. With --gguf: file of the heads.",
 )
 @option("--revision", help="Branch, tag or commit on the hub.")
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
-@option("--trust-remote-code", is_flag=True, hidden=True)  # downloads it; none is run
+@option("--trust-remote-code", is_flag=True, hidden=True)  # downloads the code; none is run
 def convert(**flags: Any) -> None:
     """Convert a checkpoint for MLX and keep its MTP heads.
 
-    Target and heads are quantized apart: few bits in a head cost accepted drafts. Memory in use stays that of the
-    largest tensor; what is interrupted leaves nothing that looks finished.
+    The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory
+    for the largest tensor only. An interrupted conversion leaves nothing that looks complete.
+    A GGUF file keeps its blocks (docs/gguf.md).
     """
     if flags["gguf"] or str(flags["hf_path"]).endswith(".gguf"):
         return convert_gguf(_of_gguf(flags))
@@ -86,28 +87,28 @@ def convert(**flags: Any) -> None:
 
 
 def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags with the file as `gguf`; refuse those that a GGUF file's blocks decide."""
+    """Return the flags with the file as `gguf`; raise UsageError for those that a GGUF file's blocks determine."""
     if flags["gguf"] and flags["hf_path"]:
-        raise click.UsageError("--gguf and --hf-path: the one or the other")
+        raise click.UsageError("--gguf and --hf-path exclude each other")
     others = (*OF_TARGET, "mtp_only", "mtp_q_bits", "mtp_q_group_size", "revision")
     for name in others:
         if flags[name] and name != "mlx_path":
-            raise click.UsageError(f"--{name.replace('_', '-')}: not of a GGUF file, whose blocks are kept")
+            raise click.UsageError(f"--{name.replace('_', '-')}: not for a GGUF file, whose blocks are kept")
     return {**flags, "gguf": flags["gguf"] or flags["hf_path"]}
 
 
 def _check(flags: dict[str, Any]) -> None:
-    """Refuse flags that would be without effect."""
+    """Raise UsageError for flags that would have no effect."""
     if not flags["hf_path"]:
         raise click.UsageError("--hf-path or --gguf is missing")
     for name in OF_GGUF:
         if flags[name]:
-            raise click.UsageError(f"--{name.replace('_', '-')}: only of a GGUF file")
+            raise click.UsageError(f"--{name.replace('_', '-')}: only for a GGUF file")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
     useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"
     if flags["mtp_only"]:
-        useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is the heads'"
+        useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is for the heads"
     for name in useless:
         if flags[name]:
             raise click.UsageError(f"--{name.replace('_', '-')}: {why}")

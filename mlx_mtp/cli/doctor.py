@@ -1,4 +1,4 @@
-"""Define `mlx-mtp doctor`: check kernels, time what they gain, and write a report that can be shared."""
+"""Define `mlx-mtp doctor`: check kernels, time them, and write a report to share."""
 
 import json
 from pathlib import Path
@@ -10,30 +10,33 @@ from click import FloatRange, IntRange, option
 
 @click.command()
 @option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]")
-@option("--compile-only", is_flag=True, help="Only compile every text of the kernels of released models.")
-@option("--bits-only", is_flag=True, help="Only check the kernels' bits, on small shapes, without times.")
-@option("--op", multiple=True, help="With --compile-only or --bits-only: only this kernel; may be repeated.")
-@option("--sample", type=IntRange(1), help="With --compile-only: so many texts of each kernel.  [default: all]")
-@option("--all-formats", is_flag=True, help="With --compile-only: every format of weights, not only released ones.")
-@option("--limit", type=FloatRange(1), help="With --compile-only: seconds for one text.  [default: 60]")
+@option("--compile-only", is_flag=True, help="Only compile the kernels of released models.")
+@option("--bits-only", is_flag=True, help="Only check the kernels' bits, on small shapes.")
+@option("--op", multiple=True, help="With --compile-only or --bits-only: only this kernel; repeatable.")
+@option("--sample", type=IntRange(1), help="With --compile-only: number of texts per kernel.  [default: all]")
+@option("--all-formats", is_flag=True, help="With --compile-only: all formats of weights, not only released ones.")
+@option("--limit", type=FloatRange(1), help="With --compile-only: maximum seconds per text.  [default: 60]")
 @option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("mlx-mtp-doctor"),
-    help="Where the results go: this name with .json, and with .md a page.",
+    help="Name of the two output files, NAME.json and NAME.md.",
 )
 def doctor(**flags: Any) -> None:
-    """Are the kernels right on this machine, and what do they and drafts gain? Nothing is downloaded for it.
+    """Check the kernels and measure their gain on this machine.
 
-    Checks every kernel beside MLX's own bits, in the shapes of released models with random weights, and of the model;
-    times 1 to 8 rows, plain and drafted decoding, and a cycle by phase. Without a Metal GPU the kernels run emulated,
-    on small shapes, and are not timed; that needs a clang (pip install -e '.[emulate]'), without which they are not
-    checked. Two files can be pasted into an issue. Exit code 1 where anything is wrong.
+    Nothing is downloaded. The command compares every kernel with MLX's own bits, on shapes of released models with
+    random weights and on the model; it times 1 to 8 rows, plain and drafted decoding, and a cycle by phase. Without a
+    Metal GPU the kernels run emulated on small shapes, without times; that needs clang (pip install -e '.[emulate]'),
+    without which they are not checked. The two output files can be pasted into an issue. Exit code 1 if anything is
+    wrong.
 
-    --compile-only compiles each kernel in a process of its own, which is killed after --limit seconds: by MLX on a
-    Metal GPU, elsewhere by clang's front end, which is not Apple's compiler. The JSON report is written from the
-    start on, so that it is there after Ctrl-C or a crash, too. Exit code 0 where each text was compiled, or needs a
-    type that the device lacks; 1 where one was refused, hung or crashed, or nothing could be compiled; 130 at Ctrl-C.
+    --compile-only compiles each kernel in a child process, which is killed after --limit seconds: with MLX on a Metal
+    GPU, elsewhere with clang's front end, which is not Apple's compiler. The JSON report is updated throughout, so it
+    exists after Ctrl-C or a crash. Exit code 0 if each text was compiled or needs a type that the device lacks; 1 if
+    one was refused, hung or crashed, or nothing could be compiled; 130 after Ctrl-C.
+
+    --bits-only checks the bits of every kernel on small shapes in every type that the GPU supports, without a model.
     """
     check_flags(flags)
     out = flags["out"].with_suffix("") if flags["out"].suffix in (".json", ".md") else flags["out"]
@@ -46,7 +49,7 @@ def doctor(**flags: Any) -> None:
 
 
 def check_flags(flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that do not belong together."""
+    """Raise UsageError for flags that exclude each other."""
     compiling, checking = flags["compile_only"], flags["bits_only"]
     if compiling and checking:
         raise click.UsageError("--compile-only and --bits-only: choose one")
@@ -60,14 +63,14 @@ def check_flags(flags: dict[str, Any]) -> None:
 
 
 def check_ops(ops: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Raise BadParameter for a kernel that is not known."""
+    """Raise BadParameter for an unknown kernel."""
     for op in ops:
         if op not in known:
             raise click.BadParameter(f"{op!r}: allowed are {', '.join(known)}", param_hint="--op")
 
 
 def compile_only(file: Path, flags: dict[str, Any]) -> None:
-    """Compile the kernels' texts, and show a line for each kernel."""
+    """Compile the kernels' texts and print a line per kernel."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from ..bench import compile_check, compile_jobs
@@ -75,14 +78,14 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
 
     check_ops(flags["op"], compile_jobs.OPS)
     limit = flags["limit"] or compile_check.LIMIT
-    compile_check.CompileCheck((), file, limit).write()  # to list the texts takes seconds
+    compile_check.CompileCheck((), file, limit).write()  # listing the texts takes seconds
     launches = compile_jobs.launches(flags["op"], flags["sample"], flags["all_formats"])
     jobs = [compile_jobs.job_of(launch) for launch in launches]
     check = compile_check.CompileCheck(jobs, file, limit)
     try:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        with stages(*columns, quiet=False) as tell:
-            check.run(tell)
+        with stages(*columns, quiet=False) as progress:
+            check.run(progress)
     finally:
         click.echo("\n".join(compile_check.lines(check.found)))
         click.echo(f"written: {file}")
@@ -91,20 +94,20 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
 
 
 def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
-    """Check the kernels, and unless only their bits are asked for the model too; write both files."""
+    """Check the kernels and, without --bits-only, the model; write both files."""
     from ..bench.doctor import OPS, examine, examine_bits
     from ..bench.doctor_page import page, verdict
     from ..bench.subject import open_subject
     from ..machine.atomic import write_whole
 
-    def tell(what: str) -> None:
+    def progress(what: str) -> None:
         click.echo(f"... {what}", err=True)
 
     check_ops(flags["op"], OPS)
     if flags["bits_only"]:
-        found = examine_bits(flags["op"], tell)
+        found = examine_bits(flags["op"], progress)
     else:
-        found = examine(open_subject(flags["model"], kernels="off"), tell)
+        found = examine(open_subject(flags["model"], kernels="off"), progress)
     good, words = verdict(found)
     write_whole(f"{out}.json", json.dumps(found, indent=1) + "\n")
     write_whole(f"{out}.md", page(found))

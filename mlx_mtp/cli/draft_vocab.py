@@ -1,4 +1,4 @@
-"""Define `mlx-mtp draft-vocab`: choose the tokens that a model's heads draft, by the user's own texts."""
+"""Define `mlx-mtp draft-vocab`: choose the tokens that a model's heads may draft, from the user's texts."""
 
 import logging
 import sys
@@ -10,31 +10,31 @@ import click
 
 from .options import check_place, checkpoint_options, checkpoint_path
 
-SHARE = 4  # by default one token in so many is kept
-PIECE = 1 << 20  # characters that are encoded at a time
+SHARE = 4  # the default size is this fraction of the vocabulary
+PIECE = 1 << 20  # characters to encode at a time
 
 
 @click.command("draft-vocab")
 @checkpoint_options
 @click.option(
-    "--out", required=True, callback=check_place, help="File to write, for --draft-vocab of the other commands."
+    "--out", required=True, callback=check_place, help="File to write, for --draft-vocab of other commands."
 )
 @click.option("--size", type=click.IntRange(1), help="Number of tokens.  [default: a quarter of the vocabulary]")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, allow_dash=True))
 def draft_vocab(
     model: str | None, trust_remote_code: bool, out: Path, size: int | None, texts: tuple[str, ...]
 ) -> None:
-    """Choose the tokens that a model's heads draft: the most frequent of TEXTS.
+    """Choose the tokens that a model's heads may draft.
 
-    TEXTS are files, directories (all files in them but hidden ones) and '-' for standard input; write what the model
-    shall write. The rest, or all without TEXTS, are the tokens that the tokenizer ranks first. The model's text does
-    not depend on them: what a list lacks is only not drafted.
+    These are the most frequent tokens of TEXTS: files, directories (all files in them that are not hidden) and '-'
+    for standard input. Give texts similar to those the model will write. The tokens that the tokenizer ranks first
+    fill the list. The list does not affect the model's text, because tokens that it lacks are only not drafted.
     """
     from ..checkpoint.draft_vocab import most_frequent, write
     from ..checkpoint.files import read_config
     from ..checkpoint.load import load_tokenizer
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long texts
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long texts are false
     path = checkpoint_path(model, code=trust_remote_code)
     config = read_config(path)
     vocab_size = (config | config.get("text_config", {})).get("vocab_size")
@@ -50,7 +50,9 @@ def draft_vocab(
     except ValueError as e:
         if size:
             raise
-        raise ValueError(f"{path}: a quarter of its vocabulary is no size for its tokenizer; {e}") from None
+        raise ValueError(
+            f"{path}: a quarter of its vocabulary is not a valid --size for its tokenizer; {e}"
+        ) from None
     write(out, tokens, vocab_size, tokenizer)
     click.echo(f"{out}: {len(tokens):,} of {vocab_size:,} tokens")
     if texts:
@@ -59,7 +61,7 @@ def draft_vocab(
 
 
 def _read(names: Iterable[str]) -> Iterator[str]:
-    """Read files, directories and '-', standard input; what is no UTF-8 is skipped, and said to be."""
+    """Yield the texts of files, directories and standard input ('-'); report and skip files that are not UTF-8."""
     for file in (file for name in names for file in ([None] if name == "-" else _files(Path(name)))):
         try:
             yield (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
@@ -68,6 +70,6 @@ def _read(names: Iterable[str]) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """List this file, or those below a directory but hidden ones."""
+    """Return the file, or the files below a directory except hidden ones."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

@@ -1,4 +1,4 @@
-"""Measure kernels in the emulator, ours beside MLX's own, and lay their counts out as tables."""
+"""Run our kernels and MLX's own in the emulator and return their counts as tables."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,24 +13,24 @@ from ..emulator import Traffic, emulated
 from ..emulator.stock import fused, gather_qmv, quantized_matvec, sdpa_vector, stock_kernels
 from ..kernels import Experts, Quantized, Routing
 
-Measure = Callable[[int], Sequence[str]]  # from rows M to cells of the table
+Measure = Callable[[int], Sequence[str]]  # maps a number of rows M to cells of the table
 
-# Buffers whose traffic tells products apart, by the names that the kernels give them.
+# Buffers in the products' tables, with the kernels' names for them.
 BUFFERS = {"weights": ("w", "keys"), "scales": ("scales",), "x": ("x", "queries")}
 
-SHAPES = ((1, 4), (8, 4), (2, 12), (8, 12))  # of attention: queries, query heads of the KV head
+SHAPES = ((1, 4), (8, 4), (2, 12), (8, 12))  # of attention: queries, query heads per KV head
 POSITIONS, DIMS = 300, 128
 
 EXPERTS, TOP_K = 16, 4
 HIDDEN, INNER, GROUP, BITS = 64, 32, 32, 4  # of the experts
-WEIGHTS = ("gate", "up", "w")  # the experts' buffers in launches of ours
+WEIGHTS = ("gate", "up", "w")  # the experts' buffers in our launches
 
 ROWS = (1, 2, 4, 8)  # of experts and the LM head
 TOP = 20  # tokens of an LM head
 
 
 def _counts_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Sequence[str]]]) -> Table:
-    """Lay rows of cells out, with a line below each group; the first column has the kernels' names."""
+    """Return a table of cells with a line below each group; the first column has the kernels' names."""
     figures = (Column(name, justify="right") for name in columns[1:])
     table = Table(Column(columns[0], no_wrap=True), *figures, title=title)
     for group in groups:
@@ -41,20 +41,20 @@ def _counts_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[
 
 
 def _by_kernel(measures: Iterable[tuple[str, Measure]], rows: Sequence[int]) -> Iterator[list[list[str]]]:
-    """Measure each kernel at these numbers of rows, a group of the table; its name stands in the first line."""
+    """Yield each kernel's group of rows of the table; its name is in the first row."""
     for kernel, measure in measures:
         yield [["" if i else kernel, str(m), *measure(m)] for i, m in enumerate(rows)]
 
 
 def _launches(kernel: Callable[..., object], *args: Any, **options: Any) -> list[Traffic]:
-    """Call a kernel in the emulator: the traffic of each of its launches."""
+    """Run a kernel in the emulator and return the traffic of each launch."""
     with emulated() as launches:
         kernel(*args, **options)
     return launches
 
 
 def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), rows: int = 8) -> Table:
-    """Count bytes at 1 to `rows` rows times a 4-bit matrix of this shape; stock: of MLX's kernels alone."""
+    """Count bytes for 1 to `rows` rows times a 4-bit matrix of this shape; stock: only MLX's kernels."""
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
@@ -64,7 +64,7 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
 
 
 def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
-    """Yield MLX's kernels, with a 4-bit matrix (n, k), and ours behind the one whose bits they have."""
+    """Yield MLX's kernels for a 4-bit matrix (n, k); our kernels follow the one whose bits they have."""
     dense = mx.ones((n, k))
     whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
     halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))
@@ -90,7 +90,7 @@ def _product_cells(traffic: Traffic) -> list[str]:
 
 
 def attention_table() -> Table:
-    """Count bytes requested over distinct bytes of keys, values and queries; a few seconds."""
+    """Count the ratio of requested to distinct bytes of keys, values and queries; takes a few seconds."""
     title = f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated"
     kv, scale, groups = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5, []
     for rows, group in SHAPES:
@@ -109,7 +109,7 @@ def _reread(traffic: Traffic, *names: str) -> list[str]:
 
 
 def experts_table() -> Table:
-    """Count requests of the experts' weights at ROWS, each visiting TOP_K of EXPERTS."""
+    """Count requests for the experts' weights at ROWS rows, each of which visits TOP_K of EXPERTS."""
     columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
     title = f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated"
     drawn = [mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS) for n, k in ((INNER, HIDDEN), (HIDDEN, INNER))]
@@ -120,7 +120,7 @@ def experts_table() -> Table:
 
 
 def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list[str]:
-    """Count the launches of `run` for the first m rows of the same ones."""
+    """Count the launches of `run` for the first m of a fixed set of rows."""
     logits = mx.random.normal((32, EXPERTS), key=mx.random.key(0))[:m]
     visited = mx.argsort(-logits, axis=-1)[:, :TOP_K].flatten()
     launches = run(experts, logits, visited)
@@ -131,7 +131,7 @@ def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list
 
 
 def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Traffic]:
-    """Launch MLX's three products, one pair at a time."""
+    """Launch MLX's three products for all pairs of a row and an expert."""
     assert experts.gate is not None
     rows, launches = mx.arange(visited.size), []
     for weights in (experts.gate, experts.up, experts.down):
@@ -146,10 +146,10 @@ def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic
 
 
 def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
-    """Count for a 4-bit LM head (vocabulary, width) in bfloat16 at so many rows; both multiples of 64.
+    """Count for a 4-bit LM head (vocabulary, width) in bfloat16 at these numbers of rows; both multiples of 64.
 
-    Weights: bytes requested over distinct bytes. Written: by all launches. Read back: what a launch reads of what
-    another one has written, MLX's argmax each logit once.
+    Weights: requested over distinct bytes. Written: by all launches. Read back: bytes that a launch reads of another
+    launch's output; MLX's argmax reads each logit once.
     """
     title = f"tokens of a 4-bit ({vocabulary}, {width}) head, bfloat16, emulated"
     columns = ("kernels", "M", "weights", "bytes written", "bytes read back")

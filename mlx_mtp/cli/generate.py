@@ -1,4 +1,4 @@
-"""Define `mlx-mtp generate`: one answer, with mlx_lm's output layout."""
+"""Define `mlx-mtp generate`: generate one answer, with mlx_lm's output layout."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from . import options
 
 @click.command()
 @options.model_options
-@click.option("--extra-eos-token", multiple=True, help="One more token that ends the text; repeatable.")
+@click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.system_prompt_option
 @click.option("--prompt", "-p", default="hello", help="The message; '-' reads standard input.")
-@click.option("--prefill-response", callback=options.check_text, help="Beginning of the answer.")
+@click.option("--prefill-response", callback=options.check_text, help="Start of the answer.")
 @options.text_options(max_tokens=100)
 @options.no_template_option
-@click.option("--use-default-chat-template", is_flag=True, help="Use the tokenizer class's own template.")
+@click.option("--use-default-chat-template", is_flag=True, help="Use the default template of the tokenizer's class.")
 @options.template_config_option
-@click.option("--verbose", type=bool, default=True, help="False prints the text without figures.")
+@click.option("--verbose", type=bool, default=True, help="false prints the text without figures.")
 @click.option("--quiet", is_flag=True, help="Print the text only: no notices, figures or progress.")
 @options.cache_options
 @options.saved_cache_option
-@click.option("--report", is_flag=True, help="Say what was loaded.")
+@click.option("--report", is_flag=True, help="Print what was loaded.")
 def generate(**flags: Any) -> None:
-    """Print the model's continuation of, or answer to, a prompt."""
+    """Generate an answer to a prompt, or its continuation."""
     text = options.read_prompt(flags["prompt"])
     options.continues_cache(flags)
     model, tokenizer = options.load_model(flags)
@@ -59,26 +59,26 @@ def generate(**flags: Any) -> None:
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
-    """Encode the prompt, through the chat template where there is one."""
+    """Encode the prompt, with the chat template if there is one."""
     from ..cache.prompt_prefix import render
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:
-        said = {"system": flags["system_prompt"], "user": text, "assistant": flags["prefill_response"]}
-        messages = [{"role": role, "content": content} for role, content in said.items() if content is not None]
+        contents = {"system": flags["system_prompt"], "user": text, "assistant": flags["prefill_response"]}
+        messages = [{"role": role, "content": content} for role, content in contents.items() if content is not None]
         prefilled = flags["prefill_response"] is not None
         ending = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled}
         text = render(tokenizer, messages, {**flags["chat_template_config"], **ending})
     tokens = tokenizer.encode(text, add_special_tokens=not template)
     if not tokens and template:
-        raise ValueError("the prompt is empty: the chat template makes nothing of it")
+        raise ValueError("the prompt is empty: the chat template renders nothing")
     if not tokens:
         raise click.UsageError("the prompt is empty")
     return tokens
 
 
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> list[int]:
-    """Encode what is behind a saved cache, whose message goes on with the text, or which it follows."""
+    """Encode the tokens that follow a saved cache's prompt; the text continues its message or follows it."""
     prefix = cache.prefix
     if prefix is None:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -86,5 +86,5 @@ def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> 
     prefix.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
     tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own, "ignore_chat_template": not prefix.template})
     if tokens[: cache.offset] != cache.tokens:
-        raise click.UsageError(f"the prompt's tokens do not begin with those in {flags['prompt_cache_file']}")
+        raise click.UsageError(f"the prompt's tokens do not start with those in {flags['prompt_cache_file']}")
     return tokens[cache.offset :]

@@ -1,4 +1,4 @@
-"""Transcode GGUF files for the commands: announce what is written, show a bar, say what became of each type."""
+"""Transcode GGUF files for the commands, with an announcement, a progress bar and a report of the types."""
 
 from functools import partial
 from pathlib import Path
@@ -8,13 +8,13 @@ import click
 from click import Choice, option
 
 gguf_options = (
-    option("--config-from", help="Of a GGUF file: directory or repository to take config.json and tokenizer from."),
+    option("--config-from", help="For a GGUF file: directory or repository with config.json and tokenizer."),
     option(
         "--gguf-plan",
         type=Choice(["exact", "small"]),
-        help="Of a GGUF file: types that are not MLX's groups in 8 bits, or in fewer.  [default: exact]",
+        help="For a GGUF file: store types without an MLX equivalent in 8 bits, or in fewer.  [default: exact]",
     ),
-    option("--gguf-exact", is_flag=True, help="Of a GGUF file: scales and values in float32, as the file's."),
+    option("--gguf-exact", is_flag=True, help="For a GGUF file: scales and values in float32, as in the file."),
 )
 
 
@@ -39,7 +39,7 @@ def convert_gguf(flags: dict[str, Any]) -> None:
 
 
 def transcoded(file: str, flags: dict[str, Any]) -> Path:
-    """Return the checkpoint of a GGUF file in the cache folder; make it, announced, where there is none."""
+    """Return the checkpoint of a GGUF file in the cache folder; if there is none, announce and create it."""
     from ..checkpoint.gguf.cached import cached
     from .progress import shows_progress
 

@@ -1,4 +1,4 @@
-"""Define `mlx-mtp inspect`: tell from a checkpoint's headers what it holds."""
+"""Define `mlx-mtp inspect`: list the contents of a checkpoint from its headers."""
 
 import gc
 import json
@@ -12,14 +12,14 @@ from .terminal import printable
 @click.command("inspect")
 @click.argument("path")
 @click.option("--revision", help="Branch, tag or commit of a Hugging Face repository.")
-@click.option("--ranks", type=click.IntRange(1), default=1, help="Machines that are to share the model.")
+@click.option("--ranks", type=click.IntRange(1), default=1, help="Number of machines that share the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON object.")
 def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
-    """Say what the checkpoint at PATH holds, and whether it loads.
+    """List a checkpoint's contents and whether it loads.
 
-    PATH is a directory, a GGUF file or a Hugging Face repository. Headers are read, and the values of norms: no
-    weights, and none are downloaded. With --ranks, memory is what each of so many machines needs. Exit code 1 where
-    it does not load.
+    PATH is a directory, a GGUF file or a Hugging Face repository. Only headers and the values of norms are read; no
+    weights are downloaded. With --ranks, memory is that of each of this number of machines. Exit code 1 if it does
+    not load.
     """
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.gguf.cached import is_gguf
@@ -28,13 +28,13 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     if is_gguf(path):
         return _inspect_gguf(path, ranks, as_json=as_json)
     directory = local(path) or downloaded(path, revision)
-    gc.disable()  # 100,000 tensors are many small objects, all of them in use
+    gc.disable()  # collecting among 100,000 live tensor entries is slow
     try:
         if directory is None:
             with headers_only(path, revision) as directory:
                 facts, gone = inspect_checkpoint(directory, values=False, ranks=ranks), str(directory)
-            said = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
-            named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in said.items()}
+            messages = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
+            named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in messages.items()}
             facts = replace(facts, path=path, **named)
         else:
             facts = inspect_checkpoint(directory, ranks=ranks)
@@ -46,7 +46,7 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
 
 
 def _inspect_gguf(path: str, ranks: int, *, as_json: bool) -> None:
-    """Say what a GGUF file holds, and what it is once transcoded."""
+    """Print the contents of a GGUF file, and those of its transcoded checkpoint."""
     from ..checkpoint.gguf.inspect import inspect_gguf
     from ..checkpoint.gguf.report import as_facts
     from ..checkpoint.gguf.report import as_text as written

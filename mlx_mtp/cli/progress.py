@@ -1,4 +1,4 @@
-"""Show on stderr that a model is loaded, a prompt is read, or a long task goes on."""
+"""Show progress on stderr: of a load, a prefill or another long task."""
 
 import contextlib
 import sys
@@ -14,19 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from ..machine.progress import watcher
 from .terminal import dumb
 
-PATIENCE = 2.0  # seconds before a prompt of one chunk shows its progress
-EVERY = 5.0  # seconds between two lines of one stage, where there is no terminal
-NARROW = 40  # columns; a line broken in two would stay behind
+PATIENCE = 2.0  # seconds before the prefill of a single chunk shows progress
+EVERY = 5.0  # seconds between two lines of one stage if stderr is not a terminal
+NARROW = 40  # columns; a wrapped line would not be erased
 
 
 def shows_progress(*, quiet: bool) -> bool:
-    """Say if anybody would see it."""
+    """Return whether progress is to be displayed."""
     return sys.stderr.isatty() and not quiet and not dumb()
 
 
 @contextlib.contextmanager
 def loading(*, shown: bool) -> Iterator[None]:
-    """Show a spinner, and beside it how far it is with what takes long: trying kernels, for the first time."""
+    """Show a spinner and the progress of kernel trials, which take long the first time."""
     if not shown:
         yield
         return
@@ -40,7 +40,7 @@ def loading(*, shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar of these columns; yields a function of what is done, how much of it, and of how much."""
+    """Show a bar of these columns; yield a function that takes a description, the number done and the total."""
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
@@ -49,20 +49,20 @@ def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, i
 def stages(
     *columns: ProgressColumn, quiet: bool
 ) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show a `bar` on a terminal, elsewhere lines on stderr, and with `quiet` nothing."""
+    """Show a `bar` on a terminal, else lines on stderr; nothing with `quiet`."""
     if quiet or shows_progress(quiet=quiet):
         return bar(*columns, shown=not quiet)
     return contextlib.nullcontext(StageLines())
 
 
 class StageLines:
-    """Write on stderr that a stage begins, then every few seconds how far it is: "12 s: logits, 3 of 14"."""
+    """Print the start of each stage on stderr, then its progress every few seconds: "12 s: logits, 3 of 14"."""
 
     def __init__(self) -> None:
         self._began, self._stage, self._written = time.monotonic(), "", 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Report a stage, how much of it is done, and of how much."""
+        """Report a stage, the number done and the total."""
         now = time.monotonic()
         if stage != self._stage or now - self._written >= EVERY:
             self._stage, self._written = stage, now
@@ -70,20 +70,20 @@ class StageLines:
 
 
 class PromptProgress(contextlib.AbstractContextManager):
-    """A bar on stderr while a prompt is read: at once where it takes several chunks, else after PATIENCE."""
+    """A bar on stderr during a prefill: at once if it has several chunks, else after PATIENCE seconds."""
 
     def __init__(self, *, shown: bool, chunk: int):
         console = Console(stderr=True)
         middle = [BarColumn(bar_width=12)] if console.width >= NARROW else []
         columns = TextColumn("{task.description}"), *middle, MofNCompleteColumn()
-        self._bar = Progress(*columns, console=console, transient=True) if shown else None  # None at the end, too
+        self._bar = Progress(*columns, console=console, transient=True) if shown else None  # also None after its end
         self._timer: threading.Timer | None = None
         self._chunk, self._lock = chunk, threading.Lock()
         if self._bar:
             self._bar.add_task("Reading", total=0)
 
     def __call__(self, done: int, total: int) -> None:
-        """Report tokens read so far, and how many there are to read."""
+        """Report the number of prefilled tokens and the total."""
         if done == total:
             return self._end()
         self._update(show=total > self._chunk, completed=done, total=total)
@@ -93,7 +93,7 @@ class PromptProgress(contextlib.AbstractContextManager):
             self._timer.start()
 
     def stopping(self) -> None:
-        """Say that Ctrl-C was seen: the chunk under way is still read to its end."""
+        """Show that Ctrl-C was received; the current chunk is still finished."""
         self._update(show=True, description="(stopping)")
 
     def __exit__(self, *_: Any) -> None:
@@ -107,7 +107,7 @@ class PromptProgress(contextlib.AbstractContextManager):
                     self._bar.start()
 
     def _end(self) -> None:
-        """Remove the bar, for good."""
+        """Remove the bar."""
         with self._lock:
             if self._timer:
                 self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Define `mlx-mtp serve`: a model behind OpenAI's and Anthropic's APIs."""
+"""Define `mlx-mtp serve`: serve a model with OpenAI's and Anthropic's APIs."""
 
 import json
 import logging
@@ -16,47 +16,56 @@ from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
-# Flags that decide how, and not what, is decoded; and those that a request may say itself.
+# Flags for how, not what, the server decodes; flags that are defaults for fields of a request.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
 SAMPLING = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
-ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of generation_config.json
 
 
 @click.command()
 @options.model_options
-@click.option("--host", default="127.0.0.1", help="Address to listen at; `::1` and `::` are IPv6.")
-@click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen at.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
+@click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
 @click.option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
-@click.option("--no-auth", is_flag=True, help="Let everybody in who can reach an address off loopback.")
-@click.option("--alias", multiple=True, help="Name by which requests may call the model, '*' for any; repeatable.")
-@click.option("--allow-host", multiple=True, help="Name by which the server may be reached; repeatable.")
-@click.option("--cors-origin", multiple=True, help="Origin of web pages that may call, '*' for all; repeatable.")
-@click.option("--root-path", default="", help="Path below which a reverse proxy serves this.")
-@click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Most MB of a request.")
-@click.option("--timeout", type=FloatRange(0, min_open=True), help="Most seconds of a request.  [default: none]")
-@click.option("--grace", type=FloatRange(0), default=5.0, help="Seconds that answers may go on for at the end.")
-@click.option("--parallel", type=IntRange(1), default=8, help="Requests that are answered at once.")
-@click.option("--queue", type=IntRange(0), default=64, help="Requests that may wait.")
+@click.option("--no-auth", is_flag=True, help="Allow an address other than loopback without --api-key.")
+@click.option("--alias", multiple=True, help="Model name that requests may use, '*' for any; repeatable.")
+@click.option("--allow-host", multiple=True, help="Additional allowed Host header; repeatable.")
+@click.option(
+    "--cors-origin", multiple=True, help="Origin of web pages that may send requests, '*' for all; repeatable."
+)
+@click.option("--root-path", default="", help="Path under which a reverse proxy serves this.")
+@click.option("--max-body", type=FloatRange(0.001), default=32.0, help="Maximum MB of a request.")
+@click.option("--timeout", type=FloatRange(0, min_open=True), help="Maximum seconds of a request.  [default: none]")
+@click.option(
+    "--grace", type=FloatRange(0), default=5.0, help="Seconds that responses may take to finish after Ctrl-C."
+)
+@click.option("--parallel", type=IntRange(1), default=8, help="Maximum number of active requests.")
+@click.option("--queue", type=IntRange(0), default=64, help="Maximum number of queued requests.")
 @click.option(
     "--idle-unload", type=FloatRange(0, min_open=True), help="Idle seconds after which the model is unloaded."
 )
 @click.option(
-    "--prompt-cache-size", type=FloatRange(0), default=4.0, help="Most GB of remembered prompts; 0 is none."
+    "--prompt-cache-size", type=FloatRange(0), default=4.0, help="Maximum GB of the prefix cache; 0 disables it."
 )
-@click.option("--prompt-cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep them there.")
-@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the log there, too.")
+@click.option(
+    "--prompt-cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory that stores the prefix cache.",
+)
+@click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the log to this file.")
 @options.text_options(max_tokens=-1)
 @options.template_config_option
-@click.option("--use-default-chat-template", is_flag=True, help="Use the tokenizer class's own template.")
-@click.option("--extra-eos-token", multiple=True, help="One more token that ends the text; repeatable.")
+@click.option("--use-default-chat-template", is_flag=True, help="Use the default template of the tokenizer's class.")
+@click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.cache_options
-@click.option("--quiet", is_flag=True, help="No banner, and no line for each answer.")
+@click.option("--quiet", is_flag=True, help="No banner, and no line per response.")
 @click.pass_context
 def serve(ctx: click.Context, **flags: Any) -> None:
-    """Answer HTTP requests as OpenAI's and Anthropic's APIs do, until Ctrl-C.
+    """Serve OpenAI's and Anthropic's HTTP APIs.
 
-    The first one ends when answers have, within --grace seconds, the second at once. Sampling flags hold where a
-    request says nothing, over what the checkpoint's generation_config.json advises.
+    The first Ctrl-C ends the server once responses have finished, after at most --grace seconds; the second ends it
+    at once. Sampling flags apply to requests that leave the field out, and override the checkpoint's
+    generation_config.json.
     """
     try:
         from ..serve.engine import Limits
@@ -69,7 +78,9 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         raise click.ClickException(f"{e.name} is missing: {install('serve')}") from None
     check_flags(prompt_cache_dir=flags["prompt_cache_dir"], idle_unload=flags["idle_unload"])
     if flags["host"] not in LOOPBACK and not flags["api_key"] and not flags["no_auth"]:
-        raise click.UsageError(f"--host {flags['host']} can be reached from elsewhere: give --api-key, or --no-auth")
+        raise click.UsageError(
+            f"--host {flags['host']} can be reached from other machines; give --api-key or --no-auth"
+        )
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
@@ -100,13 +111,13 @@ def serve(ctx: click.Context, **flags: Any) -> None:
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
-    """List the names of the model, the one that is shown first."""
+    """Return the names of the model; the first one is displayed."""
     own = NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model
     return given if set(given) - {"*"} else (own, *given)
 
 
 def _log_to(file: Path | None, *, quiet: bool) -> None:
-    """Write the log to stderr, and to a file."""
+    """Write the log to stderr and to a file if one is given."""
     log = logging.getLogger("mlx_mtp.serve")
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -118,7 +129,7 @@ def _log_to(file: Path | None, *, quiet: bool) -> None:
 
 
 def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
-    """Load the model, on whatever thread this is."""
+    """Load the model in the current thread."""
     from ..serve.server import Loaded
 
     with ctx.scope(cleanup=False):
@@ -129,7 +140,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
 
 def _advised(path: Path) -> dict[str, Any]:
-    """Read the sampling that a checkpoint's generation_config.json advises."""
+    """Return the sampling values in a checkpoint's generation_config.json."""
     try:
         found = json.loads((path / "generation_config.json").read_text())
     except (OSError, ValueError):
@@ -141,14 +152,14 @@ def _advised(path: Path) -> dict[str, Any]:
 
 
 def _banner(site: Any, flags: dict[str, Any]) -> None:
-    """Say where the server is, what it serves, and a request that works."""
+    """Print the server's address, its model and a request that works."""
     if flags["quiet"]:
         return
-    door, host = site.door, flags["host"]
+    names, host = site.door, flags["host"]
     address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
-    click.echo(f"{door.name} at {address} · {door.positions:,} positions · a chat at {address}/", err=True)
+    click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)
     if report := getattr(site.engine.served.model, "report", None):
         click.echo(str(report), err=True)
     click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

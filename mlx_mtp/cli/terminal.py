@@ -1,4 +1,4 @@
-"""Handle the keyboard and interrupts of `mlx-mtp chat`; read plain lines where there is no terminal."""
+"""Handle keyboard input and interrupts of `mlx-mtp chat`; read plain lines without a terminal."""
 
 import contextlib
 import os
@@ -16,38 +16,38 @@ import click
 if TYPE_CHECKING:
     from ..session import ChatSession
 
-# Control characters but tab and newline: a model may not move the cursor or change the terminal.
+# Control characters except tab and newline: a model's output must not move the cursor or change the terminal.
 CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd"), 13: None}
 
 
 def printable(text: str) -> str:
-    """Make control characters visible."""
+    """Replace control characters by visible ones."""
     return text.translate(CONTROLS)
 
 
 def dumb() -> bool:
-    """Ask if the terminal says that it knows no escape codes."""
+    """Return whether the terminal supports no escape codes."""
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def unstyled() -> bool:
-    """Ask if the user (https://no-color.org) or the terminal does without dim and bold."""
+    """Return whether dim and bold are disabled by the user (https://no-color.org) or unsupported."""
     return dumb() or bool(os.environ.get("NO_COLOR"))
 
 
 def faint(text: str, *, err: bool = False) -> None:
-    """Print a line in the background."""
+    """Print a dimmed line."""
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
 def make_editor(*, bold: bool, typed_on: Callable[[], None]) -> Any:
-    """Make an editor: Ctrl-C empties the line and calls `typed_on`; on an empty line it raises KeyboardInterrupt."""
+    """Return an editor: Ctrl-C clears the line and calls `typed_on`, or raises KeyboardInterrupt on an empty line."""
     from prompt_toolkit import HTML, PromptSession
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.layout.processors import TabsProcessor
 
-    # Nothing here needs the cursor's position; a terminal that does not tell it would get a warning.
+    # The cursor's position is not needed; without this a terminal that cannot report it shows a warning.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
 
     def clear(event: Any) -> None:
@@ -68,24 +68,24 @@ def make_editor(*, bold: bool, typed_on: Callable[[], None]) -> Any:
         input_processors=[TabsProcessor(char1=" ", char2=" ")],
         enable_suspend=True,
     )
-    with contextlib.suppress(AttributeError):  # another prompt_toolkit: its own behaviour is good enough
+    with contextlib.suppress(AttributeError):  # another version of prompt_toolkit keeps its own behaviour
         editor.app._on_resize = partial(_resized, editor.app, editor.app._on_resize)
     return editor
 
 
 def _resized(app: Any, redraw: Callable[[], None]) -> None:
-    """Erase all of the typed lines when the terminal is resized.
+    """Erase all typed lines when the terminal is resized.
 
-    A terminal made narrower breaks rows that became too long, which moves the cursor down; prompt_toolkit counts
-    the rows of before and leaves copies behind. It has no public hook for this.
+    A narrower terminal wraps rows that became too long, which moves the cursor down. prompt_toolkit uses the old
+    number of rows and leaves copies on the screen; it has no public hook for this.
     """
-    with contextlib.suppress(Exception):  # likewise
+    with contextlib.suppress(Exception):  # as above
         app.renderer._cursor_pos = _reflowed(app.renderer)
     redraw()
 
 
 def _reflowed(renderer: Any) -> Any:
-    """Find the cursor after the terminal broke the rows above it to its new width."""
+    """Return the cursor position after the terminal has wrapped the rows above it to its new width."""
     from prompt_toolkit.data_structures import Point
 
     cells, cursor = renderer._last_screen.data_buffer, renderer._cursor_pos
@@ -95,10 +95,10 @@ def _reflowed(renderer: Any) -> Any:
 
 
 class MessageReader:
-    """What the user sends: from an editor with history, pasted pages and Alt-Enter for a new line, or from a pipe.
+    """Reads the user's messages from an editor (history, pasted text, Alt-Enter for a new line) or from a pipe.
 
-    Called for the next message; None means to leave: at the end of input or at two Ctrl-C in a row on an empty
-    line, of which the first only warns, or at the first where it is not `patient`.
+    A call returns the next message, or None to leave: at the end of input, or after two Ctrl-C on an empty line. The
+    first Ctrl-C only warns; if not `patient` it leaves.
     """
 
     def __init__(self, *, interactive: bool, patient: bool = True):
@@ -125,7 +125,7 @@ class MessageReader:
 
     def _next(self) -> str | None:
         if self._editor:
-            return self._editor.prompt().encode("utf-8", "replace").decode()  # what is no UTF-8: lone surrogates
+            return self._editor.prompt().encode("utf-8", "replace").decode()  # replaces lone surrogates
         click.echo(self._prompt, nl=False)
         try:
             return sys.stdin.readline() or None
@@ -136,15 +136,15 @@ class MessageReader:
 
 @contextlib.contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Have keys pressed meanwhile wait for the next prompt instead of showing up in the middle of an answer.
+    """Keep keys pressed during an answer for the next prompt instead of echoing them.
 
-    A terminal that can marks pastes, so that the next prompt takes one for one message.
+    The terminal marks pasted text if it can, so that the next prompt reads it as one message.
     """
     before, marked = termios.tcgetattr(sys.stdin), not dumb()
     silent = [*before]
-    # A terminal that waits for whole lines drops what is past 4 kB of one, and with it the mark of a paste's end.
+    # In line mode a terminal drops input beyond 4 kB of a line, including the end mark of pasted text.
     silent[3] &= ~(termios.ECHO | (termios.ICANON if marked else 0))
-    silent[3] |= termios.NOFLSH  # Ctrl-C, which stops the answer, would drop what was typed
+    silent[3] |= termios.NOFLSH  # otherwise Ctrl-C, which stops the answer, discards typed keys
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:
         click.echo("\x1b[?2004h" if marked else "", nl=False)
@@ -155,10 +155,11 @@ def hidden_typing() -> Iterator[None]:
 
 
 class StopOnInterrupt:
-    """While entered, the first Ctrl-C lets the session stop where its caches are whole; a second raises.
+    """While entered, the first Ctrl-C stops the session when its caches are complete; a second one raises.
 
-    notice: called, on another thread, as soon as Ctrl-C is pressed. Python's own handler has to wait until MLX
-    returns from the chunk of a prompt that it computes.
+    notice: called in another thread as soon as Ctrl-C is pressed, because Python's own handler runs only after MLX
+            has
+    returned from the current prefill chunk.
     """
 
     def __init__(self, session: "ChatSession", notice: Callable[[], None]):
@@ -175,7 +176,7 @@ class StopOnInterrupt:
     def __exit__(self, *_: Any) -> None:
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGINT, self._previous)
-        self._sent.close()  # which ends the thread
+        self._sent.close()  # ends the thread
 
     def _watch(self, received: socket.socket) -> None:
         with received:

@@ -1,4 +1,4 @@
-"""Let the command line run as one of several ranks: rank 0 talks to the user, the others say nothing but errors."""
+"""Run the command line as one of several ranks: rank 0 handles input and output, the others print only errors."""
 
 import os
 import signal
@@ -14,18 +14,18 @@ from ..ranks import watch
 from ..ranks.launch import launched, rank_file
 
 COMMANDS = ("generate", "chat", "serve", "cache-prompt", "bench", "verify-lossless")
-SAME = "ranks"  # begins errors that all ranks meet alike
+SAME = "ranks"  # start of errors that all ranks raise
 
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """Be quiet where rank 0 is another process; tell the others with which code this one ends."""
+    """Silence this process if rank 0 is another one; report its exit code to the other ranks."""
     here = launched()
     if here is None:
         yield
         return
     if here.rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler would wait for collectives
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would wait for collectives
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     code = 1
     try:
@@ -39,7 +39,7 @@ def as_rank() -> Iterator[None]:
 
 
 def error_line(message: str, code: int) -> str | None:
-    """Write an error as this rank says it; None where rank 0 says the same."""
+    """Return the error line of this rank; None if rank 0 prints the same error."""
     here = launched()
     if here is None or here.rank == 0:
         return f"error: {message}"
@@ -47,25 +47,25 @@ def error_line(message: str, code: int) -> str | None:
 
 
 def check_command(name: str | None, allowed: tuple[str, ...] = COMMANDS) -> None:
-    """Refuse a command that is for a single process."""
+    """Refuse a command that supports only a single process."""
     if launched() and name not in allowed:
         raise click.UsageError(f"{name} is for a single process; together run {', '.join(allowed)}")
 
 
 def check_flags(**given: Any) -> None:
-    """Refuse flags that ranks cannot follow."""
+    """Refuse flags that several ranks do not support."""
     if launched() and (name := next((name for name, value in given.items() if value), None)):
-        raise click.UsageError(f"--{name.replace('_', '-')}: not on several ranks; leave it out")
+        raise click.UsageError(f"--{name.replace('_', '-')}: not supported on several ranks; leave it out")
 
 
 def check_prompt(value: str) -> None:
-    """Refuse a prompt from standard input, whose end the launcher does not hand on."""
+    """Refuse a prompt from standard input, because the launcher does not forward its end."""
     if launched() and value == "-":
         raise click.UsageError("--prompt -: standard input has no end on several ranks; give the text itself")
 
 
 def group() -> Any:
-    """Meet the other ranks, and leave Ctrl-C to rank 0 from then on; None for a process of its own."""
+    """Join the other ranks, then ignore Ctrl-C except in rank 0; None for a single process."""
     if launched() is None:
         return None
     from ..ranks.group import meet
@@ -77,12 +77,12 @@ def group() -> Any:
 
 
 def own_file(file: Path) -> Path:
-    """Name the file that this rank has in the place of the one that the command line names."""
+    """Return this rank's file for a file named on the command line."""
     here = launched()
     return rank_file(file, here.rank) if here else file
 
 
 def follows() -> bool:
-    """Tell whether this is a rank that only follows: it reads no keyboard and writes no file."""
+    """Return whether this rank only follows rank 0: it reads no input and writes no files."""
     here = launched()
     return here is not None and here.rank > 0

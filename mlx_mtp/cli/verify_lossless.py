@@ -1,4 +1,4 @@
-"""Define `mlx-mtp verify-lossless`: compare texts with and without drafts, with this model on this machine."""
+"""Define `mlx-mtp verify-lossless`: compare output with and without drafts, for this model on this machine."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ from click import IntRange, option
 
 from .options import GIVEN, load_model, model_options
 
-TOKENS = 24  # of a new text, by default: the demo is to be done in a minute on a slow CPU
-TASK_TOKENS = 2048  # of an answer
+TOKENS = 24  # default number of new tokens: the demo takes a minute on a slow CPU
+TASK_TOKENS = 2048  # maximum tokens of an answer to a task
 
 
 @click.command("verify-lossless")
@@ -18,29 +18,31 @@ TASK_TOKENS = 2048  # of an answer
 @option(
     *("--max-tokens", "-m"),
     type=IntRange(1),
-    help=f"Most tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
+    help=f"Maximum tokens of a text.  [default: {TOKENS}, with --tasks {TASK_TOKENS}]",
 )
-@option("--draws", type=IntRange(20), default=24, help="Sampled texts whose distribution is tested.")
-@option("--seed", type=IntRange(0, 2**62), default=0, help="Of all draws.")
-@option("--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads: is one right more often?")
-@option("--float32", is_flag=True, help="Compute in float32, with MLX's own kernels: what differs then is a bug.")
-@option("--tasks", type=GIVEN, help="Instead, answer the questions of a JSON-lines file, without and with drafts.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--draws", type=IntRange(20), default=24, help="Number of sampled texts for the test of distributions.")
+@option("--seed", type=IntRange(0, 2**62), default=0, help="Seed of all draws.")
+@option("--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads.")
+@option("--float32", is_flag=True, help="Compute in float32 with MLX's own kernels; any difference is then a bug.")
+@option("--tasks", type=GIVEN, help="Answer the questions of a JSON-lines file instead, without and with drafts.")
+@option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def verify_lossless(**flags: Any) -> None:
-    """Compare texts with and without drafts, greedy and sampled; exit code 1 where drafting is not lossless.
+    """Check that drafting does not change the output.
 
-    Greedy: built-in prompts, with 1 to --num-draft-tokens drafts, with lookups, with --draft-p-min, adaptively; every
-    difference is listed with both tokens' logits, by a forward pass of the target, and is a near-tie where rounding
-    reaches as far. Sampled: one seed gives one text however it is drafted, with the target's probabilities. The
-    heads: how often each is right, and whether it would be more often if it were wired otherwise.
+    Greedy output is compared for built-in prompts with 1 to --num-draft-tokens drafts, lookups, --draft-p-min and
+    adaptive drafting. Every difference is listed with both tokens' logits from a forward pass of the target; it is a
+    near-tie if rounding can explain it. Sampled output must depend only on the seed, and have the target's
+    probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
+    increases it.
 
-    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if the last \\boxed{...} of
-    the text, or without one its last number, equals it; one that is no number has to occur in the box or in the text.
+    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if it equals the last
+    \\boxed{...} of the text or, without one, its last number; an answer that is not a number must occur in the box or
+    in the text.
 
-    Exit codes: 0 lossless, 1 a divergence, or heads that are wired wrongly, 2 usage.
+    Exit codes: 0 if lossless, 1 if output diverged or heads are wired wrongly, 2 for a wrong command line.
     """
     if not flags["mtp"] or flags["num_draft_tokens"] == 0:
-        wrong = "without drafts there is nothing to verify; leave --no-mtp and --num-draft-tokens 0 out"
+        wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
     from ..lossless.tasks import answer_all, read_tasks
 
@@ -64,8 +66,8 @@ def verify_lossless(**flags: Any) -> None:
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
     with stages(*columns, quiet=flags["as_json"]) as progress:
         if tasks:
-            most, way = settings.max_tokens, settings.ways[-1]
-            verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=most, progress=progress)
+            length, way = settings.max_tokens, settings.ways[-1]
+            verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=length, progress=progress)
             conclude(model, verdict)
         else:
             verdict = verify(model, tokenizer, settings, progress)
@@ -79,12 +81,12 @@ def verify_lossless(**flags: Any) -> None:
 
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """Load the model and its tokenizer, in float32 where that is asked for."""
+    """Load the model and its tokenizer, with --float32 converted to float32."""
     flags = {**flags, "quiet": flags["as_json"]}
     if not flags["float32"]:
         return load_model(flags)
     if flags["kernels"] not in (None, "off"):
-        raise click.UsageError(f"--float32 is without kernels; leave --kernels {flags['kernels']} out")
+        raise click.UsageError(f"--float32 uses no kernels; leave out --kernels {flags['kernels']}")
     model, tokenizer = load_model({**flags, "kernels": "off"})
     import mlx.core as mx
 
@@ -93,7 +95,7 @@ def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _drafts(model: Any, asked: int | None) -> int:
-    """Count the most drafts of a cycle; 0 for a model without heads, which has lookups alone."""
+    """Return the maximum drafts per cycle; 0 for a model without heads, which can draft only by lookup."""
     from ..decoding.options import default_draft_tokens
 
     most = model.max_draft_tokens

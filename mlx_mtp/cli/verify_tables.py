@@ -1,4 +1,4 @@
-"""Write the outcome of `mlx-mtp verify-lossless`: tables for people, a dictionary for programs."""
+"""Format the result of `mlx-mtp verify-lossless`: tables, or a dictionary for JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,25 +16,25 @@ from ..lossless.compare import Comparison, Difference
 from ..lossless.sampled import HOTTER
 from ..lossless.tasks import Answered
 
-LISTED = 20  # differences
-WIDTH = 110  # of a table where the terminal is not a terminal
+LISTED = 20  # maximum number of differences to list
+WIDTH = 110  # columns of a table if the output is not a terminal
 
 
 def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered]) -> None:
-    """Print all of it as tables."""
+    """Print the result as tables."""
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
-    say = partial(console.print, markup=False, soft_wrap=True)
-    say(f"{model.report}\n")
+    print_text = partial(console.print, markup=False, soft_wrap=True)
+    print_text(f"{model.report}\n")
     if answered:
         console.print(_tasks(answered))
-    console.print(_ways("greedy, beside the text without drafts", verdict.greedy))
+    console.print(_ways("greedy, compared with the text without drafts", verdict.greedy))
     if d := verdict.drift:
-        share = f"{d.share:.0%} of what rounding reaches"
+        share = f"{d.share:.0%} of the rounding tolerance"
         console.print(f"logprobs of drafted text differ by at most {d.change:.2g} ({share})\n")
     if verdict.sampled:
-        console.print(_ways("sampled, beside the text without drafts of the same seed", verdict.sampled))
+        console.print(_ways("sampled, compared with the text of the same seed without drafts", verdict.sampled))
     for f in verdict.fits:
         console.print(
             f"{f.mode} draws: {f.tokens} tokens have the target's probabilities with p = {f.p:.2g} (chi-squared "
@@ -45,22 +45,24 @@ def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered])
         console.print(_differences(tokenizer, differences, verdict.dtype))
     if verdict.agreement:
         console.print(_heads(verdict))
-        console.print("{} drafts kept, one per head and cycle; {} are right by these guesses\n".format(*verdict.kept))
+        console.print(
+            "{} drafts accepted, one per head and cycle; these predictions would allow {}\n".format(*verdict.kept)
+        )
     for kind in ("warnings", "broken"):
         for text in getattr(verdict, kind):
-            say(f"{kind.removesuffix('s')}: {text}")
-    say(_sum(verdict, differences))
+            print_text(f"{kind.removesuffix('s')}: {text}")
+    print_text(_sum(verdict, differences))
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str | None = None) -> Table:
-    """Begin a table with columns of names, at the left, and of figures."""
+    """Return a table with left columns for names and right columns for figures."""
     figures = (Column(name, justify="right") for name in right)
     return Table(*left, *figures, title=title, title_justify="left", caption=caption)
 
 
 def _ways(title: str, comparisons: list[Comparison]) -> Table:
     table = _table(title, ["drafting"], ["texts", "tokens", "near-ties", "divergences", "tok/cycle"])
-    table.add_column("drafts kept, per depth")
+    table.add_column("drafts accepted, per depth")
     for c in comparisons:
         near = sum(difference.near_tie for difference in c.differences)
         speed = f"{c.stats.tokens_per_cycle:.2f}" if c.stats.cycles else ""
@@ -74,7 +76,7 @@ def _ways(title: str, comparisons: list[Comparison]) -> Table:
 
 
 def _differences(tokenizer: Any, differences: list[Difference], dtype: str) -> Table:
-    caption = f"logits of a forward pass over the plain text; tolerance: how far rounding to {dtype} reaches there"
+    caption = f"logits of a forward pass over the plain text; tolerance: possible rounding error in {dtype}"
     if len(differences) > LISTED:
         caption = f"{LISTED} of {len(differences)}, divergences first; {caption}"
     right = ["token", "without", "with", "logits", "gap", "tolerance"]
@@ -91,9 +93,9 @@ def _differences(tokenizer: Any, differences: list[Difference], dtype: str) -> T
 
 def _heads(verdict: Verdict) -> Table:
     depths = [f"depth {depth}" for depth in range(1, len(verdict.agreement) + 1)]
-    table = _table("guesses that are the target's own token, on the plain texts", ["heads"], depths)
-    guesses = [("as they are wired", verdict.agreement), *((b.wiring, b.after) for b in verdict.better)]
-    for wiring, shares in guesses:
+    table = _table("predictions equal to the target's token, on the plain texts", ["heads"], depths)
+    predictions = [("as wired", verdict.agreement), *((b.wiring, b.after) for b in verdict.better)]
+    for wiring, shares in predictions:
         table.add_row(wiring, *(f"{share:.1%}" for share in shares))
     return table
 
@@ -112,19 +114,19 @@ def _tasks(answered: list[Answered]) -> Table:
 
 
 def _sum(verdict: Verdict, differences: list[Difference]) -> str:
-    """Give the verdict in a line."""
+    """Return the verdict in one line."""
     if diverged := sum(not d.near_tie for d in differences):
         return f"NOT LOSSLESS: {diverged} divergences"
     if any(f.refused for f in verdict.fits):
         return "NOT LOSSLESS: sampled texts have other probabilities"
     tokens = sum(c.tokens for c in (*verdict.greedy, *verdict.sampled))
     near = f"{len(differences)} near-ties" if differences else "no near-tie"
-    but = "; but see above" if verdict.broken else ""
+    but = "; but see the faults above" if verdict.broken else ""
     return f"lossless in {verdict.dtype}: {tokens:,} tokens compared, {near}{but}"
 
 
 def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
-    """Collect all of it, for JSON."""
+    """Return the result as a dictionary for JSON."""
     return {
         "lossless": not verdict.diverged,
         **{name: getattr(verdict, name) for name in ("broken", "warnings", "dtype")},

@@ -1,11 +1,11 @@
-"""Run Metal kernels on a Linux CPU: `metal_kernel` in the place of `mx.fast.metal_kernel`, with checks and counts.
+"""Run Metal kernels on a Linux CPU: `metal_kernel` replaces `mx.fast.metal_kernel`, with checks and counts.
 
-It proves indexing, barriers, the order of sums, and traffic. It proves nothing about speed.
+It verifies indexing, barriers, the order of sums, and traffic. It shows nothing about speed.
 """
-# ruff: noqa: F401 what is imported here is what callers import from here
+# ruff: noqa: F401 re-exports for callers
 
 from .kernel import MetalKernel, emulated, metal_kernel
 from .launch import BufferTraffic, Traffic
 from .options import CompileError, EmulatorOptions, KernelFault
 
-Options = EmulatorOptions  # as callers write it: emulator.Options(order="reverse")
+Options = EmulatorOptions  # callers write emulator.Options(order="reverse")

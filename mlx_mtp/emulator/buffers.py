@@ -1,4 +1,4 @@
-"""Turn arrays into the buffers of a launch, and its outputs back into arrays."""
+"""Convert arrays to the buffers of a launch, and its outputs back to arrays."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ INPUT, OUTPUT, THREADGROUP = range(3)
 
 @dataclass
 class KernelBuffer:
-    """One buffer of a launch: its bytes, and after the launch what the kernel did with it."""
+    """One buffer of a launch: its bytes and, after the launch, counts of the kernel's accesses."""
 
     name: str
-    data: np.ndarray  # uint8, copied in before and, of an output, back after
+    data: np.ndarray  # uint8, copied before the launch; outputs are copied back
     itemsize: int
     kind: int
     initialised: bool = True
     origin: int = 0  # byte of `data` at which the kernel's pointer starts
-    touched: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # a byte each: 1 read, 2 written
+    touched: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # flags per byte: 1 read, 2 written
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -29,9 +29,9 @@ def _bytes(x: mx.array) -> np.ndarray:
 
 
 def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelBuffer]:
-    """Copy what a kernel sees of x: its bytes, shape, strides (in elements) and ndim, by the parameter's name.
+    """Return copies of a kernel's inputs for x by parameter name: bytes, shape, strides (in elements) and ndim.
 
-    With `contiguous`, x is laid out row by row if it is not; else a view comes with all that lies between its ends.
+    With `contiguous`, x is copied row by row if needed; otherwise a view includes all bytes between its ends.
     """
     a = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     if x.size == 0 or contiguous or a.flags.c_contiguous:
@@ -53,7 +53,7 @@ def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelB
 
 
 def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> KernelBuffer:
-    """Make an output's bytes: of `init_value` everywhere, or 0xff, which count as unwritten."""
+    """Return an output's buffer, filled with `init_value`, or with 0xff bytes that count as unwritten."""
     if init_value is None:
         size = int(np.prod(shape)) * dtype.size
         return KernelBuffer(name, np.full(size, 0xFF, np.uint8), dtype.size, OUTPUT, initialised=False)
@@ -61,5 +61,5 @@ def output_buffer(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: 
 
 
 def output_array(buffer: KernelBuffer, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Read the output, of `shape` and `dtype`, that a kernel has left in its buffer."""
+    """Return the output that a kernel has written to its buffer, as an array of `shape` and `dtype`."""
     return mx.array(buffer.data).view(dtype).reshape(tuple(shape))

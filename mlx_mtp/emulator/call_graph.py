@@ -1,4 +1,4 @@
-"""Find recursion: candidates by name in a text, and the functions that recur in LLVM's assembly."""
+"""Find recursion: candidates by name in a text, and recursive functions in LLVM's assembly."""
 
 import re
 
@@ -20,7 +20,7 @@ _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.MULTILINE)
 
 
 def may_recurse(code: str) -> bool:
-    """Whether functions of a text may recur: by name alone, so that overloads and methods count as one function."""
+    """Return whether a text may contain recursion, by names alone: overloads and methods count as one function."""
     calls: dict[str, set[str]] = {}
     for found in _FUNCTION.finditer(code):
         body = code[found.end() : closing(code, found.end() - 1)]
@@ -30,7 +30,7 @@ def may_recurse(code: str) -> bool:
 
 
 def recursions(assembly: str) -> list[Finding]:
-    """List the functions that call themselves, directly or through others, at the lines of their definitions."""
+    """Return the functions that call themselves, directly or through others, at the lines of their definitions."""
     defined = {name: (debug, set(_CALL.findall(body))) for name, debug, body in _DEFINITION.findall(assembly)}
     calls = {name: called & defined.keys() for name, (_, called) in defined.items()}
     subprograms = {number: found for number, *found in _SUBPROGRAM.findall(assembly)}

@@ -1,6 +1,6 @@
-"""Find names that a Metal text and Metal's library, or MLX's preamble, both define.
+"""Find names that both a Metal text and Metal's library or MLX's preamble define.
 
-Clang reports a redefinition or an ambiguous call; it does not report an overload that hides the library's function.
+Clang reports redefinitions and ambiguous calls, but not an overload that hides the library's function.
 """
 
 import re
@@ -13,13 +13,15 @@ _TYPE = re.compile(
     r"\b(?:struct|class|union|enum\s+class|enum)\s+(\w+)|\busing\s+(\w+)\s*=|\btypedef\s[^;]*?\b(\w+)\s*(?:\[[^\]]*\])?;"
 )
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
-_INTERNAL = re.compile(r"_|name_|static_assert$|bool_vec$|packed_vec$|made$|Lanes$")  # of the declarations themselves
+_INTERNAL = re.compile(
+    r"_|name_|static_assert$|bool_vec$|packed_vec$|made$|Lanes$"
+)  # internal names of the declarations
 
 
 def definitions(code: str, namespaces: bool = True) -> Iterator[tuple[int, str]]:
-    """List index and name of each function and type that a text declares outside of braces.
+    """Yield the index and name of each function and type that a text without comments declares outside braces.
 
-    The text has no comments; namespaces: whether the contents of a namespace are left out too.
+    namespaces: whether the contents of namespaces are also left out.
     """
     own = {name for name, *_ in kernels(code)}
     outside = blanked(code, namespaces)
@@ -37,7 +39,7 @@ def library_names(library: str) -> set[str]:
 
 
 def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
-    """List text, index and message of each macro of `text`, and definition of `expanded`, that has one of `names`."""
+    """Yield text, index and message of each macro of `text`, or definition in `expanded`, with one of `names`."""
     macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
     others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))
     for where, index, name in (*macros, *others):

@@ -1,4 +1,4 @@
-"""Compile Metal source to a shared library by clang, cached by content."""
+"""Compile Metal source to a shared library with clang, cached by content."""
 
 import functools
 import hashlib
@@ -21,23 +21,23 @@ from .options import CONTRACTIONS, CompileError, EmulatorOptions
 from .signature import ATTRIBUTES, Signature
 
 NATIVE = Path(__file__).parent / "native"
-LOWERING = Path(__file__).parent / "lowering.py"  # rewrites what is compiled
+LOWERING = Path(__file__).parent / "lowering.py"  # its text is part of cache keys
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
 OLDEST_CLANG = 16
-# The words of `machine.errors.install`, which is a room on the same floor; tests/test_extras.py compares them.
+# The text of `machine.errors.install`, which this room cannot import; tests/test_extras.py compares them.
 INSTALL = "pip install -e '.[emulate]' in the clone of mlx_mtp"
 
 COMMON = ["-std=c++17", "-ffreestanding", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 COMMON += ["-fno-stack-protector", "-fno-math-errno", "-nostdinc++", "-fsigned-char"]
 KERNEL = [
     *("-fno-strict-aliasing", "-fwrapv", "-fno-finite-loops", "-fno-threadsafe-statics"),
-    *("-gdwarf-4", "-gline-tables-only"),  # as faults.py reads them
-    "-fno-optimize-sibling-calls",  # a fault in a kernel's last call is the kernel's line
+    *("-gdwarf-4", "-gline-tables-only"),  # the format that faults.py reads
+    "-fno-optimize-sibling-calls",  # a fault in a kernel's last call has the kernel's line
     *("-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none"),
-    # Locals that nobody set read as the same bits every time.
+    # Uninitialised locals have the same bits in every run.
     "-ftrivial-auto-var-init=pattern",
-    # Every access that is left after optimising calls the runtime; merged loads would count as fewer.
+    # Every access left after optimisation calls the runtime; merged loads would be counted as fewer.
     *("-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-slp-threshold=1000000"),
     *("-mllvm", "-disable-vector-combine", "-fno-builtin"),
     *("-fsanitize=kernel-address", "-mllvm", "-asan-instrumentation-with-call-threshold=0"),
@@ -55,14 +55,14 @@ ENTRY = Path(__file__).with_name("entry.cpp").read_text()
 
 
 def cache_directory() -> Path:
-    """Name the folder of compiled kernels: MLX_MTP_EMULATOR_CACHE, else the user's cache directory."""
+    """Return the folder of compiled kernels: MLX_MTP_EMULATOR_CACHE, else one in the user's cache directory."""
     if chosen := os.environ.get("MLX_MTP_EMULATOR_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_mtp" / "emulator"
 
 
 def version_of(*command: str) -> str:
-    """What a compiler says of itself; nothing where it does not run."""
+    """Return a compiler's --version output; "" if it does not run."""
     try:
         return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -70,7 +70,7 @@ def version_of(*command: str) -> str:
 
 
 def find_zig() -> str:
-    """The path of the `ziglang` package's program; "" if it is not installed."""
+    """Return the path of the `ziglang` package's program; "" if it is not installed."""
     package = importlib.util.find_spec("ziglang")
     zig = Path(package.origin).with_name("zig") if package and package.origin else None
     return str(zig) if zig and zig.exists() else ""
@@ -78,9 +78,9 @@ def find_zig() -> str:
 
 @functools.cache
 def find_clang() -> tuple[list[str], list[str], str]:
-    """Find the compiler's command, the linker's command and the compiler's version; ValueError where there is none.
+    """Return the compiler's command, the linker's command and the compiler's version; ValueError if there is none.
 
-    MLX_MTP_CLANG names a clang; else the system's from version 16 on; else the one in the `ziglang` package.
+    MLX_MTP_CLANG names a clang; otherwise the system's clang from version 16 on is used, else that of `ziglang`.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
@@ -97,13 +97,13 @@ def find_clang() -> tuple[list[str], list[str], str]:
 
 
 def clang_major(version: str) -> int:
-    """Return the major version in what clang says of itself; 0 where there is none."""
+    """Return the major version in clang's --version output; 0 if it has none."""
     found = re.search(r"clang version (\d+)", version)
     return int(found[1]) if found else 0
 
 
 def _run(command: list[str], name: str) -> None:
-    # MAKEFLAGS and the like do not reach the compiler, and messages come in English.
+    # No MAKEFLAGS or the like affect the compiler, and messages are in English.
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
         raise CompileError(f"kernel {name} does not compile:\n{done.stderr.strip()}")
@@ -121,20 +121,20 @@ def directory_digest(directory: Path) -> str:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """A folder beside `target`, whose file `out` becomes it in the end."""
+    """Yield a folder next to `target` whose file `out` becomes `target` when the block ends."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
             yield Path(work)
             os.replace(Path(work) / "out", target)
     except OSError as e:
-        e.filename = e.filename or str(target)  # of a full disk nothing else says where
+        e.filename = e.filename or str(target)  # disk-full errors lack a file name
         raise
 
 
 @functools.cache
 def runtime_library() -> Path:
-    """Build the runtime, once per version of its source and of clang."""
+    """Build the runtime once per version of its source and of clang; return its path."""
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
     target = cache_directory() / f"runtime-{digest(directory_digest(NATIVE), version, flags)}.so"
@@ -149,7 +149,7 @@ def runtime_library() -> Path:
 
 
 def _parsed(library: str, command: list[str], version: str) -> Path:
-    """Lower and parse the preprocessed library once for all kernels: for most of them that is most of the work."""
+    """Lower and parse the preprocessed library once for all kernels, because that is most of the work for each."""
     target = cache_directory() / f"library-{digest(library, command, version, LOWERING.read_text())}.pch"
     if not target.exists():
         with unfinished(target) as work:
@@ -160,7 +160,7 @@ def _parsed(library: str, command: list[str], version: str) -> Path:
 
 
 def entry_call(signature: Signature) -> str:
-    """Write C++ that calls the kernel with what the runtime hands to a thread."""
+    """Return C++ that calls the kernel with the arguments of one thread."""
     arguments = []
     for i, p in enumerate(signature.parameters):
         type_ = re.sub(r"\b(constant|device)\b", "", p.declaration.rsplit(" ", 1)[0])
@@ -179,7 +179,7 @@ def _lowered(preprocessed: str, constants: Mapping[str, object] | None = None) -
 
 
 def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
-    """Write the whole C++ file, in which errors carry the lines of the kernel's header and source."""
+    """Return the C++ file; errors in it have the line numbers of the kernel's header and source."""
     file = _file(name)
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
@@ -188,9 +188,9 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's library, or find it in the cache.
+    """Build the kernel's library unless the cache has it; return its path.
 
-    CompileError names lines of <name>.h and <name>.metal, or the places that `#line` directives state.
+    CompileError names lines of <name>.h and <name>.metal, or those of `#line` directives.
     """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
@@ -210,7 +210,7 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
             library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}.h"')
             precompiled = _parsed(library.replace(cpp, "kernel.cpp"), parse, version)
             Path(preprocessed).write_text(_lowered(first_line + kernel, constants))
-            # Clang would refuse what was parsed for another level of optimising, on which parsing does not depend.
+            # Clang refuses a header parsed at another optimisation level, although parsing does not depend on it.
             parsed = ["-Xclang", "-fno-validate-pch", "-include-pch", str(precompiled), "-x", "c++"]
             _run([*parse, optimize, *parsed, "-c", preprocessed, "-o", made], name)
             _run([*link, "-o", f"{work}/out", made], name)

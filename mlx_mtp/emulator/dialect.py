@@ -1,4 +1,4 @@
-"""Translate Metal source to C++ for OpenCL; every line keeps its number."""
+"""Translate Metal source to C++ for OpenCL; line numbers are unchanged."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _TO_BFLOAT = re.compile(
     r"\bstatic_cast\s*<\s*bfloat(?:16_t)?\s*>\s*\(|(?<!operator )\bbfloat(?:16_t)?\s*\((?!\s*[*&])"
 )
 _BFLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?)(?:bf|BF)\b")
-# The name and arguments behind a type; a parameter list would be empty or begin with a type or qualifier.
+# The name and arguments after a type; a parameter list is empty or starts with a type or qualifier.
 _PARAMETER = rf"const|thread|device|constant|threadgroup|void|(?:{_ELEMENTS})[234]?"
 _VARIABLE = re.compile(rf"(\s+\w+)\((?!\s*(?:\)|(?:{_PARAMETER})\s))")
 _NUMBER = re.compile(
@@ -38,7 +38,7 @@ def without_comments(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Return the index of the bracket that closes the one at `start`; the text's length where none does."""
+    """Return the index of the bracket that closes the one at `start`; the text's length if there is none."""
     opening, close = text[start], {"(": ")", "{": "}", "[": "]", "<": ">"}[text[start]]
     depth = 0
     for bracket in re.compile(rf"\{opening}|\{close}").finditer(text, start):
@@ -49,7 +49,7 @@ def closing(text: str, start: int) -> int:
 
 
 def blanked(code: str, namespaces: bool = True) -> str:
-    """Replace preprocessor lines and the contents of braces by spaces; `namespaces`: also of a namespace's braces."""
+    """Replace preprocessor lines and the contents of braces by spaces; `namespaces`: also those of namespaces."""
     code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), code, flags=re.MULTILINE)
     opened = set() if namespaces else {m.start(1) for m in _NAMESPACE.finditer(code)}
     pieces, last = [], 0
@@ -62,7 +62,7 @@ def blanked(code: str, namespaces: bool = True) -> str:
 
 
 def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
-    """List each kernel's name and the indices of its parameters' `(`, its body's `{` and its body's `}`."""
+    """Yield each kernel's name and the indices of its parameters' `(`, its body's `{` and its body's `}`."""
     for found in _KERNEL.finditer(text):
         parameters = closing(text, found.start(2))
         begin = text.find("{", parameters)
@@ -73,7 +73,7 @@ def kernels(text: str) -> Iterator[tuple[str, int, int, int]]:
 def _with_storage(text: str) -> str:
     """Replace threadgroup variables by references, and assert that a kernel's threadgroup memory fits.
 
-    OpenCL allows such variables in kernels only, and a kernel cannot be a template there.
+    OpenCL allows such variables only in kernels, and its kernels cannot be templates.
     """
     pieces, last = [], 0
     for _, _, begin, end in kernels(text):
@@ -103,7 +103,7 @@ def _checked_size(sizes: list[str]) -> str:
 
 
 def _with_made_vectors(text: str) -> str:
-    """Replace `float4(a, b)` by a call of `declared::made<float4>`, also in `float4 v(a, b);`."""
+    """Replace `float4(a, b)` and `float4 v(a, b);` by calls of `declared::made<float4>`."""
     names = "|".join(sorted({name for pair in _ALIAS.findall(text) for name in pair if name}))
     plain = rf"(?:{_ELEMENTS})[234]" + (f"|{names}" if names else "")
     found = re.compile(rf"(?<![\w:])(?:metal::)?(?:\b({plain})|\bvec\s*(<))")
@@ -123,7 +123,7 @@ def _with_made_vectors(text: str) -> str:
 
 
 def _with_free_constructors(text: str) -> str:
-    """Remove `thread` from constructors, because temporaries of OpenCL have no address space."""
+    """Remove `thread` from constructors, because OpenCL's temporaries have no address space."""
     names = "|".join(sorted(set(_CLASS.findall(text))))
     return re.sub(rf"\b((?:{names})\s*\([^()]*(?:\([^()]*\)[^()]*)*\))\s*thread\b", r"\1", text) if names else text
 
@@ -141,13 +141,13 @@ def _with_uncalled(text: str) -> str:
 def with_unknown_numbers(translated: str) -> str:
     """Hide the values of floating-point literals and constants from the compiler.
 
-    Clang does not warn about the conversion of a constant that bfloat represents exactly; Metal refuses it.
+    Clang does not warn about converting a constant that bfloat represents exactly, but Metal refuses the conversion.
     """
     return _NUMBER.sub(lambda m: f"declared::number({m[0]})", translated)
 
 
 def to_opencl(text: str) -> str:
-    """Translate Metal source without unexpanded macros; the result compiles where Metal would, as far as possible."""
+    """Translate Metal source with macros expanded; the result compiles if Metal accepts it, as far as possible."""
     text = _INSTANCE.sub("template", without_comments(text))
     text = _TO_BFLOAT.sub("declared::to_bfloat(", text)
     text = _BFLOAT_LITERAL.sub(r"bfloat(\1f)", text)

@@ -1,6 +1,6 @@
-"""Put the runtime's faults into sentences that name kernel, thread, address and source line.
+"""Describe the runtime's faults in sentences that name kernel, thread, address and source line.
 
-The line is that of an address in the DWARF 4 line table (section 6.2) of the kernel's 64-bit ELF library.
+The line comes from the DWARF 4 line table (section 6.2) of the kernel's 64-bit ELF library.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from pathlib import Path
 from .buffers import THREADGROUP, KernelBuffer
 from .launch import MAX_BUFFERS, Fault, Outcome, Triple
 
-# By kind, numbered as in native/runtime/state.h; other kinds say `text`, and so do these of no buffer.
+# Sentences by kind, numbered as in native/runtime/state.h; other kinds use `text`, as do these without a buffer.
 IN_BUFFER = {
     1: "out of bounds: {action} {place}",
     3: "uninitialised: reads {place}, which no thread has written",
@@ -32,11 +32,11 @@ ELSEWHERE = {
     13: "out of bounds: index {f.offset} of an array that has no such element",
 }
 LINE = re.compile(r'#line (\d+)(?: "(.*)")?')
-Place = tuple[str, int]  # a file's name, without folders, and the number of a line
+Place = tuple[str, int]  # a file's name without folders, and a line number
 
 
 def numbered(file: str, text: str) -> dict[Place, str]:
-    """Return the lines of a text by place: numbered from line 1 of `file`, and as `#line` directives say."""
+    """Return the lines of a text by place, numbered from line 1 of `file` or by `#line` directives."""
     found, number = {}, 1
     for line in text.split("\n"):
         if directive := LINE.match(line):
@@ -49,7 +49,7 @@ def numbered(file: str, text: str) -> dict[Place, str]:
 
 @dataclass(frozen=True)
 class Explainer:
-    """Puts a fault into words, for one launch."""
+    """Describes the faults of one launch."""
 
     kernel: str
     library: Path
@@ -59,7 +59,7 @@ class Explainer:
     max_steps: int
 
     def where(self, site: int) -> str:
-        """Write `file:line`, with the line's code where it is in the kernel's own text."""
+        """Return `file:line`, with the line's code if it is in the kernel's own text."""
         found = find_line(self.library, site - self.outcome.image_low - 1) if site else None
         if found is None:
             return "an unknown line"
@@ -80,8 +80,8 @@ class Explainer:
 
     def other(self, f: Fault) -> str:
         action = "wrote" if f.other_writes else "read"
-        who = self.thread(f.other_thread, f.group) if f.other_group_known else "a thread of another threadgroup"
-        return f"{who} {action} at {self.where(f.other_site)}"
+        thread = self.thread(f.other_thread, f.group) if f.other_group_known else "a thread of another threadgroup"
+        return f"{thread} {action} at {self.where(f.other_site)}"
 
     def what(self, f: Fault) -> str:
         known = f.buffer < MAX_BUFFERS
@@ -100,25 +100,25 @@ class Explainer:
         return f"{self.thread(f.thread, f.group)}, {self.where(f.site)}: {self.what(f)}"
 
     def message(self) -> str:
-        """Write one sentence about the launch's fault, and one about what came before it and may follow from it."""
+        """Return a sentence about the launch's fault, and one about an earlier fault that may have caused it."""
         assert self.outcome.fault is not None
         text, before = f"kernel {self.kernel}, {self.event(self.outcome.fault)}", self.outcome.earlier
         return text if before is None else f"{text}. Before it, {self.event(before)}"
 
 
 def unwritten(kernel: str, buffer: KernelBuffer) -> str | None:
-    """Write a sentence about the output's elements that nobody wrote; None if there are none."""
+    """Return a sentence about the output's elements that no thread wrote; None if there are none."""
     missing = (buffer.touched & 2) == 0
     if not missing.any():
         return None
     elements = missing.reshape(-1, buffer.itemsize).any(axis=1).nonzero()[0]
     first = ", ".join(str(i) for i in elements[:8]) + (", ..." if len(elements) > 8 else "")
     of = f"{len(elements)} of {missing.size // buffer.itemsize} elements of {buffer.name}"
-    return f"kernel {kernel}: unwritten: {of} that nobody wrote: {first}"
+    return f"kernel {kernel}: unwritten: {of} that no thread wrote: {first}"
 
 
 class _Reader(io.BytesIO):
-    """Little-endian values, one after the other."""
+    """Reads consecutive little-endian values."""
 
     def take(self, form: str) -> tuple[int, ...]:
         return struct.unpack(f"<{form}", self.read(struct.calcsize(f"<{form}")))
@@ -146,7 +146,7 @@ def _section(elf: bytes, wanted: bytes) -> bytes:
 
 
 def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
-    """Read a unit's rows (address, file, line); a line of -1 ends a sequence."""
+    """Yield a unit's rows (address, file, line); line -1 ends a sequence."""
     (size,) = r.take("I")
     end = r.tell() + size
     _, header_size = r.take("HI")
@@ -201,10 +201,10 @@ def _rows(path: Path) -> list[tuple[int, str, int]]:
 
 
 def find_line(path: Path, address: int) -> tuple[str, int] | None:
-    """Find file name and line of an address in the library's image; None where there is none."""
+    """Return the file name and line of an address in the library's image; None if unknown."""
     rows = _rows(path)
     i = bisect.bisect_right(rows, address, key=lambda row: row[0]) - 1
-    # Code that the optimiser made of several lines has line 0: the line before is the nearest there is.
+    # Code merged from several lines has line 0: the line before it is the nearest.
     while i >= 0 and rows[i][2] == 0:
         i -= 1
     return (rows[i][1], rows[i][2]) if i >= 0 and rows[i][2] > 0 else None

@@ -1,4 +1,4 @@
-"""Findings of a check of a Metal text, and the file and line of an index in it."""
+"""Findings of the checks of a Metal text, and the file and line of an index in it."""
 
 import re
 from typing import NamedTuple
@@ -7,7 +7,7 @@ _LINE = re.compile(r'^[ \t]*#[ \t]*(?:line[ \t]+)?(\d+)(?:[ \t]+"([^"]*)")?[ \t\
 
 
 class Finding(NamedTuple):
-    """A construct that Metal's front end would refuse: its file and line, and why."""
+    """A construct that Metal's front end would refuse: file, line and reason."""
 
     file: str
     line: int

@@ -1,9 +1,9 @@
 """Check Metal texts on Linux with clang's front end for C++ for OpenCL, from which Metal's was forked.
 
-It reads a text behind declarations of Metal's library that contain no more than the specification (`strict/`); what
-OpenCL accepts and Metal refuses is found by checks of the text. So it reports errors of address spaces, types, names
-and overloads. It is not Apple's compiler: a text that passes here may fail there, and registers, pipelines and
-results are not checked.
+It parses a text after declarations of Metal's library that contain only what the specification lists (`strict/`).
+Separate checks of the text find constructs that OpenCL accepts and Metal refuses. So it reports errors of address
+spaces, types, names and overloads. It is not Apple's compiler: a text that passes here may fail there, and registers,
+pipelines and results are not checked.
 """
 
 import functools
@@ -34,10 +34,11 @@ _METAL_WORDS = {
 
 
 def check(text: str, name: str = "program_source", preamble: bool = True) -> list[Finding]:
-    """List what Metal's front end would refuse in `text`: a kernel as MLX generates it, with its instantiation.
+    """Return the constructs in `text` that Metal's front end would refuse.
 
-    Lines are those that `#line` directives give, else those of `name`. MLX's preamble precedes the text, unless
-    `preamble` is false. Raises ValueError if `ziglang` is not installed or too old.
+    `text` is a kernel as MLX generates it, with its instantiation. Lines are those of `#line` directives, else those
+    of `name`. MLX's preamble precedes the text unless `preamble` is false. Raises ValueError if `ziglang` is not
+    installed or too old.
     """
     code = expanded(text, name)
     translated = to_opencl(code)
@@ -59,7 +60,7 @@ def _names() -> set[str]:
 
 
 def _finding(each: Diagnostic) -> Finding:
-    """Write a message in Metal's words, at the line of the text that leads to it."""
+    """Convert a message to Metal's words, at the line of the text that causes it."""
     file, line, message = each.file, each.line, each.message
     if file.startswith(str(STRICT)):
         used = [n for n in each.notes if n.message.endswith("requested here") and not n.file.startswith(str(STRICT))]
@@ -76,7 +77,7 @@ def _finding(each: Diagnostic) -> Finding:
 
 
 def _counts(each: Diagnostic, spaces: Spaces) -> bool:
-    """Whether Metal's front end would object as well."""
+    """Return whether Metal's front end would report this, too."""
     if each.warning:
         target = each.message.rpartition(" to ")[2]
         return "'double'" in target if "increases" in each.message else "__bf16" in target and "loses" in each.message
@@ -84,7 +85,8 @@ def _counts(each: Diagnostic, spaces: Spaces) -> bool:
 
 
 def _is_copy(each: Diagnostic, spaces: Spaces) -> bool:
-    """Whether an error is about the address space of an implicit copy of a struct, which Metal allows from any space.
+    """Return whether an error concerns the address space of an implicit struct copy, which Metal allows from any
+    space.
 
     Without a generic space clang copies hardly any struct; other errors of copies are found with it.
     """

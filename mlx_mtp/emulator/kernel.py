@@ -1,4 +1,4 @@
-"""Call a kernel on the CPU as what `mx.fast.metal_kernel` returns is called, by code that need not know of it."""
+"""Call a kernel on the CPU with the interface of `mx.fast.metal_kernel`'s result, without changes to the caller."""
 
 import functools
 import importlib.util
@@ -33,7 +33,7 @@ from .signature import (
 MAX_THREADS = 1024
 
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
-# Of `emulated`, the innermost last: the options of launches that name none, and the list for every launch's report.
+# Entered `emulated` blocks, innermost last: default options of launches, and the list of their reports.
 emulations: list[tuple[EmulatorOptions, list[Traffic]]] = []
 
 
@@ -56,7 +56,7 @@ def _values(inputs: Sequence) -> list[mx.array]:
 
 @dataclass(eq=False)
 class MetalKernel:
-    """A kernel as `mx.fast.metal_kernel` makes it; `traffic` is the report of its last launch."""
+    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last launch."""
 
     name: str
     input_names: list[str]
@@ -66,7 +66,7 @@ class MetalKernel:
     ensure_row_contiguous: bool
     atomic_outputs: bool
     traffic: Traffic | None = field(default=None, init=False)
-    runs_at_once: ClassVar[bool] = True  # a launch has run when the call returns
+    runs_at_once: ClassVar[bool] = True  # a launch is complete when the call returns
 
     def __call__(
         self,
@@ -84,7 +84,8 @@ class MetalKernel:
     ) -> list[mx.array]:
         """Run the kernel now. Arguments are those of `mx.fast.metal_kernel`'s result, and `options`.
 
-        Raises KernelFault for what Metal leaves undefined, CompileError, and ValueError for wrong arguments.
+        Raises KernelFault for behaviour that Metal leaves undefined, CompileError, and ValueError for wrong
+        arguments.
         """
         options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")
@@ -118,7 +119,7 @@ class MetalKernel:
     def _signature(
         self, inputs: list[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, object]]
     ) -> Signature:
-        """The function that MLX would generate for these arrays and template arguments."""
+        """Return the function that MLX would generate for these arrays and template arguments."""
         arguments = tuple(template_argument(name, value) for name, value in template)
         named = zip(self.input_names, inputs, strict=True)
         parameters = [p for name, x in named for p in input_parameters(name, x, self.source)]
@@ -133,7 +134,7 @@ class MetalKernel:
         return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
 
     def generated_source(self, signature: Signature) -> str:
-        """Return what MLX prints with `verbose`."""
+        """Return the text that MLX prints with `verbose`."""
         return f"Generated source code for `{self.name}`:\n```\n{self.text(signature)}\n```"
 
     def _run(
@@ -162,9 +163,9 @@ def metal_kernel(
     atomic_outputs: bool = False,
     compile_options: Mapping[str, str] | None = None,
 ) -> MetalKernel:
-    """Make a kernel of a body of Metal, with the arguments of `mx.fast.metal_kernel`; ValueError for wrong ones.
+    """Create a kernel from a Metal body, with the arguments of `mx.fast.metal_kernel`; ValueError for wrong ones.
 
-    `compile_options` is checked and has no effect: the emulator computes as "safe" does.
+    `compile_options` is checked but has no effect: the emulator always computes as "safe" does.
     """
     if not output_names:
         raise ValueError("output_names is empty; a kernel has at least one output")
@@ -175,7 +176,7 @@ def metal_kernel(
     return MetalKernel(name, *names, source, header, ensure_row_contiguous, atomic_outputs)
 
 
-@functools.cache  # to look through all modules, and to run some again, takes longer than most launches
+@functools.cache  # scanning modules takes longer than most launches
 def _makes_kernels(module: ModuleType) -> bool:
     name, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
     if name.split(".")[0] == "mlx" or name.startswith("mlx_mtp.emulator") or name == "__main__":
@@ -196,7 +197,7 @@ def _holds_kernel(value: object) -> bool:
 
 @functools.cache
 def _made_again(module: ModuleType, maker: Callable[..., Any]) -> dict[str, object]:
-    """The module's kernels, and its cached functions, from a second run of its source in which `maker` makes them."""
+    """Run the module's source again with `maker`; return its kernels and cached functions."""
     spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -214,11 +215,11 @@ def _replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
 
 @contextmanager
 def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
-    """Run kernels on the CPU inside; yields the list to which every launch adds its report.
+    """Run kernels on the CPU inside the block; yield the list to which every launch adds its report.
 
-    `mx.fast.metal_kernel` is the emulator's, MLX says that Metal is available and the GPU the default device, and
-    mx.compile is off. Kernels that an imported module made when it was imported (or did not make, for want of Metal)
-    are made again for the time being. `options` are those of launches that name none. Not for several threads.
+    Inside, `mx.fast.metal_kernel` is the emulator's, MLX reports Metal as available and the GPU as default device,
+    and mx.compile is off. Kernels that imported modules created at import (or did not create, without Metal) are
+    recreated for the block. `options` apply to launches that pass none. Do not use it in several threads.
     """
     launches: list[Traffic] = []
     emulations.append((options or EmulatorOptions(), launches))
@@ -231,7 +232,7 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
 
 @contextmanager
 def replaced(maker: Callable[..., Any]) -> Iterator[None]:
-    """Make the kernels inside by `maker`, which returns instances of MetalKernel, as `emulated` describes."""
+    """Create the kernels inside with `maker`, which returns instances of MetalKernel, as `emulated` describes."""
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
         _replace(undo, mx.fast, "metal_kernel", maker)

@@ -1,4 +1,4 @@
-"""Run a compiled kernel: hand its buffers to the runtime, read back the first fault, and what it asked of memory.
+"""Run a compiled kernel: pass its buffers to the runtime, return the first fault and the memory traffic.
 
 Traffic is counted, never timed.
 """
@@ -40,7 +40,7 @@ class _Buffer(c.Structure):
 
 
 class Fault(c.Structure):
-    """What the runtime knows of a kernel's first fault."""
+    """The runtime's data on a kernel's first fault."""
 
     _fields_ = [
         *_each(c.c_uint32, "kind", "writes", "thread", "other_thread", "other_writes", "other_group_known"),
@@ -62,7 +62,7 @@ class _Launch(c.Structure):
 
 @dataclass
 class Outcome:
-    """A launch that has run; `buffers` has its threadgroup arrays behind the kernel's parameters."""
+    """A completed launch; `buffers` has its threadgroup arrays after the kernel's parameters."""
 
     buffers: list[KernelBuffer]
     fault: Fault | None
@@ -95,15 +95,15 @@ def _kernel(path: Path) -> c.CDLL:
 def run(
     path: Path, buffers: list[KernelBuffer], grid: Triple, threadgroup: Triple, options: EmulatorOptions
 ) -> Outcome:
-    """Run the kernel at `path` on `buffers`, one per parameter, whose data and counts it fills in."""
+    """Run the kernel at `path` on `buffers`, one per parameter, and fill in their data and counts."""
     runtime, kernel = _runtime(), _kernel(path)
     free = c.CDLL(None).free
     free.argtypes = [c.c_void_p]
     shared = (_Buffer * MAX_BUFFERS)()
-    for there, here in zip(shared, buffers, strict=False):
-        there.size, there.kind, there.initialised = here.data.nbytes, here.kind, here.initialised
-        there.contents = here.data.ctypes.data if here.data.nbytes else None
-        there.copy_back = there.contents if here.kind == OUTPUT else None
+    for raw, buffer in zip(shared, buffers, strict=False):
+        raw.size, raw.kind, raw.initialised = buffer.data.nbytes, buffer.kind, buffer.initialised
+        raw.contents = buffer.data.ctypes.data if buffer.data.nbytes else None
+        raw.copy_back = raw.contents if buffer.kind == OUTPUT else None
     low = kernel.emulated_bound(0)
     launch = _Launch(
         entry=c.cast(kernel.emulated_entry, c.c_void_p).value,
@@ -121,24 +121,24 @@ def run(
     origins = (c.c_uint64 * len(buffers))(*(buffer.origin for buffer in buffers))
     with _lock:
         if runtime.emulated_launch(c.byref(launch), shared, origins):
-            raise MemoryError("the emulator could not get the address space that it needs")
-    arrays = [there for there in shared[len(buffers) :] if there.base]
+            raise MemoryError("the emulator could not allocate its address space")
+    arrays = [raw for raw in shared[len(buffers) :] if raw.base]
     nothing = np.zeros(0, np.uint8)
     after = [*buffers, *(KernelBuffer((a.name or b"").decode(), nothing, a.item, THREADGROUP) for a in arrays)]
-    for there, here in zip([*shared[: len(buffers)], *arrays], after, strict=True):
-        here.touched = np.frombuffer(c.string_at(there.touched, there.size), np.uint8)
-        free(there.touched)
-        here.counts = {name: getattr(there, name) for name in (*COUNTS, "size")}
+    for raw, buffer in zip([*shared[: len(buffers)], *arrays], after, strict=True):
+        buffer.touched = np.frombuffer(c.string_at(raw.touched, raw.size), np.uint8)
+        free(raw.touched)
+        buffer.counts = {name: getattr(raw, name) for name in (*COUNTS, "size")}
     fault, earlier = (found if found.kind else None for found in (launch.fault, launch.earlier))
     return Outcome(after, fault, earlier, {name: getattr(launch, name) for name in TOTALS}, low)
 
 
 @dataclass(frozen=True)
 class BufferTraffic:
-    """One buffer's accesses, in bytes or times.
+    """One buffer's accesses, in bytes or numbers of accesses.
 
-    `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by each of the 32 lanes is
-    one; `simd_lines` the distinct lines of 64 bytes in each, summed; `group_lines` those of each threadgroup, summed.
+    `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by each of the 32 lanes is one
+    access. `simd_lines` sums the distinct 64-byte lines of each; `group_lines` sums those of each threadgroup.
     """
 
     name: str
@@ -156,7 +156,7 @@ class BufferTraffic:
 
     @property
     def reread(self) -> float:
-        """Bytes requested over distinct bytes, of the reads."""
+        """Ratio of bytes read to distinct bytes read."""
         return self.bytes_read / self.distinct_read if self.distinct_read else 0.0
 
     @property
@@ -166,7 +166,7 @@ class BufferTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One launch: buffers by name, and per thread the mean and the most barriers and collectives."""
+    """The traffic of one launch: buffers by name, and barriers and collectives per thread, mean and maximum."""
 
     kernel: str
     grid: Triple
@@ -183,7 +183,7 @@ class Traffic:
         return self.buffers[name]
 
     def __str__(self) -> str:
-        """The report as a table, a line per buffer."""
+        """Return the report as a table with a line per buffer."""
         most = f"{self.max_barriers} barriers, {self.max_collectives} collectives"
         first = f"{self.kernel}: {self.threads} threads; per thread at most {most} (counts of the emulator, no times)"
         second = f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}"
@@ -200,7 +200,7 @@ class Traffic:
 
 
 def make_traffic(kernel: str, outcome: Outcome, grid: Triple, threadgroup: Triple) -> Traffic:
-    """Report a launch that has run."""
+    """Return the report of a completed launch."""
     spaces, buffers = {INPUT: "input", OUTPUT: "output", THREADGROUP: "threadgroup"}, {}
     for b in outcome.buffers:
         distinct = {"distinct_read": int((b.touched & 1).sum()), "distinct_written": int((b.touched >> 1 & 1).sum())}

@@ -1,4 +1,4 @@
-"""Rewrite what C++ has no word for: arrays in threadgroup memory, half and bfloat literals, function constants."""
+"""Rewrite Metal constructs that C++ lacks: threadgroup arrays, half and bfloat literals, function constants."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _FUNCTION_CONSTANT = re.compile(
     r"^([ \t]*)(?:(?:static|constexpr|const)\s+)*([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\(\s*\w+\s*\)\s*\]\]\s*;",
     re.MULTILINE,
 )
-# A const member in one version for each address space, which are the same one here.
+# A const member in one version per address space; in C++ these are equal.
 _MEMBER = re.compile(r"(constexpr inline[^;{}]*\))(?:\s*const\b)+\s*(\{[^{}]*\})")
 _REPEATED = re.compile(r"(constexpr inline[^;{}]*\) const\s*\{[^{}]*\})(\s*)\1")
 _MARK, _SIZE = re.compile(r"^\s*#.*$", re.MULTILINE), re.compile(r"\[[^\[\]]*\]")
@@ -23,7 +23,7 @@ _BRACKETED = re.compile(r"<[^<>]*>|\([^()]*\)")
 
 
 def _blanked(text: str) -> str:
-    """Write underscores for the lines that the preprocessor marks, and for brackets and what is in them."""
+    """Replace the preprocessor's line markers, brackets and their contents by underscores."""
     for pattern in (_MARK, _SIZE, _BRACKETED):
         while (found := pattern.sub(lambda m: "_" * len(m[0]), text)) != text:
             text = found
@@ -31,34 +31,34 @@ def _blanked(text: str) -> str:
 
 
 def _line_of(text: str, at: int) -> str:
-    """File and line of a place in preprocessed text."""
+    """Return the file and line of a place in preprocessed text."""
     *_, last = _LINE.finditer(text, 0, at)
     return f"{last[2]}:{int(last[1]) + text.count(chr(10), last.end(), at) - 1}"
 
 
 def _declaration_end(text: str, start: int) -> int:
-    """Index of the `;` of a declaration of threadgroup variables; -1 for pointers, parameters and the like."""
+    """Return the index of the `;` of a declaration of threadgroup variables; -1 for pointers and parameters."""
     end = next((i for i in range(start, len(text)) if text[i] in ";{}"), len(text) - 1)
     plain = _blanked(text[start:end])
-    behind = re.sub(r"^(?:[\w\s]|::)*", "", plain)  # the type and a name
-    if text[end] != ";" or behind[:1] not in ("", ",", "=") or ")" in plain:
+    rest = re.sub(r"^(?:[\w\s]|::)*", "", plain)  # the type and a name
+    if text[end] != ";" or rest[:1] not in ("", ",", "=") or ")" in plain:
         return -1
     if re.search("[=*&]", plain):
         raise CompileError(
-            f"{_line_of(text, start)}: `threadgroup {text[start:end].strip()}`: the emulator takes threadgroup "
-            "variables without an initializer, and pointers in a declaration of their own"
+            f"{_line_of(text, start)}: `threadgroup {text[start:end].strip()}`: the emulator supports threadgroup "
+            "variables only without an initializer, and pointers only in separate declarations"
         )
     return end
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are in no brackets."""
+    """Split at commas outside brackets."""
     commas = [i for i, c in enumerate(_blanked(text)) if c == ","]
     return [text[a:b] for a, b in zip([0, *(i + 1 for i in commas)], [*commas, len(text)], strict=True)]
 
 
 def declarators(declaration: str) -> list[tuple[str, str, str]]:
-    """Read `T a[2][3], b`: the type, the name and the extents of each; nothing where it is not understood."""
+    """Parse `T a[2][3], b`: return type, name and extents of each; nothing if it cannot be parsed."""
     first, *others = _split(re.sub(r"\balignas\s*\([^()]*\)|^\s*#.*$", "", declaration, flags=re.MULTILINE))
     match = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*((?:\[.*\])?)\s*", first, re.DOTALL)
     if match is None or not match[1]:
@@ -73,12 +73,12 @@ def declarators(declaration: str) -> list[tuple[str, str, str]]:
 
 
 def _storage(declaration: str) -> str:
-    """C++ for `T a[2][3], b` that is handed its storage by the runtime."""
+    """Return C++ for `T a[2][3], b` with storage from the runtime."""
     return " ".join(_from_runtime(type_, array, name) for type_, name, array in declarators(declaration))
 
 
 def _from_runtime(type_: str, array: str, name: str) -> str:
-    # The tag's address tells the instances of a function template apart.
+    # The tag's address distinguishes the instances of a function template.
     return (
         f"using {name}_storage = {type_} {array}; static char {name}_tag; "
         f"auto& {name} = *static_cast<{name}_storage*>("
@@ -87,9 +87,9 @@ def _from_runtime(type_: str, array: str, name: str) -> str:
 
 
 def lower_threadgroup(text: str) -> str:
-    """Replace every `threadgroup T name[n];` by storage from the runtime and drop the word elsewhere.
+    """Replace every `threadgroup T name[n];` by storage from the runtime and remove the word elsewhere.
 
-    `text` is preprocessed source; lines stay where they are.
+    `text` is preprocessed source; line numbers are unchanged.
     """
     text = _ATTRIBUTE.sub("", text)
     out, last = [], 0
@@ -102,7 +102,7 @@ def lower_threadgroup(text: str) -> str:
         if end > 0:
             storage = _storage(text[last:end])
             if not storage:
-                raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` is not understood")
+                raise CompileError(f"{_line_of(text, last)}: `threadgroup{text[last:end]}` cannot be parsed")
             out.append(storage + "\n" * text.count("\n", last, end))
             last = end + 1
     return _merge_members("".join([*out, text[last:]]))
@@ -121,7 +121,7 @@ def _cast(match: re.Match) -> str:
 
 
 def lower_literals(text: str) -> str:
-    """Write `1.5h` and `1.5bf` as casts of float literals, and casts to bfloat as calls."""
+    """Replace `1.5h` and `1.5bf` by casts of float literals, and casts to bfloat by calls."""
     return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(_cast, text))
 
 
@@ -134,5 +134,5 @@ def _constant(values: Mapping[str, object], match: re.Match) -> str:
 
 
 def lower_function_constants(text: str, values: Mapping[str, object]) -> str:
-    """Give function constants their values; one without a value stays undefined, so that using it is an error."""
+    """Set the values of function constants; one without a value stays undefined, so that its use is an error."""
     return _FUNCTION_CONSTANT.sub(partial(_constant, values), text)

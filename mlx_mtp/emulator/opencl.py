@@ -1,4 +1,4 @@
-"""Run the clang of `ziglang` on C++ for OpenCL, behind declarations of Metal's library and MLX's preamble."""
+"""Run the clang of `ziglang` on C++ for OpenCL after declarations of Metal's library and MLX's preamble."""
 
 import functools
 import re
@@ -21,14 +21,14 @@ from .dialect import to_opencl
 from .options import CompileError
 
 STRICT = Path(__file__).parent / "strict"
-PREAMBLE = "mlx/backend/metal/kernels/utils.h"  # what MLX puts in front of a kernel's text
+PREAMBLE = "mlx/backend/metal/kernels/utils.h"  # the header that MLX puts before a kernel's text
 LIBRARY = "#include <metal_stdlib>\n"
-OLDEST_CLANG = 22  # the first that has __bf16 for this target
+OLDEST_CLANG = 22  # the first version with __bf16 for this target
 LANGUAGE = ["clang", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", f"-I{STRICT}"]
 LANGUAGE += ["-ferror-limit=0", "-fno-caret-diagnostics", "-ftemplate-backtrace-limit=0"]
 CHECKS = ["--target=spir64", "-O0", "-Wdouble-promotion", "-Wimplicit-float-conversion"]
 CHECKS += ["-Wno-unknown-attributes", "-gline-tables-only"]
-# Without the first, variables outside of functions need an address space, as in Metal; the others depend on it.
+# Without the first, variables outside functions need an address space, as in Metal; the others depend on it.
 OFF = ("program_scope_global_variables", "pipes", "device_enqueue")
 TOLERANT = ["-Xclang", "-fallow-pch-with-compiler-errors"]
 # Whether there is a generic address space, or each pointer and reference has a named one.
@@ -48,7 +48,7 @@ class Note(NamedTuple):
 
 
 class Diagnostic(NamedTuple):
-    """An error or a warning of clang, and the notes below it."""
+    """An error or warning of clang, with its notes."""
 
     file: str
     line: int
@@ -77,7 +77,7 @@ def _command(spaces: Spaces) -> list[str]:
 
 
 def run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
-    """Run clang on a text that it knows as file `name`: its output, and its messages."""
+    """Run clang on a text as file `name`; return its output and its messages."""
     done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
     messages = diagnostics(done.stderr)
     if done.returncode and not messages:
@@ -98,7 +98,7 @@ def diagnostics(output: str) -> list[Diagnostic]:
 
 
 def expanded(text: str, name: str) -> str:
-    """Expand a text's own macros, so that checks of the text see the words; Metal's words and headers stay."""
+    """Expand a text's own macros for the checks of the text; Metal's words and headers stay."""
     kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
     done, messages = run([zig(), *LANGUAGE, *CHECKS, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
     return re.sub(r"^#pragma metal_include (.*)$", r"#include \1", done, flags=re.MULTILINE) if not messages else text
@@ -107,7 +107,7 @@ def expanded(text: str, name: str) -> str:
 def read(
     text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
 ) -> tuple[str, list[Diagnostic]]:
-    """Parse the output of `to_opencl`, and compile it if `compiled`: LLVM's assembly or nothing, and the messages."""
+    """Parse, or with `compiled` compile, the output of `to_opencl`; return LLVM's assembly, if any, and messages."""
     before = ["-Xclang", "-include-pch", "-Xclang", str(_parsed(spaces))] if preamble else []
     more = ["-S", "-emit-llvm", "-o", "-"] if compiled else ["-fsyntax-only"]
     return run([*_command(spaces), *before, *TOLERANT, *more], text, name)
@@ -130,7 +130,7 @@ def library_text() -> str:
 
 @functools.cache
 def _parsed(spaces: Spaces) -> Path:
-    """Precompile Metal's declarations and MLX's preamble for all texts; the result is kept in the cache."""
+    """Precompile Metal's declarations and MLX's preamble for all texts, in the cache; return the file."""
     command, text = _command(spaces), to_opencl(preamble_text())
     version = version_of(zig(), "clang")
     target = cache_directory() / f"front-end-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"

@@ -1,20 +1,21 @@
-"""Say how launches are emulated, check that it can be done, and name what goes wrong."""
+"""Options of emulated launches, and the exceptions that launches raise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ALLOWABLE = ("races", "unwritten", "mem_none")
 ORDERS = {"forward": 0, "reverse": 1}
-CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # and clang's flags for them on x86-64
+CONTRACTIONS = {"off": [], "on": ["-mfma"], "fast": ["-mfma"]}  # with clang's flags on x86-64
 
 
 @dataclass(frozen=True)
 class EmulatorOptions:
-    """How launches are emulated; ValueError for what is not known.
+    """Options of emulated launches; ValueError for an unknown value.
 
-    `allow` names what is let pass: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
-    barriers with `mem_flags::mem_none` order memory all the same. `order` of threads and threadgroups is "forward",
-    "reverse" or a seed from 2 on. A thread may run `max_steps` blocks of code. `fp_contract` is clang's.
+    `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
+    barriers with `mem_flags::mem_none` then order memory. `order` of threads and threadgroups is "forward", "reverse"
+    or
+    a seed of at least 2. A thread may run `max_steps` blocks of code. `fp_contract` is clang's option.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()
@@ -43,4 +44,4 @@ class KernelFault(RuntimeError):
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile, or needs what the emulator does not have."""
+    """A kernel does not compile, or needs a feature that the emulator lacks."""

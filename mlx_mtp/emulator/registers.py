@@ -1,8 +1,8 @@
-"""Count a Metal text's registers through an AMD GPU's back end: a proxy, as Apple's compiler runs on Macs only.
+"""Count a Metal text's registers with an AMD GPU's back end: a proxy, because Apple's compiler runs only on Macs.
 
-Kernels are translated as for the front end check and compiled for a GPU whose simdgroups have 32 threads, too, with
-as many registers of 32 bits ("words") to a thread as are assumed of an Apple GPU. It is another compiler and another
-GPU: a kernel that spills words here is likely to spill or to lose occupancy there, and no more is known.
+Kernels are translated as for the front end check and compiled for a GPU that also has simdgroups of 32 threads, with
+the number of 32-bit registers ("words") per thread assumed for an Apple GPU. It is another compiler and another GPU:
+a kernel that spills words here probably spills or loses occupancy there. It shows no more than that.
 """
 
 import functools
@@ -15,11 +15,11 @@ from .dialect import closing, kernels, to_opencl
 from .opencl import LIBRARY, STRICT, TOLERANT, Diagnostic, expanded, language, preamble_text, run, zig
 from .options import CompileError
 
-WORDS = 128  # registers of a thread
-WAVES = 10  # simdgroups beside each other: with none stated the scheduler takes more registers than there are
+WORDS = 128  # registers per thread
+WAVES = 10  # simdgroups at once; unless stated, the scheduler uses more registers than exist
 COMMAND = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-O2", "-Wno-everything"]
 DEFINITIONS = "#include <registers.h>\n"
-# A thread's attributes, by the group's size and by what instructions return of its place.
+# A thread's attributes, from the group's size and from instructions that return its position.
 ATTRIBUTES = {
     "thread_index_in_threadgroup": "place",
     "thread_index_in_simdgroup": "place % 32",
@@ -32,7 +32,7 @@ ATTRIBUTES = {
     "threads_per_grid": "group * groups",
     "simdgroups_per_threadgroup": "group.x * group.y * group.z / 32",
 }
-# MLX's function is a template, which an entry point of OpenCL cannot be.
+# MLX's function is a template, but an OpenCL entry point cannot be one.
 ENTRY = """
 __attribute__((amdgpu_num_vgpr({words}), amdgpu_waves_per_eu({waves}, {waves})))
 __kernel void registers({parameters}, uint3 group, uint3 groups) {{
@@ -58,7 +58,7 @@ _CALL = re.compile(r"\b(\w+)@rel32@lo")
 
 
 class Registers(NamedTuple):
-    """The proxy's figures of a kernel: a thread's words in registers, words spilled, bytes of threadgroup memory."""
+    """The proxy's figures of a kernel: words in a thread's registers, spilled words, bytes of threadgroup memory."""
 
     words: int
     spilled: int
@@ -66,9 +66,9 @@ class Registers(NamedTuple):
 
 
 def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
-    """Count the registers of a kernel as MLX generates it, where a thread has at most `words`.
+    """Count the registers of a kernel as MLX generates it, if a thread has at most `words`.
 
-    Raises CompileError where it does not compile, and ValueError if `ziglang` is not installed or too old.
+    Raises CompileError if it does not compile, and ValueError if `ziglang` is not installed or too old.
     """
     source = _compiled(expanded(text, name))
     output = ["-Xclang", "-include-pch", "-Xclang", str(_parsed()), "-S", "-o", "-"]
@@ -93,13 +93,13 @@ def _lines(messages: list[Diagnostic]) -> str:
 
 
 def _compiled(text: str) -> str:
-    """Translate to OpenCL, without the functions that nothing calls, and with notes of the threadgroup memory."""
+    """Translate to OpenCL without uncalled functions, and add notes of the threadgroup memory."""
     source = to_opencl(text).replace("__attribute__((used)) ", "")
     return _SIZE.sub(r'__asm__ volatile("; threadgroup bytes %0" : : "n"(\1));', source)
 
 
 def _with_entry(source: str, words: int) -> str:
-    """Add an entry point that calls the kernel, instead of the template's instantiation."""
+    """Replace the template's instantiation by an entry point that calls the kernel."""
     name, begin, _, _ = next(kernels(source))
     parameters, arguments = [], []
     for each in re.split(r",(?![^<]*>)", source[begin + 1 : closing(source, begin)]):
@@ -119,7 +119,7 @@ def _with_entry(source: str, words: int) -> str:
 
 @functools.cache
 def _parsed() -> Path:
-    """Precompile Metal's definitions and MLX's preamble for all texts; the result is kept in the cache."""
+    """Precompile Metal's definitions and MLX's preamble for all texts, in the cache; return the file."""
     text, command = _compiled(preamble_text()), _command()
     version = version_of(zig(), "clang")
     target = cache_directory() / f"registers-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"

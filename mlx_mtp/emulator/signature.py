@@ -1,4 +1,4 @@
-"""Write the function that MLX generates around a kernel's body, and list the buffers it binds.
+"""Generate the function that MLX puts around a kernel's body, and list the buffers that it binds.
 
 The rules are those of MLX's `metal_kernel.cpp` (0.32).
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 MAX_CONSTANT_SIZE = 8
-MOST_BUFFERS = 31  # of a Metal function
+MOST_BUFFERS = 31  # maximum of a Metal function
 
 UNSIGNED, SIGNED = (mx.uint8, mx.uint16, mx.uint32, mx.uint64), (mx.int8, mx.int16, mx.int32, mx.int64)
 TYPE_NAMES = {
@@ -21,13 +21,13 @@ TYPE_NAMES = {
     **{mx.float32: "float", mx.complex64: "complex64_t"},
 }
 
-# Attribute: its type and how the emulator computes it from `t`, what the runtime knows of a thread.
+# Attribute: its type, and its C++ expression in `t`, the runtime's data of a thread.
 LINES = Path(__file__).with_name("attributes.csv").read_text().splitlines()[1:]
 ATTRIBUTES = {name: (type_, value) for name, type_, value in csv.reader(LINES)}
 
 
 class Parameter(NamedTuple):
-    """One buffer of the generated function: its name, its declaration, and whether that is a reference."""
+    """One buffer of the generated function: its name, its declaration, and whether it is a reference."""
 
     name: str
     declaration: str
@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """The generated function's name, template, buffers, and the attributes of a thread that its body names."""
+    """The generated function's name, template and buffers, and the thread attributes that its body uses."""
 
     name: str
     template: tuple[tuple[str, str, str], ...]  # kind of parameter, its name, its value
@@ -66,19 +66,21 @@ class Signature:
 
 
 def type_name(dtype: mx.Dtype) -> str:
-    """Find Metal's name of a dtype; ValueError where Metal has none."""
+    """Return Metal's name of a dtype; ValueError if Metal lacks it."""
     if dtype not in TYPE_NAMES:
         raise ValueError(f"Metal has no type for {dtype}; it has {', '.join(str(t) for t in TYPE_NAMES)}")
     return TYPE_NAMES[dtype]
 
 
 def template_argument(name: str, value: object) -> tuple[str, str, str]:
-    """Write a template parameter's kind, name and value; ValueError for no dtype, bool or natural number."""
+    """Return a template parameter's kind, name and value; ValueError unless it is a dtype, bool or natural number."""
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):
         if value < 0:
-            raise ValueError(f"template argument {name} is {value}; MLX writes it into a name, where no minus can be")
+            raise ValueError(
+                f"template argument {name} is {value}; MLX puts it into a name, which cannot contain a minus"
+            )
         return "int", name, str(value)
     if isinstance(value, mx.Dtype):
         return "typename", name, type_name(value)
@@ -86,7 +88,7 @@ def template_argument(name: str, value: object) -> tuple[str, str, str]:
 
 
 def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]:
-    """List the buffers of one input: x, and those of its shape, strides and ndim that the body names."""
+    """Yield the buffers of one input: x, and those of its shape, strides and ndim that the body uses."""
     space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
     yield Parameter(name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0)
     for what, type_ in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
@@ -98,10 +100,10 @@ def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]
 def function_name(
     name: str, template: Sequence[tuple[str, str, str]], inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
 ) -> str:
-    """Form MLX's name of the function: a different one for every set of template arguments, types and spaces."""
+    """Return MLX's name of the function, which differs for each set of template arguments, types and spaces."""
     parts = ["custom_kernel_" + name]
     if template:
-        # MLX writes <a, b> with each separator as one underscore and drops the closing one.
+        # MLX writes <a, b> with each separator as one underscore and omits the closing one.
         parts.append("_" + "_".join(value for _, _, value in template))
     for x in inputs:
         parts.append(type_name(x.dtype) + ("s" if x.ndim == 0 else "c" if x.size < MAX_CONSTANT_SIZE else ""))

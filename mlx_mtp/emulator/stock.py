@@ -16,7 +16,7 @@ from .launch import Traffic, Triple
 from .options import EmulatorOptions
 
 BODIES = Path(__file__).with_name("stock_metal")
-MOST_ROWS = 32  # queries times heads of a KV head; beyond, products and softmax are operations of their own
+MOST_ROWS = 32  # queries times heads per KV head; beyond it MLX uses separate operations
 QUANTIZED = ("utils", "steel/gemm/gemm", "quantized_utils")
 POSITION = "threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 NO_BATCH = "K, nullptr, nullptr, K, nullptr, nullptr, nullptr, nullptr"
@@ -25,7 +25,7 @@ NO_MASK = dict.fromkeys(["has_mask", "query_transposed", "bool_mask", "float_mas
 
 
 def include(*headers: str) -> str:
-    """Write lines that include MLX's kernel headers, for the `header` of a kernel."""
+    """Return lines that include MLX's kernel headers, for the `header` of a kernel."""
     return "".join(f'#include "mlx/backend/metal/kernels/{h}.h"\n' for h in headers)
 
 
@@ -35,10 +35,9 @@ _kernel = functools.cache(metal_kernel)
 def launched(
     name: str, inputs: Mapping, outputs: Mapping, header: str, body: str = "", *, groups: Triple, **more: Any
 ) -> tuple[Any, ...]:
-    """Launch `groups` threadgroups of a kernel whose body calls one of MLX's functions: its outputs, and the traffic.
+    """Launch `groups` threadgroups of a kernel that calls one of MLX's functions; return its outputs and the traffic.
 
-    outputs: shapes and dtypes by name. body: where it is none, that in BODIES.
-    more: the kernel's threadgroup, template and options.
+    outputs: shapes and dtypes by name. body: by default the file in BODIES. more: threadgroup, template and options.
     """
     body = body or (BODIES / f"{name}.metal").read_text()
     kernel = _kernel(name, tuple(inputs), tuple(outputs), body, header)
@@ -49,20 +48,20 @@ def launched(
 
 
 def fast_alignment(bits: int) -> int:
-    """Find the K whose multiples `qmv_fast` takes."""
+    """Return the number of which K must be a multiple for `qmv_fast`."""
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     return pack * (1 if bits == 2 else 2) * 32
 
 
 def chosen(k: int, n: int, bits: int) -> str:
-    """Name the kernel that MLX picks for one row."""
+    """Return the name of the kernel that MLX picks for one row."""
     if k in (64, 128) and bits in (2, 4, 8):
         return "qmv_quad"
     return "qmv_fast" if k % fast_alignment(bits) == 0 else "qmv"
 
 
 def _matrices(w: mx.array, scales: mx.array, biases: mx.array | None) -> tuple[str, str, dict[str, Any]]:
-    """Return how a format's functions begin, their headers, and inputs; without biases it is floating-point."""
+    """Return a format's function prefix, headers and inputs; without biases it is a floating-point format."""
     if biases is None:
         return "fp", include(*QUANTIZED, "fp_quantized"), {"w": w, "scales": scales}
     return "affine", include(*QUANTIZED, "quantized"), {"w": w, "scales": scales, "biases": biases}
@@ -79,10 +78,11 @@ def quantized_matvec(
     kernel: str,
     options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Multiply x (M, K) with the rows of a quantized (N, K) matrix by `kernel`: the product (M, N), and the traffic.
+    """Multiply x (M, K) by the rows of a quantized (N, K) matrix with `kernel`; return (M, N) and the traffic.
 
-    `kernel` is qmv_fast, qmv, qmv_quad or qmv_wide; ValueError for another. Without biases the format is a
-    floating-point one: mxfp4, mxfp8 or nvfp4, by bits and group size.
+    `kernel` is qmv_fast, qmv, qmv_quad or qmv_wide; ValueError for another. Without biases the format is mxfp4, mxfp8
+    or
+    nvfp4, by bits and group size.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
@@ -99,7 +99,7 @@ def quantized_matvec(
         template.append(("D", k))
         last, groups, group = "D, ", (m, -(-n // 64), 1), (32, 1, 1)
     elif kernel == "qmv_wide":
-        vectors = -(-m // -(-m // 5))  # the fewest tiles of at most 5 rows, evenly filled
+        vectors = -(-m // -(-m // 5))  # the minimum number of tiles of at most 5 rows, evenly filled
         k_lanes = 8 if affine else 16
         template += [("NV", vectors), ("KL", k_lanes)]
         inputs["M"], batch = m, f"M, {batch}"
@@ -122,7 +122,7 @@ def gather_qmv(
     bits: int,
     options: EmulatorOptions | None = None,
 ) -> tuple[mx.array, Traffic]:
-    """Multiply row lhs_indices[i] of x (B, 1, K) with matrix rhs_indices[i] of w (E, N, K), for each pair.
+    """Multiply row lhs_indices[i] of x (B, 1, K) by matrix rhs_indices[i] of w (E, N, K), for each pair.
 
     Returns (pairs, 1, N) and the traffic. Without biases the format is a floating-point one, by bits and group size.
     """
@@ -142,12 +142,12 @@ def gather_qmv(
 
 
 def fused(rows: int, group: int) -> bool:
-    """Tell whether MLX has an attention kernel for that many queries and heads of a KV head."""
+    """Return whether MLX has an attention kernel for this number of queries and heads per KV head."""
     return rows <= 8 and rows * group <= MOST_ROWS
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
-    """Return the template, the options, the output and the header of attention from q to k and v, without a mask."""
+    """Return the template, options, output and header of attention from q to k and v without a mask."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
     options = EmulatorOptions(function_constants={**NO_MASK, **constants})
     return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}, include("utils", "sdpa_vector")
@@ -156,7 +156,7 @@ def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple
 def sdpa_vector(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False
 ) -> tuple[mx.array, Traffic]:
-    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass, no mask: (B, H, L, D), and the traffic."""
+    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass without a mask: (B, H, L, D), and the traffic."""
     (b, h, rows, _), kv = q.shape, k.shape[1]
     template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
@@ -167,9 +167,9 @@ def sdpa_vector(
 def sdpa_vector_2pass(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
 ) -> tuple[mx.array, Traffic, Traffic]:
-    """Attend from q (1, H, L, D) to k, v (1, KV, S, D), no mask: (1, H, L, D), and the traffic of both passes.
+    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) without a mask: (1, H, L, D), and the traffic of both passes.
 
-    `blocks`, a multiple of 32: to how many the keys are dealt. MLX takes 32 to 1024 by chip, S, L and H / KV.
+    `blocks`, a multiple of 32: the number of parts of the keys. MLX uses 32 to 1024 by chip, S, L and H / KV.
     """
     (b, h, rows, _), kv = q.shape, k.shape[1]
     assert b == 1, f"{b} sequences"
@@ -192,7 +192,7 @@ def _matvec_case(kernel: str, n: int, k: int, m: int) -> Traffic:
 
 def _gather_case(n: int, k: int, m: int, experts: int = 8, top_k: int = 2) -> Traffic:
     w, pairs = mx.quantize(mx.ones((experts, n, k)), 64, 4), mx.arange(m * top_k)
-    # Neighbouring rows share no expert, as far as there are enough of them.
+    # Neighbouring rows share no expert unless there are too few.
     return gather_qmv(mx.ones((m, 1, k)), *w, pairs // top_k, pairs % experts, group_size=64, bits=4)[1]
 
 
@@ -202,12 +202,16 @@ def _attention_case(m: int) -> Traffic:
 
 
 def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traffic]]:
-    """List stock MLX at M rows, by name: what each asks of memory, counted, never timed.
+    """Return functions of M that count the traffic of MLX's kernels at M rows, by name.
 
     They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
     heads.
     """
-    columns = {"qmv_fast": k, "qmv": k - 64 if k % 512 == 0 else k, "qmv_wide": k}  # qmv_fast takes not every K
+    columns = {
+        "qmv_fast": k,
+        "qmv": k - 64 if k % 512 == 0 else k,
+        "qmv_wide": k,
+    }  # qmv_fast does not support every K
     products = {name: functools.partial(_matvec_case, name, n, own) for name, own in columns.items()}
     return {**products, "gather_qmv": functools.partial(_gather_case, n, k), "sdpa_vector": _attention_case}
 
@@ -216,7 +220,7 @@ DOT_BLOCK = 512 * 32  # elements that one threadgroup sums
 
 
 def tile(k: int, n: int) -> dict[str, int]:
-    """Choose the tile that MLX picks for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
+    """Return MLX's tile for one row and an (n, k) matrix: the template arguments of GEMVKernel."""
     tm = 1 if n < 4 else 4
     if k <= 64:
         return {"BM": 1, "BN": 1, "SM": 8, "SN": 4, "TM": tm}
@@ -228,11 +232,13 @@ def tile(k: int, n: int) -> dict[str, int]:
 def gemv(
     x: mx.array, w: mx.array, bias: mx.array | None = None, options: EmulatorOptions | None = None
 ) -> tuple[mx.array, Traffic]:
-    """Multiply each row of x (M, K) with the transpose of w (N, K), and add bias (N,) as addmm does.
+    """Multiply each row of x (M, K) by the transpose of w (N, K), and add bias (N,) as addmm does.
 
-    Returns (M, N) and the traffic, of M launches of one row along the grid's last axis. "mem_none" is allowed: MLX's
-    kernel counts on it where K >= 16 N. For N = 1 MLX runs it with a bias only, and with matrix and vector in
-    exchanged roles, which leaves the products as they are. A shuffle counts as two collectives.
+    Returns (M, N) and the traffic of M one-row launches along the grid's last axis. "mem_none" is allowed because
+    MLX's
+    kernel relies on it if K >= 16 N. For N = 1 MLX runs it only with a bias, and with matrix and vector exchanged,
+    which
+    does not change the products. A shuffle counts as two collectives.
     """
     (m, k), n = x.shape, w.shape[0]
     tiled, options = tile(k, n), options or EmulatorOptions()
@@ -245,11 +251,11 @@ def gemv(
 
 
 def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
-    """Multiply rows of x (M, K) with that of w (1, K): (M, 1), and the traffic; ValueError where MLX splits sums."""
+    """Multiply rows of x (M, K) by w (1, K): (M, 1), and the traffic; ValueError if MLX would split the sums."""
     m, k = x.shape
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
-    stride = -(-k // 8) * 8  # its vectors are aligned in every row
+    stride = -(-k // 8) * 8  # aligns its vectors in every row
     inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
     outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")
     more = {"groups": (1, m, 1), "threadgroup": (512, 1, 1), "template": [("T", x.dtype)], "options": options}

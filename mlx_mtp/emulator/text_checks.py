@@ -34,19 +34,19 @@ _WORDS = {
 }
 _RESERVED = ["vertex", "fragment", "object_data", "ray_data", "threadgroup_imageblock", "as_type"]
 _WORD = re.compile(rf"\b(?:{'|'.join(_WORDS)})\b")
-# As the name of a variable, parameter or function.
+# As names of variables, parameters or functions.
 _RESERVED_NAME = re.compile(rf"\b(?:\w+|[>*&])\s+\b({'|'.join(_RESERVED)})\s*[=;,()\[]")
 _COMPONENT = re.compile(r"[\w)\]]\.(s[0-9a-fA-F]{1,4}|lo|hi|even|odd)\b(?!\s*\()")
 _METHOD = re.compile(r"(?<![\w:.~])(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)\s*((?:\b\w+\s*)*)\{")
 _STRUCT = re.compile(r"\b(?:struct|class)\s+(?:alignas\s*\([^)]*\)\s*)?(\w+)[^;{}()]*(\{)")
-_NO_METHOD = re.compile(r"\bstatic\b|\bfriend\b|[:,]\s*$")  # the last: a constructor's initializer
+_NO_METHOD = re.compile(r"\bstatic\b|\bfriend\b|[:,]\s*$")  # the last alternative is a constructor's initializer
 _DEFAULTED = re.compile(r"=\s*$")
 _CAPTURES = re.compile(r"(?<![\w\])\[])\s*(\[\s*[^\[\]\s][^\[\]]*\])\s*(?:[({]|mutable\b|->)")
 _BEFORE_LAMBDA = re.compile(r"(?:[=(,{};?:!|+\-*/<>]|&&|\breturn)\s*$")
 
 
 def checked(text: str, name: str) -> list[Finding]:
-    """List the constructs that Metal refuses in the text of the kernel `name`."""
+    """Return the constructs in the text of the kernel `name` that Metal refuses."""
     code = without_comments(text)
     found = [check(code) for check in (_words, _components, _lambdas, _buffers, _methods, _without_space)]
     return [Finding(*place(text, index, name), message) for each in found for index, message in each]
@@ -61,14 +61,14 @@ def _words(code: str) -> Iterator[tuple[int, str]]:
 
 
 def _components(code: str) -> Iterator[tuple[int, str]]:
-    """Find OpenCL's names of vector components, unless the text declares a field of that name."""
+    """Yield OpenCL's names of vector components, unless the text declares a field of that name."""
     for found in _COMPONENT.finditer(code):
         if not re.search(rf"(?<!\.)\b{found[1]}\b", code):
             yield found.start(1), f"Metal's vectors have no component {found[1]}"
 
 
 def _methods(code: str) -> Iterator[tuple[int, str]]:
-    """Find methods without an address space: from Metal 4.1 on their `this` is a generic pointer."""
+    """Yield methods without an address space: from Metal 4.1 on their `this` is a generic pointer."""
     for struct in _STRUCT.finditer(code):
         begin = struct.start(2) + 1
         inside = blanked(code[begin : closing(code, begin - 1)])
@@ -93,7 +93,7 @@ def _buffers(code: str) -> Iterator[tuple[int, str]]:
 
 
 def _types(code: str) -> str:
-    """Return a pattern of the names that are types: Metal's, the text's own, and its template parameters."""
+    """Return a pattern of the names of types: Metal's, the text's own, and its template parameters."""
     own = {name for names in _NAMED_TYPE.findall(code) for name in names if name}
     templates = {name for name in own if re.search(rf"\b{name}\s*<", code)} | set(_TEMPLATES.split())
     inside = r"(?:[^<>;{}()=]|<[^<>;{}()=]*>)*"
@@ -102,7 +102,7 @@ def _types(code: str) -> str:
 
 
 def _without_space(code: str) -> Iterator[tuple[int, str]]:
-    """Find pointers and references that are declared without an address space."""
+    """Yield pointers and references that are declared without an address space."""
     type_ = _types(code)
     declarator = re.compile(
         rf"(?P<before>(?:\b(?:{_QUALIFIERS})\s+)*)(?<![\w.])(?P<type>{type_})"

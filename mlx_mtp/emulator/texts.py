@@ -1,4 +1,4 @@
-"""Collect the text that MLX would compile for each launch, without running any."""
+"""Collect the text that MLX would compile for each launch, without running it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from .kernel import MetalKernel, replaced
 
 
 class LaunchText(NamedTuple):
-    """A kernel's name, and the text after MLX's preamble: header, generated function, instantiation."""
+    """A kernel's name and its text after MLX's preamble: header, generated function, instantiation."""
 
     kernel: str
     text: str
@@ -31,11 +31,11 @@ class RecordedLaunch(NamedTuple):
         return math.prod(self.call["threadgroup"])
 
 
-_recordings: list[list[RecordedLaunch]] = []  # of `recorded`, the innermost last
+_recordings: list[list[RecordedLaunch]] = []  # entered `recorded` blocks, innermost last
 
 
 class TextKernel(MetalKernel):
-    """A stand-in for a kernel of `mx.fast.metal_kernel`: a launch collects its text and returns zeros."""
+    """Replaces a kernel of `mx.fast.metal_kernel`: a launch records its text and returns zeros."""
 
     def __call__(
         self,
@@ -68,7 +68,7 @@ def text_kernel(
     atomic_outputs: bool = False,
     **_: Any,
 ) -> TextKernel:
-    """Make a kernel whose launches are collected; the arguments are those of `mx.fast.metal_kernel`."""
+    """Return a kernel whose launches are recorded; the arguments are those of `mx.fast.metal_kernel`."""
     names = [str(n) for n in input_names], [str(n) for n in output_names]
     return TextKernel(name, *names, str(source), str(header), ensure_row_contiguous, atomic_outputs)
 
@@ -87,7 +87,7 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
 
 @contextmanager
 def collected() -> Iterator[list[LaunchText]]:
-    """Yield a list to which the text of every launch inside is added at the end of the block; as `recorded`."""
+    """Yield a list to which the text of every launch inside is added at the end of the block; see `recorded`."""
     texts: list[LaunchText] = []
     with recorded() as found:
         yield texts

@@ -1,1 +1,1 @@
-"""Share modules between ports: MTP heads, layers that roll back, and sites where kernels may run."""
+"""Modules that ports share: MTP heads, layers with state rollback, and kernel sites."""

@@ -1,6 +1,6 @@
-"""Attend a verify's rows to a cache in one pass over its keys and values, in the place of mlx-lm's modules.
+"""Attend a verify's rows to a cache in one pass over its keys and values, replacing mlx-lm's attention.
 
-The kernel reads the cache's whole buffers. Its rows have bits of their own, so plain decoding uses it as well.
+The kernel reads the cache's whole buffers. Its bits differ from MLX's, so plain decoding uses it as well.
 """
 
 import copy
@@ -18,40 +18,40 @@ from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
 
 
 def cache_format(cache: Any) -> tuple[int, int] | None:
-    """Read off a cache the (bits, group size) of its keys and values; None where they are not quantized."""
+    """Return the (bits, group size) of a cache's keys and values; None if they are not quantized."""
     return (cache.bits, cache.group_size) if hasattr(cache, "bits") else None
 
 
 def keys_and_values(parts: Sequence[mx.array]) -> tuple[Any, Any]:
-    """Pair up a cache's buffers: two arrays, or two triples of quantized ones."""
+    """Split a cache's buffers into keys and values: two arrays, or two triples of quantized arrays."""
     half = len(parts) // 2
     return (parts[0], parts[1]) if half == 1 else (tuple(parts[:half]), tuple(parts[half:]))
 
 
 class CachedAttention(Site):
-    """Base of the sites that attend to a cache: their kernel trials, whose rows of queries come behind random ones.
+    """Base of attention sites: their kernel trials place rows of queries after a context of random keys and values.
 
-    A subclass has `_read(x, offset, op)`, the outputs of `op` for rows x at positions from `offset` on;
-    `reference`, the op that is true; and `_before(dtype)`, which makes what these read and keeps it in `tried`.
+    A subclass has `_read(x, offset, op)`, which returns the outputs of `op` for rows x at positions from `offset` on;
+    `reference`, the reference op; and `_before(dtype)`, which creates the context and stores it in `tried`.
     """
 
     own_bits = True
-    OFFSET, SLOTS = 2000, 2048  # where the rows of a trial are, in caches of what size
-    SHORTER, LONGER = 4, 10  # by how much, in trials of short contexts and of long ones
+    OFFSET, SLOTS = 2000, 2048  # first position of a trial's rows, and the size of its caches
+    SHORTER, LONGER = 4, 10  # factors for trials of short and of long contexts
     _read: Callable[..., mx.array]
     _before: Callable[[mx.Dtype], Any]
-    varies = True  # whether a context may be as long as the text
+    varies = True  # whether the speed depends on the context length
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Say whether it is on for so many rows of the text, or of each of the texts, that a cache holds."""
-        if hasattr(cache, "span"):  # texts of any lengths: as each would have it alone
+        """Return whether the site is on for this number of rows per sequence in the cache."""
+        if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)
 
     @cached_property
     def at_contexts(self) -> "dict[int, CachedAttention]":
-        """Copy it for trials of short and long contexts; none where no length makes a difference."""
+        """Copies of the site for trials of short and long contexts; none if the length makes no difference."""
         if not self.varies:
             return {}
         shorter, longer = copy.copy(self), copy.copy(self)
@@ -75,9 +75,9 @@ class CachedAttention(Site):
 
 
 class Attention(CachedAttention):
-    """The attention behind its projections, over a cache of one format; `quantized` has those of other formats.
+    """Attention after the projections, on a cache of one format; `quantized` has the sites of other formats.
 
-    `make_cache` makes a cache of the module's window and of that format. Its x are queries.
+    `make_cache` creates a cache of the module's window and of that format. Its x are queries.
     """
 
     reference = staticmethod(verify_attention_ref)
@@ -93,8 +93,8 @@ class Attention(CachedAttention):
         self.quantized: list[Attention] = []
 
     def of(self, cache: Any) -> "Attention | None":
-        """Find the site that reads this cache; None where none knows its format, or it keeps its first positions."""
-        if getattr(cache, "keep", 0):  # mlx-lm's own have none
+        """Return the site for this cache; None for an unknown format or a cache that keeps its first rows."""
+        if getattr(cache, "keep", 0):  # mlx-lm's caches have no `keep`
             return None
         wanted = cache_format(cache)
         found = next((site for site in (self, *self.quantized) if site.format == wanted), None)
@@ -104,21 +104,21 @@ class Attention(CachedAttention):
 
     @property
     def sinks(self) -> mx.array | None:
-        """Logits [Hq] of attention to nothing."""
+        """Attention-sink logits [Hq]."""
         return self.module.get("attention_sink_bias")
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Say whether the kernel takes the form of what the cache holds."""
+        """Return whether the kernel supports the cache's shapes and types."""
         bits, group_size = self.format or (None, 64)
         return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
 
     def fused(
         self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable | None = None
     ) -> mx.array:
-        """Attend queries [N, Hq, L, D] at positions from `offset` on to all that `cache` holds: [N, L, Hq * Dv].
+        """Attend queries [N, Hq, L, D] at positions from `offset` on to all rows of `cache`: [N, L, Hq * Dv].
 
-        Of N texts offset is int32 [N], and the cache has a slot for each.
-        gate: logits [N, L, Hq] or [N, L, Hq, Dv] of factors of the values, None for none. op: in the kernel's place.
+        For N sequences offset is int32 [N] and the cache has one slot for each.
+        gate: logits [N, L, Hq] or [N, L, Hq, Dv] that gate the output, or None. op: replaces the kernel.
         """
         op = partial(verify_attention, split=q.shape[2] in self.split) if op is None else op
         more: dict[str, Any] = {"limit": cache.limit, "window": cache.window, "start": cache.start}
@@ -153,7 +153,7 @@ class Attention(CachedAttention):
         return x.reshape(1, len(x), self.form.heads, -1).swapaxes(1, 2)
 
     def _before(self, dtype: mx.Dtype) -> Any:
-        """Make random keys and values wherever a row of the trial may look, and each number of rows' mask."""
+        """Create random keys and values for all positions that a trial's rows may read, and a mask per row count."""
         if self.tried is None:
             cache = self.make_cache()
             slots = cache.ring.slots if cache.window else self.SLOTS
@@ -181,25 +181,25 @@ class Attention(CachedAttention):
 
 
 class VerifyAttention:
-    """Mixin in front of an attention with one projection each for queries, keys and values.
+    """Mixin for an attention with separate projections for queries, keys and values.
 
-    It replaces `__call__` where either site is on: `placing`, norms and RoPE, and `attention`, what is behind them.
+    It replaces `__call__` where a site is on: `placing` (norms and RoPE) or `attention` (everything after them).
     """
 
     attention: Attention
     placing: NormRope | None
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        (texts, rows, _), form, placing, site = x.shape, self.attention.form, self.placing, self.attention.of(cache)
+        (n, rows, _), form, placing, site = x.shape, self.attention.form, self.placing, self.attention.of(cache)
         site = site if site and site.serves_rows(rows, cache) else None
-        pooled, alone = hasattr(cache, "span"), texts == 1 and hasattr(cache, "parts")
+        pooled, alone = hasattr(cache, "span"), n == 1 and hasattr(cache, "parts")
         placing = placing if placing and rows in placing.rows else None
-        if not (pooled or alone) or not (site or placing):  # without a cache, or with one of mlx-lm's
+        if not (pooled or alone) or not (site or placing):  # no cache, or one of mlx-lm's
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        # Widths are said, so that projections that were sharded since are an error.
-        q = self["q_proj"](x).reshape(texts, rows, form.heads, form.query_dim)
-        k = self["k_proj"](x).reshape(texts, rows, form.kv_heads, form.head_dim)
-        v = self["v_proj"](x).reshape(texts, rows, form.kv_heads, form.value_dim)
+        # Explicit widths make projections that were sharded after the load an error.
+        q = self["q_proj"](x).reshape(n, rows, form.heads, form.query_dim)
+        k = self["k_proj"](x).reshape(n, rows, form.kv_heads, form.head_dim)
+        v = self["v_proj"](x).reshape(n, rows, form.kv_heads, form.value_dim)
         gate = None if form.gate is None else self["g_proj"](x) if form.gate == "head" else q[..., form.head_dim :]
         offset = cache.offset
         q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
@@ -211,5 +211,5 @@ class VerifyAttention:
         how = {"cache": cache, "scale": self.scale, "mask": mask, "sinks": self.attention.sinks}
         out = scaled_dot_product_attention(q, *views, **how).swapaxes(1, 2)
         if gate is not None:
-            out = out * mx.sigmoid(gate).reshape(texts, rows, form.heads, -1)
-        return self["o_proj"](out.reshape(texts, rows, -1))
+            out = out * mx.sigmoid(gate).reshape(n, rows, form.heads, -1)
+        return self["o_proj"](out.reshape(n, rows, -1))

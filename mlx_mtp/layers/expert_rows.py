@@ -1,7 +1,7 @@
-"""Run mlx-lm's mixtures of experts with fewer operations, and several texts with the bits that each has alone.
+"""Run mlx-lm's mixtures of experts with fewer operations, and with the bits that each sequence has alone.
 
-Left to itself MLX counts anew, in each product with chosen experts, the rows that it reads; told which these are, it
-has three operations less in each of a layer's three products, one of them a launch, and the same bits.
+By default MLX computes the indices of the rows to read in every product with chosen experts. Passing them saves three
+operations, one of them a launch, in each of a layer's three products; the bits are the same.
 """
 
 import functools
@@ -12,14 +12,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
-SORTED = 64  # choices from which on mlx-lm's modules sort the rows of all texts by expert, for other kernels
+SORTED = 64  # number of choices from which mlx-lm sorts all sequences' rows by expert, which uses other kernels
 
 
 @functools.lru_cache(maxsize=256)
 def row_numbers(x: tuple[int, ...], chosen: tuple[int, ...]) -> mx.array:
-    """Number the rows of an x of this shape, [..., 1, K], each as often as it is `chosen`: uint32 of that shape.
+    """Return the row indices of an x of shape [..., 1, K], broadcast to the shape `chosen`, uint32.
 
-    Of values, not of an operation, so that any thread can use it.
+    The array is constant, not the result of an operation, so that any thread can use it.
     """
     rows = x[:-2]
     numbers = np.arange(np.prod(rows), dtype=np.uint32).reshape(rows)
@@ -27,11 +27,11 @@ def row_numbers(x: tuple[int, ...], chosen: tuple[int, ...]) -> mx.array:
 
 
 class NumberedRows(QuantizedSwitchLinear):
-    """`QuantizedSwitchLinear`, without biases of its own, that numbers the rows it reads."""
+    """`QuantizedSwitchLinear` without biases that passes row indices to MLX."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N]."""
-        if sorted_indices:  # with numbers MLX would not take its kernel for sorted ones
+        if sorted_indices:  # given row indices, MLX would not use its kernel for sorted rows
             return super().__call__(x, indices, sorted_indices)
         return mx.gather_qmm(
             x,
@@ -49,24 +49,25 @@ class NumberedRows(QuantizedSwitchLinear):
 
 
 def number_rows(modules: Sequence[nn.Module]) -> None:
-    """Let those of the modules that multiply by chosen experts number the rows."""
+    """Make the modules that multiply by chosen experts pass row indices."""
     for module in modules:
         if type(module) is QuantizedSwitchLinear and "bias" not in module:
             module.__class__ = NumberedRows
 
 
 class InPieces:
-    """Mixin in front of a mixture of experts: x [n, L, H] of n texts and their choices [n, L, top_k].
+    """Mixin for a mixture of experts: x [n, L, H] of n sequences and their choices [n, L, top_k].
 
-    It runs texts in pieces where they would be sorted together, by kernels whose bits are not those of a text alone.
+    It splits the batch where mlx-lm would sort its rows, because the kernels for sorted rows have other bits than a
+    single sequence gets.
     """
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         n = len(x)
         if n == 1 or indices.size < SORTED or indices.ndim < 3:
             return super().__call__(x, indices)  # type: ignore[misc]
-        texts = max(1, (SORTED - 1) * n // indices.size)  # as many as are not sorted, or one, which is as it is alone
-        pieces = [slice(i, i + texts) for i in range(0, n, texts)]
+        size = max(1, (SORTED - 1) * n // indices.size)  # the maximum without sorting, at least one sequence
+        pieces = [slice(i, i + size) for i in range(0, n, size)]
         return mx.concatenate([super(InPieces, self).__call__(x[p], indices[p]) for p in pieces])  # type: ignore[misc]
 
 
@@ -74,7 +75,7 @@ CUT = {kind: type(kind.__name__, (InPieces, kind), {}) for kind in (SwitchGLU, S
 
 
 def cut_experts(model: nn.Module) -> None:
-    """Let a model's mixtures of experts run several texts in pieces."""
+    """Make a model's mixtures of experts split batches of sequences."""
     for module in model.modules():
         if type(module) in CUT:
             module.__class__ = CUT[type(module)]

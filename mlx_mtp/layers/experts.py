@@ -1,4 +1,4 @@
-"""Run a mixture of experts, from its router's logits on, in three launches in the place of mlx-lm's modules."""
+"""Run a mixture of experts, from its router's logits on, in three launches instead of mlx-lm's modules."""
 
 import operator
 from typing import Any
@@ -11,17 +11,17 @@ from ..kernels import Experts, Routing, moe_splits, route_ref, verify_moe, verif
 from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-UNGATED = ("fc1", "fc2")  # of a squared ReLU
+UNGATED = ("fc1", "fc2")  # with a squared ReLU
 SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
 def routing_of(block: Any) -> Routing:
-    """Read off a block how its router chooses.
+    """Return how a block's router chooses experts.
 
-    The least denominator, 1e-20, is Step-3.5's and MiMo's; without it the others divide 0 by 0 where it matters.
+    Step-3.5 and MiMo add 1e-20 to the denominator. The other families do not, but differ only where it is 0.
     """
     gate = block.gate
-    if not hasattr(gate, "routed_scaling_factor"):  # a linear, or an adapter around one
+    if not hasattr(gate, "routed_scaling_factor"):  # a linear layer, or an adapter around one
         return Routing("softmax", block.top_k, norm=block.norm_topk_prob)
     groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
     norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
@@ -29,12 +29,12 @@ def routing_of(block: Any) -> Routing:
 
 
 def projections(switch: Any) -> tuple[str, ...]:
-    """Name the linears of a block's experts."""
+    """Return the names of the linear layers of a block's experts."""
     return UNGATED if UNGATED[0] in switch else PROJECTIONS
 
 
 def servable(block: Any) -> bool:
-    """Say whether the experts are quantized SwiGLUs, or squared ReLUs, in formats that the kernels know."""
+    """Return whether the experts are quantized SwiGLUs or squared ReLUs in formats that the kernels support."""
     switch = block.switch_mlp
     linears = [switch[name] for name in projections(switch)]
     if not all(isinstance(m, QuantizedSwitchLinear) and "bias" not in m and known_format(m) for m in linears):
@@ -46,7 +46,7 @@ def servable(block: Any) -> bool:
 
 
 class Mixture(Site):
-    """The routed experts of a block; its x are rows and the router's logits side by side, [M, H + E]."""
+    """The routed experts of a block; its x are rows and the router's logits, concatenated: [M, H + E]."""
 
     op = "verify_moe"
     own_bits = stock_exact = True
@@ -69,21 +69,21 @@ class Mixture(Site):
         self.made: Experts | None = None
 
     def serves(self, x: mx.array) -> bool:
-        """Say whether it is on for x: not where a projection was replaced, as by an adapter, or is sharded."""
+        """Return whether the site is on for x; False if a projection was replaced, as by an adapter, or sharded."""
         switch = self.block.switch_mlp
         same = all(map(operator.is_, map(switch.get, self.names), self.linears))
         return rows_of(x) in self.rows and same and getattr(self.block, "sharding_group", None) is None
 
     @property
     def bias(self) -> mx.array | None:
-        """What the router adds to its scores [E] for the choice only."""
+        """Bias [E] that the router adds to its scores for choosing only."""
         gate = self.block.gate
         bias = gate.get("e_score_correction_bias")
         return gate.get("router_bias") if bias is None else bias
 
     @property
     def experts(self) -> Experts:
-        """The weights that the projections have now."""
+        """The current weights of the projections."""
         parts = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
         if self.made is None or not all(map(operator.is_, parts, self.parts)):
             *gate, up, down = map(quantized, self.linears)
@@ -101,7 +101,7 @@ class Mixture(Site):
         return site.part(x, 0) if site is not None and rows_of(x) in site.rows else x @ router.weight.T
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
-        """Sum the experts that logits [M, E] choose for x [M, H], and a `shared` one's output if given: [M, H]."""
+        """Return the sum [M, H] of the chosen experts' outputs for x [M, H], plus a `shared` expert's output."""
         return self._summed(x, logits, rows_of(x) in self.split, **shared)
 
     def _summed(self, x: mx.array, logits: mx.array, split: bool, **shared: Any) -> mx.array:
@@ -128,7 +128,7 @@ class Mixture(Site):
 
 
 class VerifyMoE:
-    """Mixin in front of a block that sums its chosen experts and, perhaps, a shared one, [..., H] -> [..., H]."""
+    """Mixin for a block that sums its chosen experts and an optional shared expert, [..., H] -> [..., H]."""
 
     mixture: Mixture
 
@@ -139,7 +139,7 @@ class VerifyMoE:
         name = next((name for name in SHARED if self.get(name) is not None), None)
         shared = None if name is None else self[name](rows)
         gate = self.shared_expert_gate(rows) if "shared_expert_gate" in self else None
-        if "fc1_latent_proj" in self:  # the experts' own, narrower stream; the shared one reads the rows
+        if "fc1_latent_proj" in self:  # the experts read a narrower projection; the shared expert reads the rows
             y = self.fc2_latent_proj(self.mixture.fused(self.fc1_latent_proj(rows), self.mixture.logits(rows)))
             return (y if shared is None else y + shared).reshape(x.shape)
         return self.mixture.fused(rows, self.mixture.logits(rows), shared=shared, shared_gate=gate).reshape(x.shape)

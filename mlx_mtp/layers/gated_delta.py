@@ -1,4 +1,4 @@
-"""Step mlx-lm's gated-delta layers over a `RecurrentCache`, which rolls back; the arithmetic is mlx-lm's.
+"""Run mlx-lm's gated-delta layers on a `RecurrentCache`, which can roll back; the arithmetic is mlx-lm's.
 
 Source: Gated Delta Networks (arXiv 2412.06464); mlx-lm's `gated_delta.py`.
 """
@@ -15,16 +15,16 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_kernel
 from ..kernels import Gates, delta_inputs, gated_delta_verify, gated_norm, on_metal
 from .kernel_site import Site
 
-KEPT = 4  # rows of a verify after each of which the state is kept where it is known: each is as large as the state
+KEPT = 4  # maximum rows of a verify for which every intermediate state is kept; each is as large as the state
 
 
 class GatedDelta:
-    """Mixin in front of mlx-lm's gated-delta modules, whose `__call__` it replaces where there is a cache.
+    """Mixin for mlx-lm's gated-delta modules that replaces `__call__` if there is a cache.
 
-    A port whose module projects otherwise overrides `inputs` and, perhaps, `grouped`. verify_rows: the row counts at
-    which kernels do what lies between the projections (`fused`), not mlx-lm's functions (`plain`). A tape is k, v, a,
-    b of its rows and their gates g and beta, or the states after each; each of the two paths reads the other's.
-    Submodules are asked for by key: as attributes they are found only behind an exception, 0.4 us each time.
+    A port whose module projects differently overrides `inputs` and, if needed, `grouped`.
+    verify_rows: row counts at which kernels (`fused`) replace mlx-lm's functions (`plain`) between the projections.
+    A tape holds k, v, a, b of its rows and the gates g and beta, or the state after each row; both paths read both.
+    Submodules are read by key, because an attribute lookup costs 0.4 us more.
     Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """
 
@@ -36,11 +36,11 @@ class GatedDelta:
         return self["in_proj_qkv"](x), z, self["in_proj_b"](x), self["in_proj_a"](x)
 
     def grouped(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Project as `inputs`, or to views [B, S, groups, ..] of products that have the heads in groups."""
+        """Return `inputs`, or views [B, S, groups, ..] of products whose heads are grouped."""
         return self.inputs(x)
 
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
-        """Mix rows x [B, S, H] with those before them in `cache`, of B texts: [B, S, H]."""
+        """Mix rows x [B, S, H] of B sequences with the earlier rows in `cache`: [B, S, H]."""
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
@@ -63,12 +63,12 @@ class GatedDelta:
         return self["norm"](y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Compute `plain` from what `grouped` gives, in three launches; the recurrence's replays the tape, too."""
+        """Compute `plain` from the arrays of `grouped` in three launches, one of which also replays the tape."""
         accepted, tape = cache.accepted, None
-        behind = cache.behind(qkv.flatten(2), self.conv_kernel_size)  # its shape is read, and no more
+        earlier = cache.behind(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
         layer = Gates(a, b, self.A_log, self.dt_bias)
-        q, k, v, g, beta, rows = delta_inputs(qkv, behind, self.conv1d.weight, layer, **heads, accepted=accepted)
+        q, k, v, g, beta, rows = delta_inputs(qkv, earlier, self.conv1d.weight, layer, **heads, accepted=accepted)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         if cache.replays:
             old_k, old_v, old_a, old_b, *old_gates = cache.tape
@@ -80,8 +80,8 @@ class GatedDelta:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         y, state = gated_delta_verify(q, (k, v, g, beta), state, tape=tape, accepted=accepted, last=cache.final)
         kept = k, v, a.flatten(2), b.flatten(2), g, beta
-        cache.advance(state, state, rows, kept)  # the one of the two states that it keeps
-        y, z = (each.reshape(1, -1, *each.shape[2:]) for each in (y, z))  # rows of all texts in a line
+        cache.advance(state, state, rows, kept)  # the kernel returned the state that the cache needs
+        y, z = (each.reshape(1, -1, *each.shape[2:]) for each in (y, z))  # concatenate the sequences' rows
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _normed(self: Any, qk: mx.array) -> list[mx.array]:
@@ -97,13 +97,13 @@ class GatedDelta:
     def _replay(
         self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *gates
     ):
-        """Compute the state after the masked rows of a tape; the output, which needs q, is not wanted."""
+        """Compute the state after the masked rows of a tape; the output would need q and is not computed."""
         return self._update(None, k, v, *(gates or self._gates(a, b)), state, mask)[1]
 
     def _update(
         self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
     ):
-        """Run the recurrence over rows as mlx-lm does: what `row_by_row` gives, of a kernel no states after each."""
+        """Run mlx-lm's recurrence over rows: `row_by_row`, or its kernel, which returns no states per row."""
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         if on_metal() and self.head_k_dim % 32 == 0:
@@ -112,19 +112,19 @@ class GatedDelta:
 
 
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
-    """Do as mlx-lm's `gated_delta_ops`, to the bit, in a third of its calls; without q there are no outputs.
+    """Compute mlx-lm's `gated_delta_ops`, bit for bit, with a third of its calls; without q there are no outputs.
 
-    Return these [B, S, Hv, Dv], the state after all rows, and of up to KEPT rows those after each if it counts,
+    Returns outputs [B, S, Hv, Dv], the state after all rows, and the state after each row if S <= KEPT,
     [B, S, Hk, Hv / Hk, Dv, Dk], else None.
     q, k [B, S, Hk, Dk], v [B, S, Hv, Dv], g [B, S, Hv] or [B, S, Hv, Dk], beta [B, S, Hv], mask [B, S];
     state [B, Hv, Dv, Dk], None at the start.
     """
     (B, S, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
-    groups = B, S, Hk, Hv // Hk  # value heads by the key head that they share
+    groups = B, S, Hk, Hv // Hk  # value heads grouped by the key head that they share
     whole, column = (*groups, Dv, Dk), (*groups, Dv, 1)
     one = (B, 1, *whole[2:])
     state = mx.zeros(one) if state is None else state.reshape(one)
-    # Broadcast for all rows at once: MLX would do so in every operation on each.
+    # Broadcast all rows at once; otherwise MLX broadcasts in every operation on each row.
     stacks = [
         mx.broadcast_to(k.reshape(B, S, Hk, 1, 1, Dk), whole),
         v.reshape(column),
@@ -144,13 +144,13 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
     y = (
         None
         if q is None
-        else _asked(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
+        else _queried(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
     )
     return y, state.reshape(B, Hv, Dv, Dk), each
 
 
-def _asked(q: mx.array, states: list[mx.array], each: mx.array | None) -> mx.array:
-    """Ask the state after each row with its query: [B, S, Hk, Hv / Hk, Dv]; of many rows one at a time."""
+def _queried(q: mx.array, states: list[mx.array], each: mx.array | None) -> mx.array:
+    """Multiply the state after each row by the row's query: [B, S, Hk, Hv / Hk, Dv]."""
     if each is not None:
         return (each * q).sum(-1)
     queries = mx.split(mx.broadcast_to(q, (*q.shape[:3], *states[0].shape[3:])), len(states), axis=1)
@@ -158,14 +158,14 @@ def _asked(q: mx.array, states: list[mx.array], each: mx.array | None) -> mx.arr
 
 
 class Recurrence(Site):
-    """All that a gated-delta layer does between its projections: convolution, norms, gates and recurrence.
+    """All work of a gated-delta layer between its projections: convolution, norms, gates and recurrence.
 
-    Rows depend on those before them: `alone` is what mlx-lm's one-row steps give for them, one after the other.
-    `make_cache` makes a layer's cache, empty.
+    Each row depends on earlier rows: `alone` runs mlx-lm's one-row steps in sequence.
+    `make_cache` creates a layer's empty cache.
     """
 
     op = "gated_delta_verify"
-    PROMPT, TAPE, ACCEPTED = 5, 4, 2  # rows before those that are tried
+    PROMPT, TAPE, ACCEPTED = 5, 4, 2  # numbers of rows before those of a trial
 
     def __init__(self, layer: Any, make_cache: Callable[[], Any]):
         self.layer, self.make_cache = layer, make_cache
@@ -200,7 +200,7 @@ class Recurrence(Site):
         return path(qkv, z, b, a, cache).reshape(len(x), -1)
 
     def _cache(self, x: mx.array, *, tape: bool) -> Any:
-        """Copy a cache that has read a few rows: with a tape of which some are accepted, or all singly."""
+        """Copy a cache that holds a few rows: those of a partly accepted tape, or all added one at a time."""
         if not self.before:
             rows = mx.random.normal((self.PROMPT + self.TAPE, self.width), x.dtype, key=mx.random.key(0))
             end = self.PROMPT + self.ACCEPTED

@@ -1,7 +1,7 @@
 """Choose tokens in one pass over the LM head's weights, without writing logits.
 
-A site is on for some numbers of rows, and for none at first. For the others it chooses from the module's logits by
-the same rules, so that what it chooses does not depend on which they are.
+A site is on for some row counts, initially none. For the others it chooses from the module's logits by the same
+rules, so that the choice does not depend on the row count.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LMHeadSite(Site):
-    """The choice among a module's logits: an LM head's, or those of the embedding that is tied to it."""
+    """The choice among the logits of an LM head or of the tied embedding."""
 
     op = "verify_head"
-    own_bits = stock_exact = True  # what it chooses is MLX's choice, but its sums for a draw are not
+    own_bits = stock_exact = True  # its greedy choice is MLX's; its sums for a draw are not
     together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
@@ -36,7 +36,7 @@ class LMHeadSite(Site):
 
     @property
     def weights(self) -> Quantized | mx.array:
-        """The weights that the module has now."""
+        """The module's current weights."""
         return quantized(self.module) if "scales" in self.module else self.module.weight
 
     @property
@@ -53,18 +53,18 @@ class LMHeadSite(Site):
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
     def logits(self, x: mx.array) -> mx.array:
-        """Compute the module's logits [M, n] of x [M, K]."""
+        """Return the module's logits [M, n] for x [M, K]."""
         return logits_of(self.module, x)
 
 
 def logits_of(module: Any, x: mx.array) -> mx.array:
-    """Compute logits [..., n] of x [..., K] by an LM head, or by an embedding that is tied to it."""
+    """Return logits [..., n] for x [..., K] from an LM head or a tied embedding."""
     return module.as_linear(x) if hasattr(type(module), "as_linear") else module(x)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Normed rows x [M, K], for which a site, on for some numbers of rows, chooses tokens."""
+    """Normed rows x [M, K] and the LM-head site that chooses their tokens."""
 
     head: LMHeadSite
     x: mx.array
@@ -80,29 +80,31 @@ class Rows:
         return rows_of(self.x) in self.head.split
 
     def greedy(self) -> mx.array:
-        """Choose the greatest logit's token of each row, int32 [M]."""
+        """Return the token of each row's greatest logit, int32 [M]."""
         return (self.head.ours(self.x) if self.fused else self.head.stock(self.x))[0]
 
     def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
-        """Draw a token of each row at a temperature, int32 [M]; row i's is the draw of position + i under `key`."""
+        """Draw each row's token at a temperature, int32 [M]; row i uses the noise of position + i under `key`."""
         if self.fused:
             return verify_head_draw(self.x, self.head.weights, key, position, temp, self.head.bias, split=self.split)
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
-        """Find each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M] of all."""
+        """Return each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M]."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)
 
     def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
-        """Draw a token of each row, int32 [M], from what `top` found of it; filters: as the kernel takes them."""
+        """Draw each row's token, int32 [M], from the result of `top`; filters: the kernel's arguments."""
         return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 
 def place_heads(model: Any) -> list[LMHeadSite]:
-    """Put a site, off, on each module whose logits the model chooses from: its LM head, or the embedding tied to it,
-    and the MTP heads' own. None where a kernel does not know the format.
+    """Create a site, off, on each LM head of the model and its MTP heads, including tied embeddings; return the
+    sites.
+
+    Modules in formats that the kernels do not support get none.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and known_format(module)]
@@ -112,7 +114,7 @@ def place_heads(model: Any) -> list[LMHeadSite]:
 
 
 def sliced(module: Any, rows: mx.array) -> Any:
-    """Make a linear layer of these rows of one of KINDS, with the same bits per row."""
+    """Return a linear layer with these rows of one of KINDS; each row has the same bits."""
     part: Any = nn.Linear(1, 1, bias=False)
     if "scales" in module:
         part = nn.QuantizedLinear(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups
@@ -123,6 +125,6 @@ def sliced(module: Any, rows: mx.array) -> Any:
 
 
 def head_on(module: Any) -> LMHeadSite | None:
-    """Find the module's site; None where it has none, or one that is off for every number of rows."""
+    """Return the module's site if it is on for any row count, else None."""
     head = getattr(module, "choice", None)
     return head if head is not None and head.rows else None

@@ -1,9 +1,10 @@
-"""Step mlx-lm's Mamba2 over a `RecurrentCache`, which rolls back; the arithmetic is mlx-lm's.
+"""Run mlx-lm's Mamba2 on a `RecurrentCache`, which can roll back; the arithmetic is mlx-lm's.
 
-Up to STEPPED_ROWS rows (every verify, replay and plain step) go one by one through mlx-lm's update of a single row,
-or all in one launch of a kernel that has its bits, so that after any verifies and rollbacks the state is that of the
-accepted rows read one at a time. (The projections before it may round a row differently among others.) More rows, a
-prompt's, take mlx-lm's chunked form: fewer passes over the state, equal up to rounding.
+Up to STEPPED_ROWS rows (every verify, replay and plain step) use mlx-lm's one-row update in sequence, or one launch
+of
+a kernel with the same bits. So after any verifies and rollbacks the state equals that of the accepted rows processed
+one at a time. (The projections before it may round a row differently in a batch.) More rows, as in a prefill, use
+mlx-lm's chunked form, which makes fewer passes over the state and is equal up to rounding.
 Sources: Mamba-2 (arXiv 2405.21060); mlx-lm's `ssm.py`.
 """
 
@@ -18,20 +19,20 @@ from ..kernels import mamba2_verify
 from .gated_delta import Recurrence
 from .port import MAX_RECYCLED
 
-STEPPED_ROWS = MAX_RECYCLED + 1  # the most rows of a verify
+STEPPED_ROWS = MAX_RECYCLED + 1  # maximum rows of a verify
 
 
 class Mamba2:
-    """Mixin in front of mlx-lm's Mamba2 mixers, whose `__call__` it replaces where there is a cache.
+    """Mixin for mlx-lm's Mamba2 mixers that replaces `__call__` if there is a cache.
 
-    verify_rows: the row counts at which a kernel runs the recurrence (`fused`), not mlx-lm's functions (`plain`).
-    A tape is x, B and dt before its softplus, of its rows.
+    verify_rows: row counts at which a kernel (`fused`) replaces mlx-lm's functions (`plain`) for the recurrence.
+    A tape holds x, B and dt (before its softplus) of its rows.
     """
 
     verify_rows: frozenset[int] = frozenset()
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """Mix rows x [n, S, H] with those before them in `cache`: [n, S, H]; `mask` is for attention and not used."""
+        """Mix rows x [n, S, H] with the earlier rows in `cache`: [n, S, H]; `mask` is for attention and unused."""
         if cache is None:
             return super().__call__(x, None, cache)  # type: ignore[misc]
         (n, S), inner = x.shape[:2], self.intermediate_size
@@ -44,7 +45,7 @@ class Mamba2:
     def plain(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
         """Compute the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic.
 
-        mixed: x, B and C side by side, behind the convolution [n, S, C]; rows: before it, as `cache.convolved` gives.
+        mixed: x, B and C after the convolution, concatenated [n, S, C]; rows: before it, as from `cache.convolved`.
         """
         (x, B, C), S = self._parts(mixed), mixed.shape[1]
         state = cache.state(self._replay)
@@ -54,7 +55,7 @@ class Mamba2:
         return y
 
     def fused(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
-        """Compute `plain` in one launch, which replays the tape, too, behind one for dt of each."""
+        """Compute `plain` in one launch, which also replays the tape, after a launch each for the two dt."""
         (x, B, C), accepted, tape = self._parts(mixed), cache.accepted, None
         if accepted is not None:
             old_x, old_B, old_dt = cache.tape
@@ -62,11 +63,11 @@ class Mamba2:
         state = self._empty() if cache.committed is None else cache.committed
         new, D = (x, B, compute_dt(dt, self.dt_bias, self.time_step_limit)), self.D.astype(x.dtype)
         y, state = mamba2_verify(C, new, state, self.A_log, D, tape=tape, accepted=accepted, last=cache.final)
-        cache.advance(state, state, rows, (x, B, dt))  # the one of the two states that it keeps
+        cache.advance(state, state, rows, (x, B, dt))  # the kernel returned the state that the cache needs
         return y
 
     def _parts(self: Any, mixed: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Cut what the convolution gives [n, S, C] into x [n, S, heads, D], and B and C [n, S, groups, N]."""
+        """Split the convolution's output [n, S, C] into x [n, S, heads, D], and B and C [n, S, groups, N]."""
         inner, grouped = self.intermediate_size, self.n_groups * self.ssm_state_size
         x, B, C = mx.split(mixed, [inner, inner + grouped], axis=-1)
         groups = *mixed.shape[:2], self.n_groups, self.ssm_state_size
@@ -81,7 +82,7 @@ class Mamba2:
         return ssm_update(x, self.A_log, B, C, D, dt, self.dt_bias, state, self.time_step_limit)
 
     def _stepped(self: Any, state: mx.array, *rows: mx.array, mask: mx.array | None = None):
-        """Do as `_update`, row by row; rows outside `mask` [1, S] leave the state as it is."""
+        """Compute `_update` row by row; rows outside `mask` [1, S] leave the state unchanged."""
         outputs = []
         for t in range(rows[0].shape[1]):
             y, after = self._update(state, *(row[:, t : t + 1] for row in rows))
@@ -90,12 +91,12 @@ class Mamba2:
         return mx.concatenate(outputs, axis=1), state
 
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-        """Compute the state after the masked rows of a tape; the output, which needs C, is not wanted."""
+        """Compute the state after the masked rows of a tape; the output would need C and is not computed."""
         return self._stepped(state, x, B, B, dt, mask=mask)[1]
 
 
 class Scan(Recurrence):
-    """The recurrence of a Mamba2 layer; its x are rows behind the convolution, and dt, side by side."""
+    """The recurrence of a Mamba2 layer; its x are rows after the convolution and dt, concatenated."""
 
     op = "mamba2_verify"
     stock_exact = True
@@ -109,5 +110,5 @@ class Scan(Recurrence):
     def _read(self, path: Callable[..., mx.array], x: mx.array, cache: Any) -> mx.array:
         """Run rows x [M, width] through a path of the layer: [M, heads * D]."""
         mixed, dt = mx.split(x[None], [self.layer.conv_dim], axis=-1)
-        unread = mx.zeros((1, self.layer.conv_kernel_size - 1 + len(x), 1))  # no convolution goes before it
+        unread = mx.zeros((1, self.layer.conv_kernel_size - 1 + len(x), 1))  # the trial has no convolution
         return path(mixed, dt, cache, unread).reshape(len(x), -1)

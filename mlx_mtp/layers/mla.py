@@ -1,8 +1,8 @@
-"""Run multi-head latent attention (MLA) absorbed for a few rows, and share what its ports have in common.
+"""Run multi-head latent attention (MLA) absorbed for a few rows, and share code of its ports.
 
-mlx-lm absorbs the key and value projections into query and output for one row only, and for two or more expands the
-whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed: a verify reads the latent cache once.
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+mlx-lm absorbs the key and value projections into query and output for one row only; for two or more rows it expands
+the whole latent cache to full heads. Here up to ABSORBED_ROWS rows are absorbed, so a verify reads the latent cache
+once. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 
 class PerHead(Site):
-    """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order that their reader wants."""
+    """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order of the output in memory."""
 
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
 
@@ -43,9 +43,9 @@ class PerHead(Site):
         return self.module.weight.shape[0]
 
     def product(self, x: mx.array) -> mx.array:
-        """Multiply the first K values of x [n, L, heads, D]: [n, heads, L, N], in memory as it is wanted.
+        """Multiply the first K values of x [n, L, heads, D]: [n, heads, L, N], in the memory order of `heads_first`.
 
-        The rows of n texts share a launch, in which each has the bits that it has alone.
+        The rows of n sequences share a launch; each row has the bits that it has alone.
         """
         return self._product(x, x.shape[1] in self.split)
 
@@ -71,12 +71,12 @@ class PerHead(Site):
 
 
 class VerifyMultiLinear:
-    """Mixin in front of a `QuantizedMultiLinear` with a site."""
+    """Mixin for a `QuantizedMultiLinear` with a site."""
 
     site: PerHead
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Multiply x [n, heads, L, K]: [n, heads, L, N]; without `transpose` the other way round."""
+        """Multiply x [n, heads, L, K] to [n, heads, L, N]; without `transpose` in the other direction."""
         heads = x.shape[1]
         if transpose and heads == self.site.heads and x.shape[2] in self.site.rows:
             return self.site.product(x.swapaxes(1, 2))
@@ -84,9 +84,9 @@ class VerifyMultiLinear:
 
 
 class LatentAttention(CachedAttention):
-    """The attention of a module's absorbed queries to a cache's latent rows, read from its whole buffers.
+    """Attention of a module's absorbed queries to a cache's latent rows, read from its whole buffers.
 
-    Its x are queries, of each head the absorbed values and then the rotated ones.
+    Its x are queries: for each head the absorbed values, then the rotated ones.
     """
 
     op, reference = "verify_latent_attention", staticmethod(verify_latent_attention_ref)
@@ -97,7 +97,7 @@ class LatentAttention(CachedAttention):
         self.width = module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Say whether it is on, and position p is in slot p of `cache`: no ring, no pool, none of mlx-lm's caches."""
+        """Return whether the site is on and `cache` stores position p in slot p: no ring, pool or cache of mlx-lm's."""
         ours = hasattr(cache, "parts") and not hasattr(cache, "span") and cache.window is None
         return ours and self.serves_rows(q.shape[2], cache)
 
@@ -112,7 +112,7 @@ class LatentAttention(CachedAttention):
     ) -> mx.array:
         """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D].
 
-        chosen: integers [L, C], the slots that each looks at; None: all.
+        chosen: integers [L, C], the slots that each row attends to; None for all.
         """
         where = {"limit": cache.limit, "start": cache.start, "chosen": chosen}
         return op(q, q_pe, *cache.parts[:2], on_device(offset), scale=self.module.scale, **where)
@@ -129,7 +129,7 @@ class LatentAttention(CachedAttention):
         return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, len(x))))
 
     def _chosen(self, offset: int, rows: int) -> mx.array | None:
-        """Return the slots that a trial's rows look at, as `fused` takes them."""
+        """Return the slots that a trial's rows attend to, as `fused` takes them."""
         return None
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -137,7 +137,7 @@ class LatentAttention(CachedAttention):
         return q, q_pe
 
     def _before(self, dtype: mx.Dtype) -> list[mx.array]:
-        """Make random latent rows and keys wherever a row of the trial may look."""
+        """Create random latent rows and keys for all positions that a trial's rows may read."""
         if not self.tried:
             shape = (1, 1, self.SLOTS)
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
@@ -146,17 +146,17 @@ class LatentAttention(CachedAttention):
 
 
 class AbsorbedMLA:
-    """Mixin in front of mlx-lm's MLA attention modules, whose `__call__` it replaces for a few rows over a cache.
+    """Mixin for mlx-lm's MLA attention modules that replaces `__call__` for a few rows if there is a cache.
 
-    `latent` and `placing` are sites, None where there are none. Submodules are asked for by key: as attributes they
-    are found only behind an exception, 0.4 us each time.
+    `latent` and `placing` are sites or None. Submodules are read by key, because an attribute lookup costs 0.4 us
+    more.
     """
 
     latent: LatentAttention | None = None
     placing: NormRope | None = None
 
     def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
-        """Mix rows x [1, L, H] with those in `cache`: [1, L, H]; `mask` is None or boolean [L, S]."""
+        """Mix rows x [1, L, H] with the rows in `cache`: [1, L, H]; `mask` is None or boolean [L, S]."""
         if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         offset = cache.offset
@@ -174,10 +174,10 @@ class AbsorbedMLA:
         return self.output(self["unembed_out"](out))
 
     def placed(self: Any, q: mx.array, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Give rows x [1, L, H] and their queries q [1, L, heads * D] positions from `offset` on.
+        """Apply positions from `offset` on to rows x [1, L, H] and their queries q [1, L, heads * D].
 
-        Returns q [1, L, heads, D], whose first values have no position; its others, rotated [1, heads, L, D]; and for
-        the cache latent rows and rotated keys [1, 1, L, D].
+        Returns q [1, L, heads, D], whose first values have no position; its other values, rotated [1, heads, L, D];
+        and the latent rows and rotated keys [1, 1, L, D] for the cache.
         """
         q = q.reshape(*x.shape[:2], self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self["kv_a_proj_with_mqa"](x), [self.kv_lora_rank], axis=-1)
@@ -190,22 +190,22 @@ class AbsorbedMLA:
         return q, q_pe, mx.expand_dims(self["kv_a_layernorm"](latent), 1), k_pe
 
     def absorbed(self: Any, q: mx.array) -> mx.array:
-        """Multiply queries [n, L, heads, D], less their rotated values, by the heads' matrices: [n, heads, L, R]."""
+        """Multiply the unrotated values of queries [n, L, heads, D] by the heads' matrices: [n, heads, L, R]."""
         embed = self["embed_q"]
         if isinstance(embed, VerifyMultiLinear) and q.shape[1] in embed.site.rows:
             return embed.site.product(q)
         return embed(self.unplaced(q))
 
     def unplaced(self: Any, q: mx.array) -> mx.array:
-        """Take off queries [1, L, heads, D] their rotated values: [1, heads, L, D]."""
+        """Return the unrotated values of queries [1, L, heads, D]: [1, heads, L, D]."""
         return q[:, :, :, : self.qk_nope_head_dim].swapaxes(1, 2)
 
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
-        """Attend with scores that are the sum of those without and with position; `mask` broadcasts to them.
+        """Attend with the sum of the scores without and with position; `mask` broadcasts to the scores.
 
-        Heads that share the keys fold into the rows of one product, which reads the cache once and not per head.
+        Heads that share keys become rows of one product, which reads the cache once instead of once per head.
         """
         B, heads, L, _ = q.shape
         whole, folded = (B, heads, L, -1), (B, 1, heads * L, -1)
@@ -223,7 +223,7 @@ class AbsorbedMLA:
 
 
 class MLAPort(Port):
-    """A port whose layers have latent attention, and whose heads are more of the same layers."""
+    """A port whose layers have latent attention and whose heads are further layers of the same kind."""
 
     SPEC = NEXTN
     IGNORED = ("rotary_emb.inv_freq",)

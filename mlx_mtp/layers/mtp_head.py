@@ -1,7 +1,7 @@
-"""Run one MTP module ("nextn layer"), or an external drafter's head: fuse embedding and hidden state, run one block.
+"""Run one MTP module ("nextn layer") or external drafter head: fuse embedding and hidden state, run one block.
 
-Sources: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2, whose checkpoints' names the tensors have;
-EAGLE-3 (arXiv 2503.01840).
+Sources: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2, whose tensor names are used here; EAGLE-3
+(arXiv 2503.01840).
 """
 
 from functools import partial
@@ -16,8 +16,9 @@ from .mtp_spec import MTPSpec
 class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
-    `final` is the target's last norm: the head's are like it. `mask_array`: the block wants its mask as an array.
-    A port sets `window`, the positions that the block's attention sees, where these are not all.
+    `final` is the target's last norm, after which the head's norms are made. `mask_array`: the block needs its mask
+    as
+    an array. A port sets `window`, the positions that the block's attention reads, unless it reads all.
     """
 
     window: int | None = None
@@ -43,30 +44,30 @@ class MTPHead(nn.Module):
         return self.block(x, cache.make_mask(x.shape[1], return_array=self._mask_array), cache)
 
     def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
-        """Choose what the next draft reads, after this head read `hidden` and gave `output`; all are [B, L, H]."""
+        """Return the next draft's input after this head mapped `hidden` to `output`; all are [B, L, H]."""
         if self._spec.topology == "target_each":
             return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)
 
     def token(self: Any, row: mx.array) -> mx.array:
-        """Translate rows of the head's LM head to the target's tokens.
+        """Translate row indices of the head's LM head to the target's tokens.
 
-        They differ in an LM head of a reduced vocabulary, whose `d2t` holds the differences.
+        They differ only for a reduced vocabulary, whose `d2t` holds the differences.
         """
         return row + mx.take(self.d2t, row) if "d2t" in self else row
 
 
 class EagleHead(MTPHead):
-    """An external drafter's head around `block`, a Llama-like layer: its attention reads [embedding, hidden] at full
-    width, so that its projections are widened.
+    """An external drafter's head around `block`, a Llama-like layer.
 
-    captured: features of each hidden state that the target gives. vocab, draft_vocab: tokens of the target and of the
-    LM head. window: positions that the attention sees, None for all. residual_normed: the residual is `hidden_norm`'s
-    output, not its input. parts: which of the optional "input_norm" (of all captured states), "fc_norm" (of each) and
-    "d2t" there are.
+    Its attention reads [embedding, hidden] at full width, so its projections are widened.
+    captured: features of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
+    window: positions that the attention reads, None for all. residual_normed: the residual is `hidden_norm`'s output,
+    not its input. parts: the optional modules present: "input_norm" (of all captured states), "fc_norm" (of each),
+    "d2t".
     """
 
-    NO_KV_BITS: str | None = None  # its attention is an ordinary one, whatever the target's is
+    NO_KV_BITS: str | None = None  # its attention supports quantized caches even if the target's does not
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class EagleHead(MTPHead):
         window: int | None,
         residual_normed: bool,
     ):
-        nn.Module.__init__(self)  # of MTPHead it has the methods, not the modules
+        nn.Module.__init__(self)  # inherits MTPHead's methods, not its modules
         self._spec, self._residual_normed, self.window = spec, residual_normed, window
         self.head_dim = block.self_attn.k_proj.weight.shape[0] // block.self_attn.n_kv_heads
         H, fused = block.input_layernorm.weight.size, len(spec.capture) * captured
@@ -108,7 +109,7 @@ class EagleHead(MTPHead):
         return type(self.block.self_attn)
 
     def fused(self: Any, captured: mx.array) -> mx.array:
-        """Fuse the target's n hidden states, side by side [B, L, n * captured], to [B, L, H]."""
+        """Fuse the target's n hidden states, concatenated [B, L, n * captured], to [B, L, H]."""
         if "input_norm" in self:
             captured = self.input_norm(captured)
         if "fc_norm" in self:

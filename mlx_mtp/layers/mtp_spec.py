@@ -1,4 +1,4 @@
-"""Describe how a family's MTP heads are fed and chained, and how checkpoints name their tensors."""
+"""Describe the inputs and the chaining of a family's MTP heads, and their tensor names in checkpoints."""
 
 import re
 from collections.abc import Collection
@@ -17,19 +17,19 @@ OVERRIDABLE = {
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """All about a family's MTP heads that is not a module; the defaults are those of most families.
+    """Everything about a family's MTP heads that is not a module; the defaults are the most common values.
 
     tensors:  (module's name in the checkpoint, its path inside the head).
-    topology: "chain" = a module per depth, each reads the output of the one before; "target_each" = a module per
-              depth, all read the target's hidden states; "recycle" = one module that is fed its own output.
-    capture:  the target's hidden state that a head reads, before ("pre") or after ("post") the final norm, or the
-              residual stream after so many layers, e.g. (2, 16, 29), side by side.
-    feedback: the output that the next draft reads, before or after the head's own norm (not for "target_each").
-    fuse:     order of the concatenation in front of `eh_proj`: embedding-hidden or hidden-embedding.
-    head:     each depth's LM head: its "own", the target's ("shared"), or its own where the checkpoint has one that
+    topology: "chain" = a module per depth, each reads the previous one's output; "target_each" = a module per depth,
+              all read the target's hidden states; "recycle" = one module that reads its own output.
+    capture:  the hidden state of the target that a head reads: before ("pre") or after ("post") the final norm, or
+              the residual stream after these numbers of layers, e.g. (2, 16, 29), concatenated.
+    feedback: the output that the next draft reads: before or after the head's own norm (not for "target_each").
+    fuse:     order of the concatenation before `eh_proj`: embedding-hidden or hidden-embedding.
+    head:     each depth's LM head: its "own", the target's ("shared"), or its own if the checkpoint has one that
               differs from the target's ("shared_or_own").
     embedding: each depth's embedding, likewise.
-    prefix:   regex of what comes before a head tensor's own name; its group, if any, is the depth's number,
+    prefix:   regex of the text before a head tensor's own name; its group, if any, is the depth's number.
     numbered: counted from the target's number of layers ("trunk") or from "zero".
     """
 
@@ -44,7 +44,7 @@ class MTPSpec:
     numbered: Literal["trunk", "zero"] = "trunk"
 
     def locate(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
-        """Find the (depth, path inside the head) of a checkpoint tensor; None where it is not an MTP head's."""
+        """Return the (depth, path inside the head) of a checkpoint tensor; None if it belongs to no MTP head."""
         match = re.match(self.prefix, name)
         if match is None:
             return None
@@ -56,14 +56,14 @@ class MTPSpec:
         return None if found is None else (depth, found)
 
     def place(self, num_hidden_layers: int) -> str:
-        """Say, for messages, where a checkpoint has its MTP heads."""
+        """Describe, for messages, the names of the MTP heads' tensors in a checkpoint."""
         if self.numbered == "trunk":
             return f"from layer {num_hidden_layers} on"
         made_of = ", ".join(stored for stored, _ in self.tensors)
         return f"under {self._prefix('#')} made of {made_of}"
 
     def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
-        """Write the prefix of a depth's tensors as tensor `name` of any has it, else the family's usual one."""
+        """Return the prefix of a depth's tensors in the style of tensor `name`, else the family's usual prefix."""
         number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
         match = re.match(self.prefix, name or "")
         if match is None or not match[0]:
@@ -77,20 +77,20 @@ class MTPSpec:
         return next(names, None)
 
     def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
-        """Write the usual name in checkpoints of what `locate` finds at (depth, path)."""
+        """Return the usual checkpoint name of the tensor that `locate` finds at (depth, path)."""
         return f"{self.before(None, depth, num_hidden_layers)}{self.stored(path)}"
 
     def _prefix(self, number: str) -> str:
-        """Write the prefix without its optional parts, but with all of one that is optional as a whole."""
+        """Return the prefix without its optional parts; a prefix that is optional as a whole is kept."""
         usual = re.sub(r"\(\?:[^()]*\)[*?]", "", self.prefix.replace(r"(\d+)", number))
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def may_repeat(self, module: str) -> bool:
-        """Say whether a head's module of this name may be a copy of the target's, and then need not be there."""
+        """Return whether this module of a head may be a copy of the target's, and so may be missing."""
         return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
-        """Decide "shared_or_own" for a checkpoint whose head tensors have these paths."""
+        """Decide "shared_or_own" fields from the paths of a checkpoint's head tensors."""
         found = {
             field: "own" if any(path.startswith(f"{module}.") for path in paths) else "shared"
             for field, module in (("head", "head"), ("embedding", "embed_tokens"))
@@ -99,7 +99,7 @@ class MTPSpec:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def override(self, changes: dict[str, Any]) -> "MTPSpec":
-        """Change fields of OVERRIDABLE, for an A/B; ValueError names what is allowed."""
+        """Return a copy with changed fields of OVERRIDABLE; ValueError names the allowed values."""
         for name, value in changes.items():
             if name not in OVERRIDABLE:
                 raise ValueError(f"mtp_overrides: {name!r} is unknown; allowed are {', '.join(OVERRIDABLE)}")

@@ -1,4 +1,4 @@
-"""Norm and rotate an attention's queries and keys in one launch, in the place of mlx-lm's modules."""
+"""Norm and rotate an attention's queries and keys in one launch instead of mlx-lm's modules."""
 
 import functools
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from ..kernels import Rope, norm_rope
 from .kernel_site import Site, side_by_side
 
 Pair = tuple[mx.array, mx.array]
-Offset = int | mx.array  # a position, on the host or, int32 [1], on the device
+Offset = int | mx.array  # a position: an int on the host or int32 [1] on the device
 
 
 @functools.lru_cache(maxsize=2)
 def device_offset(offset: int) -> mx.array:
-    """Put a position on the device, int32 [1]; one array for all layers of a forward pass."""
+    """Return a position as int32 [1] on the device; all layers of a forward pass share the array."""
     return mx.array([offset])
 
 
 def on_device(offset: Offset) -> mx.array:
-    """Put a position on the device, int32 [1], unless it is there."""
+    """Return a position as int32 [1] on the device, unchanged if it is one already."""
     return device_offset(offset) if isinstance(offset, int) else offset
 
 
 @dataclass(frozen=True)
 class Form:
-    """All that differs between the families' attentions.
+    """The parameters in which families' attentions differ.
 
-    gate: None, "head" (a product of its own, one logit per head) or "value" (the second half of each head's queries).
-    value_scale: a factor of the values, None for none.
+    gate: None, "head" (one logit per head from a product of its own) or "value" (second half of each head's queries).
+    value_scale: a factor on the values, or None.
     """
 
     heads: int
@@ -41,10 +41,10 @@ class Form:
 
     @classmethod
     def of(cls, module: Any) -> "Form":
-        """Read the form off one of mlx-lm's attention modules."""
+        """Return the form of one of mlx-lm's attention modules."""
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
-        linears = (module[name] for name in ("q_proj", "k_proj", "v_proj"))  # an adapter has its linear inside
+        linears = (module[name] for name in ("q_proj", "k_proj", "v_proj"))  # an adapter wraps its linear layer
         columns = [linear.get("linear", linear).weight.shape[0] for linear in linears]
         width, head_dim, value_dim = columns[0] // heads, columns[1] // kv_heads, columns[2] // kv_heads
         doubled = width == 2 * head_dim
@@ -53,7 +53,7 @@ class Form:
 
     @property
     def query_dim(self) -> int:
-        """Values that a head's queries are projected to, a gate among them."""
+        """Number of values that a head's queries are projected to, including a gate."""
         return self.head_dim * (2 if self.gate == "value" else 1)
 
     def __str__(self) -> str:
@@ -62,11 +62,11 @@ class Form:
 
 
 class NormRope(Site):
-    """The norms, where there are any, and RoPE of an attention; its x are queries and keys side by side."""
+    """The optional norms and the RoPE of an attention; its x are queries and keys, concatenated."""
 
     op = "norm_rope"
     stock_exact = True
-    OFFSET = 2000  # where the rows of a kernel trial are
+    OFFSET = 2000  # first position of a kernel trial's rows
 
     def __init__(self, module: Any, form: Form, rope: Rope):
         self.module, self.form, self.rope = module, form, rope
@@ -101,7 +101,7 @@ class NormRope(Site):
 
 
 def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:
-    """Do as `NormRope.fused` by the module's own norms and RoPE, of whichever there are."""
+    """Compute `NormRope.fused` with the module's own norms and RoPE, as far as it has them."""
     q = q[..., :head_dim]
     if "q_norm" in module:
         q, k = module.q_norm(q), module.k_norm(k)

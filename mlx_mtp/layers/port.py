@@ -1,4 +1,4 @@
-"""Share between ports the mixin in front of mlx-lm's Model, which adds MTP heads and the decode loop's contract."""
+"""Define the mixin for mlx-lm's Model that adds MTP heads and the interface of the decode loop."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec
 from .runtime import HasRuntime, Runtime
 
-Tensors = dict[str, mx.array]  # by the names of a checkpoint, or the paths of parameters
+Tensors = dict[str, mx.array]  # by checkpoint name or by parameter path
 
-# An MTP head's tensors as DeepSeek and its followers name them.
+# An MTP head's tensors under the names of DeepSeek and its derivatives.
 BLOCK_TENSORS = tuple((n, f"block.{n}") for n in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))
 NEXTN_TENSORS = (
     *((n, n) for n in ("enorm", "hnorm", "eh_proj", "embed_tokens")),
@@ -25,18 +25,18 @@ NEXTN_TENSORS = (
     ("shared_head.head", "head"),
     *BLOCK_TENSORS,
 )
-# One layer of the trunk's kind behind the trunk, fed its own output again: DeepSeek's and GLM's heads.
+# One layer of the trunk's kind after the trunk, which reads its own output: the heads of DeepSeek and GLM.
 NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
-MAX_RECYCLED = 15  # drafts that one recycled MTP head may make: a cycle's rows fit into a ring's slack
-OUTSIDE = "outside."  # of an MTP head's block: norms, eh_proj and LM heads
+MAX_RECYCLED = 15  # maximum drafts of one recycled MTP head: a cycle's rows must fit into a ring's slack
+OUTSIDE = "outside."  # prefix of head tensors outside its block: norms, eh_proj and LM heads
 
 
 class Renaming(NamedTuple):
-    """A rule of what mlx-lm's sanitizing, which stacks, splits and dequantizes, does to tensors' names."""
+    """A rule for the tensor names that mlx-lm's `sanitize` changes when it stacks, splits and dequantizes."""
 
     stored: str  # regex in a checkpoint's name
     becomes: tuple[str, ...]
-    shown: str = ""  # `stored` as messages write it, where one of `becomes` is missing
+    shown: str = ""  # `stored` as messages print it if a tensor of `becomes` is missing
 
 
 NUMBERED_EXPERTS = Renaming(r"\.mlp\.experts\.\d+\.", (".mlp.switch_mlp.",), ".mlp.experts.*.")
@@ -45,41 +45,41 @@ SCALED_FP8 = Renaming(r"\.weight_scale_inv$", (".weight",))
 
 
 class Port(HasRuntime, nn.Module):
-    """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`,
-    where the methods that the decode loop calls are documented.
+    """Mixin that makes mlx-lm's Model with `model.embed_tokens`, `model.layers` and `model.norm` a `target.Target`.
 
-    A port sets SPEC and, where they differ from these, the class attributes below.
+    `Target` documents the methods that the decode loop calls. A port sets SPEC and, if they differ from the defaults,
+    the class attributes below.
     """
 
     SPEC: MTPSpec
-    BASE: Any  # whose `sanitize` is used: mlx-lm's Model behind this mixin, where a port names no other
+    BASE: Any  # class whose `sanitize` is used: by default mlx-lm's Model
     IGNORED: tuple[str, ...] = ()  # prefixes and suffixes of tensors that text decoding does not use
-    IMPLIED: tuple[tuple[str, Any], ...] = ()  # keys of config.json, and what is implemented unread
-    ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names that only hub / only converted checkpoints have
-    RENAMED: tuple[Renaming, ...] = ()  # what that sanitizing does to names, for messages
-    NO_KV_BITS: str | None = None  # what forbids quantized keys and values
-    MASK_ARRAY = False  # the layers want a mask as an array, never "causal"
-    INSIDE = "model.layers.0."  # where BASE.sanitize, of a `one_layer()`, expects what a head's block has
-    OURS: tuple[type, ...] = ()  # a mixin and one of mlx-lm's modules each, of which all become that
-    MLP: tuple[type, ...] = ()  # mlx-lm's modules that are down(swiglu(gate(x), up(x))), clamped at their `limit`
-    ROUTER: tuple[type, ...] = ()  # those that are a choice from `x @ weight.T`, and use x for nothing else
-    ATTENTION: tuple[type, ...] = ()  # those with q_proj, k_proj and v_proj, and perhaps norms, RoPE and a gate
-    MOE: tuple[type, ...] = ()  # sums of the experts that `gate` chooses and perhaps a shared one
-    BLOCK: tuple[type, ...] = ()  # layers h = x + attention(norm(x)), then h + mlp(norm(h))
-    NORM: tuple[type, ...] = (nn.RMSNorm,)  # mx.fast.rms_norm of their `weight` and `eps`
+    IMPLIED: tuple[tuple[str, Any], ...] = ()  # keys of config.json and the only value that is implemented
+    ZERO_CENTRED: tuple[str, str] | None = None  # regexes of names found only in hub / only in converted checkpoints
+    RENAMED: tuple[Renaming, ...] = ()  # what `sanitize` does to names, for messages
+    NO_KV_BITS: str | None = None  # why keys and values cannot be quantized
+    MASK_ARRAY = False  # whether the layers need a mask as an array instead of "causal"
+    INSIDE = "model.layers.0."  # prefix under which BASE.sanitize of a `one_layer()` expects a head's block
+    OURS: tuple[type, ...] = ()  # classes that replace the mlx-lm module that is their last base
+    MLP: tuple[type, ...] = ()  # mlx-lm's modules that compute down(swiglu(gate(x), up(x))), clamped at `limit`
+    ROUTER: tuple[type, ...] = ()  # modules that choose from `x @ weight.T` and use x for nothing else
+    ATTENTION: tuple[type, ...] = ()  # modules with q_proj, k_proj, v_proj and optional norms, RoPE and gate
+    MOE: tuple[type, ...] = ()  # modules that sum the experts chosen by `gate` and an optional shared one
+    BLOCK: tuple[type, ...] = ()  # layers that compute h = x + attention(norm(x)), then h + mlp(norm(h))
+    NORM: tuple[type, ...] = (nn.RMSNorm,)  # modules that compute mx.fast.rms_norm of `weight` and `eps`
 
     args: Any
     model: Any
     layers: Any
     mtp: Sequence[Any]
-    drafter: Any = None  # what drafts in place of the heads
+    drafter: Any = None  # drafts instead of the heads
 
     def __init_subclass__(cls) -> None:
-        if not issubclass(behind := cls.__bases__[-1], Port):
-            cls.BASE = behind
+        if not issubclass(base := cls.__bases__[-1], Port):
+            cls.BASE = base
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
-        """Make mlx-lm's model and `heads` MTP heads, described by `spec` (None: the family's)."""
+        """Create mlx-lm's model and `heads` MTP heads described by `spec` (None: the family's)."""
         super().__init__(args)  # type: ignore[call-arg]
         self.runtime = Runtime()
         if self.ATTENTION and not getattr(args, "head_dim", None):
@@ -92,7 +92,7 @@ class Port(HasRuntime, nn.Module):
             module.__class__ = ours.get(type(module), type(module))
 
     def head_block(self, depth: int) -> nn.Module:
-        """Make the decoder layer of an MTP head: by default the one that follows the target's last."""
+        """Create the decoder layer of an MTP head: by default one more layer of the target's kind."""
         return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
 
     @property
@@ -101,7 +101,7 @@ class Port(HasRuntime, nn.Module):
 
     @property
     def language(self) -> Any:
-        """The module that holds the LM head."""
+        """The module that contains the LM head."""
         return self
 
     @property
@@ -115,7 +115,7 @@ class Port(HasRuntime, nn.Module):
         return self.model.embed_tokens(tokens)
 
     def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Return the residual stream before the final norm and, along the last axis, what `spec.capture` lists."""
+        """Return the residual stream before the final norm, concatenated with the states after layers `taps`."""
         x, masks = self.embedded(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
@@ -127,7 +127,7 @@ class Port(HasRuntime, nn.Module):
         return self.captured(stream)
 
     def captured(self, stream: list[mx.array]) -> mx.array:
-        """Select what `hidden` returns from the residual stream before the first layer and after each."""
+        """Select the result of `hidden` from the residual stream before the first layer and after each layer."""
         return mx.concatenate([stream[-1], *(stream[i] for i in self.taps)], axis=-1) if self.taps else stream[-1]
 
     @property
@@ -142,7 +142,7 @@ class Port(HasRuntime, nn.Module):
         return (self.model if head is None or "embed_tokens" not in head else head).embed_tokens(tokens)
 
     def unembedding(self, depth: int | None = None) -> Any:
-        """Find the LM head, the embedding where the two are tied, or what the MTP head of `depth` has for its own."""
+        """Return the LM head or the tied embedding; for an MTP head with its own LM head, that one."""
         if depth is not None and "head" in self["mtp"][depth]:
             return self["mtp"][depth]["head"]
         language = self.language
@@ -151,7 +151,7 @@ class Port(HasRuntime, nn.Module):
         return self.model.embed_tokens
 
     def normed(self, hidden: mx.array) -> mx.array:
-        """Norm hidden rows, as `hidden` returns them, for the LM head: [..., H]."""
+        """Norm rows from `hidden` for the LM head: [..., H]."""
         return self.model.norm(hidden[..., : self.model.norm.weight.size] if self.taps else hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -162,7 +162,7 @@ class Port(HasRuntime, nn.Module):
         return None if head is None else Rows(head, self.normed(hidden).flatten(0, 1))
 
     def capture(self, hidden: mx.array) -> mx.array:
-        """Select or fuse what an MTP head reads of hidden rows: [..., H]."""
+        """Select or fuse an MTP head's input from rows of `hidden`: [..., H]."""
         if not isinstance(self.spec.capture, str):
             return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
@@ -184,18 +184,18 @@ class Port(HasRuntime, nn.Module):
         return mx.zeros((1, 1, self.model.norm.weight.size), self.model.norm.weight.dtype)
 
     def cached_layers(self) -> list[Any]:
-        """List the layers that have a cache."""
+        """Return the layers that have a cache."""
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
-        """List the windows of `cached_layers`, None for all positions, or their kinds of cache."""
+        """Return the windows (None: all positions) or cache kinds of `cached_layers`."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[CacheKind]:
         return [*self.drafter.windows] if self.drafter is not None else [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
-        """List the parameter paths that checkpoint tensor `name` becomes; none where it is dropped."""
+        """Return the parameter paths that checkpoint tensor `name` becomes; none if it is dropped."""
         head = self.spec.locate(name, self.args.num_hidden_layers)
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
         if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
@@ -205,15 +205,18 @@ class Port(HasRuntime, nn.Module):
         return names
 
     def unrenamed(self, path: str) -> str:
-        """Write a parameter's path with what sanitizing renamed as the checkpoint has it."""
+        """Return a parameter's path with the checkpoint's names, for the parts that sanitizing renames."""
         for rule in self.RENAMED:
             for new in rule.becomes if rule.shown else ():
                 path = path.replace(new, rule.shown)
         return path
 
     def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
-        """Turn checkpoint tensors into parameters. Where norms are stored zero-centred, mlx-lm shifts the trunk's by
-        +1; the heads' are kept from it, for it may judge them otherwise, and shifted here.
+        """Convert checkpoint tensors to parameters.
+
+        If norms are stored zero-centred, mlx-lm adds 1 to the trunk's. It may judge the heads' norms differently, so
+        they
+        bypass it and are shifted here.
         """
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}
@@ -224,11 +227,11 @@ class Port(HasRuntime, nn.Module):
         return self.BASE.sanitize(self, trunk) | parameters
 
     def one_layer(self) -> Any:
-        """Make what BASE.sanitize sees as `self` when it is given a single layer."""
+        """Return the `self` for a call of BASE.sanitize with a single layer."""
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
     def sanitized_heads(self, heads: Tensors) -> Tensors:
-        """Apply mlx-lm's sanitizing (experts, fp8, MLA) of one layer to each depth; KeyError names what it misses."""
+        """Apply mlx-lm's sanitizing (experts, fp8, MLA) to each depth; KeyError names a missing tensor."""
         depths: dict[int, Tensors] = {}
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]
@@ -239,19 +242,19 @@ class Port(HasRuntime, nn.Module):
         for depth, tensors in depths.items():
             try:
                 block = self.BASE.sanitize(one_layer, tensors)
-            except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+            except KeyError as e:  # mlx-lm assumes that the tensors it stacks or splits exist
                 raise KeyError(f"mtp.{depth}.block." + str(e.args[0]).partition(self.INSIDE)[2]) from None
             for name, w in block.items():
-                inside = name.partition(self.INSIDE)[2]  # a wrapper's sanitizing puts its own prefix in front
+                inside = name.partition(self.INSIDE)[2]  # a wrapper's sanitizing adds its own prefix
                 path = inside.removeprefix(OUTSIDE) if inside.startswith(OUTSIDE) else f"block.{inside}"
                 parameters[f"mtp.{depth}.{path}"] = w
         return parameters
 
 
 class HeadlessPort(Port):
-    """A family whose checkpoints have no MTP heads: the target of a drafter, or decoded plainly."""
+    """A family whose checkpoints have no MTP heads: target of an external drafter, or decoded plainly."""
 
-    SPEC = MTPSpec(tensors=())  # no tensor of the checkpoint is an MTP head's
+    SPEC = MTPSpec(tensors=())  # matches no tensor
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
         super().__init__(args, 0, spec)

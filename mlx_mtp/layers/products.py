@@ -1,7 +1,7 @@
-"""Multiply a verify's few rows by weights, quantized or not, each row with the bits of a one-row call.
+"""Multiply a verify's few rows by weights, quantized or not; each row has the bits of a one-row call.
 
-MLX picks another kernel, and with it other bits, when the number of rows changes; these products do not. Modules
-become subclasses of what they were, so that parameters keep their names and the port's code its calls.
+MLX picks another kernel, and so other bits, when the number of rows changes; these products do not. Modules become
+subclasses of their class, so that parameter names and the port's calls stay valid.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from .kernel_site import TOGETHER_ROWS, VERIFY_ROWS, Site, format_of, rows_of
 
 
 class Stack(Site):
-    """Quantized linears that read the same x, stacked along N. Their own weights become views of the stack.
+    """Quantized linear layers that read the same x, stacked along N. Their own weights become views of the stack.
 
-    So do their biases where each has one, of one type; else those that there are are added to the products.
+    Biases are stacked too if each layer has one of the same type; otherwise they are added to the products.
     """
 
     op = "verify_qmm"
@@ -49,7 +49,7 @@ class Stack(Site):
             for module, a, b in zip(self.modules, (0, *ends), ends, strict=False):
                 module.update({name: whole[name][a:b] for name in stored})
             mx.eval(whole, [module.parameters() for module in self.modules])
-            mx.clear_cache()  # what they were before has sizes that nothing else asks for
+            mx.clear_cache()  # freed arrays of these sizes would not be reused
         watched = dict.fromkeys((*stored, "bias"))
         self.parts = [(module, name, module.get(name)) for module in self.modules for name in watched]
         form = first.group_size, first.bits, first.mode
@@ -57,14 +57,14 @@ class Stack(Site):
 
     @property
     def weights(self) -> Quantized:
-        """The weights that the linears have now: those loaded or cast since they were stacked are stacked again."""
+        """The current weights; layers loaded or cast since the last call are stacked again."""
         if any(module.get(name) is not array for module, name, array in self.parts):
             self._stack()
         return self.stacked
 
     @property
     def candidates(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Row counts to try: several linears are one launch for a single row, too."""
+        """Row counts to try; several layers save launches even for a single row."""
         return (*([1] if len(self.modules) > 1 else []), *VERIFY_ROWS)
 
     def splits(self, rows: int) -> bool:
@@ -86,14 +86,14 @@ class Stack(Site):
         return self._plus_biases([mx.quantized_matmul(x, *part, **how) for part in parts])
 
     def biased(self, products: list[mx.array]) -> list[mx.array]:
-        """Add to the linears' products [..., N_i] the biases that are not stacked."""
+        """Add the biases that are not stacked to the products [..., N_i]."""
         return self._plus_biases(products) if self.mixed else products
 
     def _plus_biases(self, products: list[mx.array]) -> list[mx.array]:
         return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Multiply by the linear `index`; the others' products are kept until each was asked for with the same x."""
+        """Return the product of layer `index`; the other products are kept until each was read with the same x."""
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
@@ -106,7 +106,7 @@ class Stack(Site):
 
 
 class Matrices(Site):
-    """A Stack's product by simdgroup matrices, for the row counts where that is faster; its bits are its own."""
+    """A Stack's product by simdgroup matrices, on where it is faster; its bits differ from MLX's."""
 
     op = "verify_qmm_mma"
     candidates = (5, 6, 7, 8)
@@ -130,7 +130,7 @@ class Matrices(Site):
         return self.stack.biased(verify_qmm_mma(x, self.stack.weights))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        """Run what it has to be faster than, and half as accurate as: the Stack's kernel, whose bits are MLX's."""
+        """Run the Stack's kernel, with MLX's bits; a trial requires more speed than it and half its accuracy."""
         return self.stack.biased(verify_qmm(x, self.stack.weights, split=rows_of(x) in self.stack.split))
 
     def truth(self, x: mx.array) -> list[mx.array]:
@@ -138,7 +138,7 @@ class Matrices(Site):
 
 
 class GLU(Site):
-    """Gate, up and SwiGLU of an MLP in one launch; `limit` clamps them where the MLP has one."""
+    """Gate, up and SwiGLU of an MLP in one launch, clamped at the MLP's `limit` if it has one."""
 
     op = "verify_glu"
     stock_exact = True
@@ -152,7 +152,7 @@ class GLU(Site):
         self.kind, self.weights_read = self.stack.kind, self.stack.weights_read
 
     def serves(self, x: mx.array) -> bool:
-        """Say whether it is on for x: not where gate or up was replaced, as by an adapter, or Matrices are on."""
+        """Return whether the site is on for x; False if gate or up was replaced, or if Matrices are on."""
         same = all(map(operator.is_, (self.mlp.gate_proj, self.mlp.up_proj), self.stack.modules))
         return same and rows_of(x) in self.rows - self.stack.matrix_rows
 
@@ -171,7 +171,7 @@ class GLU(Site):
 
 
 class VerifyMLP:
-    """Mixin in front of an MLP that is down(swiglu(gate(x), up(x))), clamped where it has a `limit`."""
+    """Mixin for an MLP that computes down(swiglu(gate(x), up(x))), clamped at its `limit` if it has one."""
 
     glu: GLU
 
@@ -181,7 +181,7 @@ class VerifyMLP:
 
 
 class Dense(Site):
-    """The product of an unquantized module: a linear, an embedding as LM head, or a router."""
+    """The product of an unquantized module: a linear layer, an embedding as LM head, or a router."""
 
     op = "verify_gemv"
     candidates = tuple(VERIFY_ROWS)
@@ -194,7 +194,7 @@ class Dense(Site):
         self.shape = f"{n}x{self.width} {dtype}" + (" with bias" if "bias" in module else "")
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Multiply by the module, its only part."""
+        """Return the product of the module, its only part."""
         return verify_gemv(x, self.module.weight, self.module.get("bias"))
 
     def ours(self, x: mx.array) -> list[mx.array]:
@@ -207,7 +207,7 @@ class Dense(Site):
 
 
 class VerifyLinear:
-    """Mixin in front of a linear, quantized or not, that is number `index` of a site."""
+    """Mixin for a linear layer, quantized or not, which is part `index` of a site."""
 
     site: Stack | Dense
     index = 0
@@ -218,7 +218,7 @@ class VerifyLinear:
 
 
 class VerifyEmbedding:
-    """Mixin in front of an embedding, quantized or not, that is the LM head, too, with a site of its own."""
+    """Mixin for an embedding, quantized or not, that is also the LM head and has a site."""
 
     site: Stack | Dense
 
@@ -228,7 +228,7 @@ class VerifyEmbedding:
 
 
 class _Rows:
-    """Stands for x in a router's `x @ weight.T`."""
+    """Replaces x in a router's `x @ weight.T` to run our kernel."""
 
     def __init__(self, x: mx.array):
         self.x = x
@@ -238,7 +238,7 @@ class _Rows:
 
 
 class VerifyRouter:
-    """Mixin in front of a router that is a selection from `x @ weight.T` and uses x for nothing else."""
+    """Mixin for a router that chooses from `x @ weight.T` and uses x for nothing else."""
 
     site: Dense
 

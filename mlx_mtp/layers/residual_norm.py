@@ -1,4 +1,4 @@
-"""Add to the residual stream and norm the sum, x + r, in one launch instead of two."""
+"""Add to the residual stream and norm the sum in one launch instead of two."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .kernel_site import TOGETHER_ROWS, Site, rows_of
 
 
 class Sum(Site):
-    """A sum of the residual stream and the norm behind it, which may belong to the layer that follows."""
+    """A residual sum and the norm that follows, which may belong to the next layer."""
 
     op = "add_norm"
     stock_exact = True
@@ -21,14 +21,14 @@ class Sum(Site):
         self.read: tuple[mx.array | None, mx.array | None] = (None, None)
 
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
-        """Add x and r [..., H]; the norm of the sum is kept for its module, which is called with this very sum."""
+        """Add x and r [..., H]; keep the norm of the sum for the norm module, which is called with the sum next."""
         if rows_of(x) not in self.rows:
             return x + r
         self.read = add_norm(x, r, self.norm.weight, self.norm.eps)
         return self.read[0]  # type: ignore[return-value]
 
     def normed(self, x: mx.array) -> mx.array | None:
-        """Hand over, once, the norm of x if x is the last sum."""
+        """Return the kept norm once if x is the last sum, else None."""
         (h, normed), self.read = self.read, (None, None)
         return normed if h is x else None
 
@@ -41,7 +41,7 @@ class Sum(Site):
 
 
 class VerifyNorm:
-    """Mixin in front of the norm of a Sum, whose result it takes over."""
+    """Mixin for the norm of a Sum that returns the norm kept by the Sum."""
 
     sum: Sum
 
@@ -51,9 +51,9 @@ class VerifyNorm:
 
 
 class VerifyBlock:
-    """Mixin in front of a decoder layer that is h = x + mixer(norm(x)), then h + mlp(norm(h)), in full.
+    """Mixin for a decoder layer that computes h = x + mixer(norm(x)), then h + mlp(norm(h)), and nothing else.
 
-    `after`: the sum whose norm the next layer, or the model, takes; an MTP head's block has none.
+    `after`: the sum whose norm belongs to the next layer or the model; None in an MTP head's block.
     """
 
     middle: Sum

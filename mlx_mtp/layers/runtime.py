@@ -1,4 +1,4 @@
-"""State of one loaded model beside its weights, in one object that all rooms share."""
+"""The state of one loaded model other than its weights, in one object that all rooms share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from .kernel_site import Site
 
 
 class LoadReport(Protocol):
-    """What rooms below `checkpoint` read of `checkpoint.report.Report`, a dataclass."""
+    """The fields that rooms below `checkpoint` read from `checkpoint.report.Report`, a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -27,9 +27,9 @@ class LoadReport(Protocol):
 class Runtime:
     """State of one model, created with it; a field is None, or empty, until its room sets it.
 
-    report: facts of the load. ranks: those that the target's layers are split over.
+    report: facts of the load. ranks: the ranks that the target's layers are split over.
     untested: reads and tests the heads before they first draft; it may warn, or raise ValueError.
-    sites: places where kernels may run. trials: of these kernels (`tuning.kernel_switch.ModelTrials`).
+    sites: modules that kernels may replace. trials: trials of these kernels (`tuning.kernel_switch.ModelTrials`).
     failed: reasons for which kernels do not compile or run, by op, shape and rows.
     learned: costs of cycles on this machine (`decoding.policy.Learned`).
     recorder: the recorded cycles (`decoding.replay.Recorder`).

@@ -1,7 +1,7 @@
-"""Compute RoPE's angles once for all layers of a pass, on a CPU, where MLX computes them in every call anew.
+"""Compute RoPE's angles on a CPU once per pass for all layers, where MLX computes them in every call.
 
-The bits are those of `mx.fast.rope` where MLX has no kernel for it: halves a and b become a cos - b sin and
-b cos + a sin. A GPU has a kernel.
+The bits are those of `mx.fast.rope` without a kernel: halves a and b become a cos - b sin and b cos + a sin. On a GPU
+MLX has a kernel.
 """
 
 import math
@@ -14,10 +14,10 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 
 class Angles:
-    """The factors of a row and of its halves in the other order, of the last positions asked for, by thread: arrays
-    belong to one.
+    """Cosines and signed sines of the last requested positions, cached per thread: arrays belong to one thread.
 
-    Cosines, and sines that are negative for the first half, [L, dims]; of several texts [n, 1, L, dims].
+    Shapes [L, dims], or [n, 1, L, dims] for several sequences. Sines of the first half are negative: they multiply
+    the row with its halves swapped.
     """
 
     def __init__(self, module: Any):
@@ -26,7 +26,7 @@ class Angles:
         self._last: dict[int, tuple] = {}
 
     def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
-        """Return the factors of `rows` positions from `offset`, an int or int32 [n]."""
+        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [n]."""
         thread = threading.get_ident()
         known, n, found = self._last.get(thread, (None, 0, None))
         same = known == offset if isinstance(known, int) and isinstance(offset, int) else known is offset
@@ -46,7 +46,7 @@ class Angles:
 
 
 class SharedRope:
-    """Mixin in front of RoPE modules whose angles layers share; other types than float32 they rotate themselves."""
+    """Mixin for RoPE modules with shared angles; types other than float32 use the module's own rotation."""
 
     _angles: Angles
 
@@ -66,7 +66,7 @@ SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kin
 
 
 def share_angles(model: nn.Module) -> None:
-    """Let the layers of a model whose RoPE is alike compute its angles once."""
+    """Share the angles among a model's RoPE modules with equal parameters."""
     known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():
         rope = module.get("rope")

@@ -1,9 +1,9 @@
-"""Attend each row to the few positions that an indexer chooses for it (DeepSeek Sparse Attention).
+"""Attend each row to the few positions that an indexer selects for it (DeepSeek Sparse Attention).
 
-Beside latent rows and rotated keys, the cache holds the indexer's keys: a position is one row of all three, and they
-roll back, grow and are saved together. A verify's rows read what they chose, gathered in the order of positions, so
-that a row's arithmetic depends neither on the other rows nor on how long the buffer is. Of equal scores the later
-position is chosen, as by mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+The cache holds the indexer's keys in addition to latent rows and rotated keys. One position is one row of all three,
+so they roll back, grow and are saved together. A verify's rows gather the selected positions in ascending order, so a
+row's arithmetic depends neither on the other rows nor on the buffer's length. Ties go to the later position, as in
+mlx-lm. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
 
 from dataclasses import dataclass, field
@@ -15,23 +15,24 @@ from .kernel_site import side_by_side
 from .mla import ABSORBED_ROWS, AbsorbedMLA, LatentAttention, Mask
 from .norm_rope import Offset
 
-SCORED_ROWS = 64  # of a prompt at a time: every indexer head scores every position
+SCORED_ROWS = 64  # prompt rows scored at a time: every indexer head scores every position
 
 
 @dataclass
 class Chosen:
-    """Slots [L, index_topk], None for all, that the last indexer chose for each text, for layers that have none."""
+    """Slots [L, index_topk] (None: all) of the last indexer per sequence, for layers without an indexer."""
 
     slots: list[mx.array | None] = field(default_factory=list)
 
 
 class ChosenAttention(LatentAttention):
-    """The attention of a module's absorbed queries to the `count` latent rows that each chooses, or to all there are.
+    """Attention of a module's absorbed queries to the `count` latent rows that each selects, or to all if there are
+    fewer.
 
-    In a trial a row's are spread over all positions before it.
+    In a trial a row's selection is spread over all positions before it.
     """
 
-    varies = False  # as many, however long the text
+    varies = False  # reads the same number of rows at any context length
 
     def __init__(self, module: Any, count: int):
         super().__init__(module)
@@ -48,9 +49,9 @@ class ChosenAttention(LatentAttention):
 
 
 class SparseMLA(AbsorbedMLA):
-    """Mixin in front of mlx-lm's MLA attention with an indexer, whose `__call__` it replaces where there is a cache.
+    """Mixin for mlx-lm's MLA attention with an indexer that replaces `__call__` if there is a cache.
 
-    handed_on: a place that layers share; one with an `indexer` writes its choice there, one without reads it.
+    handed_on: shared between layers; a layer with an `indexer` writes its selection, a layer without one reads it.
     """
 
     handed_on: Chosen | None = None
@@ -67,18 +68,19 @@ class SparseMLA(AbsorbedMLA):
         masks = [mask] if mask is None or mask.ndim == 2 else [each[0] for each in mask]
         if n == 1:
             return self.output(self.attended(0, masks[0], cache, offset, *arrays))
-        texts = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]
-        return self.output(mx.concatenate([self.attended(i, masks[i], None, *text) for i, text in enumerate(texts)]))
+        sequences = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]
+        outputs = [self.attended(i, masks[i], None, *arrays) for i, arrays in enumerate(sequences)]
+        return self.output(mx.concatenate(outputs))
 
-    def attended(self: Any, text: int, mask: Mask, cache: Any, offset: Offset, *arrays: mx.array) -> mx.array:
-        """Attend a text's rows to its latent rows, of which its `keys`, if there are any, are asked first.
+    def attended(self: Any, index: int, mask: Mask, cache: Any, offset: Offset, *arrays: mx.array) -> mx.array:
+        """Attend the rows of sequence `index` to its latent rows; its indexer `keys`, if any, select positions first.
 
-        cache: what holds the text alone, whose buffers a kernel can read; None where others are beside it.
+        cache: a cache of this sequence alone, whose buffers a kernel can read; None for a pool.
         """
         x, compressed, q, q_pe, latent, k_pe, *keys = arrays
-        chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[text]
+        chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[index]
         if keys and self.handed_on:
-            self.handed_on.slots[text:] = [chosen]
+            self.handed_on.slots[index:] = [chosen]
         if x.shape[1] > ABSORBED_ROWS:
             if chosen is not None:
                 mask = among(chosen, mask, latent.shape[2])
@@ -96,9 +98,9 @@ class SparseMLA(AbsorbedMLA):
     def attend_to(
         self: Any, chosen: mx.array, q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
-        """Attend absorbed queries [1, heads, L, D] to each row's chosen [L, topk] of latent and k_pe [1, 1, S, D].
+        """Attend absorbed queries [1, heads, L, D] to each row's selected [L, topk] of latent and k_pe [1, 1, S, D].
 
-        The rows are a batch, each with keys of its own that its heads share. Returns [1, heads, L, latent].
+        The rows become a batch, each with its own keys, which its heads share. Returns [1, heads, L, latent].
         """
         latent, k_pe = (mx.take(a[0, 0], chosen, axis=0)[:, None] for a in (latent, k_pe))  # [L, 1, topk, D]
         if mask is not None:
@@ -109,10 +111,11 @@ class SparseMLA(AbsorbedMLA):
     def choose(
         self: Any, x: mx.array, compressed: mx.array, keys: mx.array, mask: Mask, offset: Offset
     ) -> mx.array | None:
-        """Choose the slots [L, index_topk], ascending, of `keys` [1, 1, S, D] that rows x [1, L, H] attend to.
+        """Select the slots [L, index_topk], ascending, of `keys` [1, 1, S, D] that rows x [1, L, H] attend to.
 
-        compressed: what the queries are projected from. None: there are no more than index_topk slots. A row that
-        sees fewer takes hidden ones as well: `mask` still applies.
+        compressed: the input of the query projection. Returns None if there are at most index_topk slots. A row that
+                    may
+        attend to fewer also selects masked slots, so `mask` still applies.
         """
         indexer, L = self.indexer, x.shape[1]
         if keys.shape[2] <= indexer.index_topk:
@@ -123,7 +126,7 @@ class SparseMLA(AbsorbedMLA):
         blocks = []
         for first in range(0, L, SCORED_ROWS):
             rows = slice(first, first + SCORED_ROWS)
-            # One after the other: MLX would begin several, and hold what all of them compute.
+            # Run blocks in sequence; MLX would start several and hold the scores of all.
             (queries,) = mx.depends([q[rows]], blocks[-1:])
             scores = index_scores(queries, weights[rows], keys[0, 0])
             if mask is not None:
@@ -141,6 +144,6 @@ def index_scores(q: mx.array, weights: mx.array, keys: mx.array) -> mx.array:
 
 
 def among(chosen: mx.array, mask: Mask, slots: int) -> mx.array:
-    """Mark, in a boolean mask [L, slots], those of `chosen` [L, k] that `mask` does not hide."""
+    """Return a boolean mask [L, slots] of the slots in `chosen` [L, k] that `mask` does not hide."""
     rows = mx.put_along_axis(mx.zeros((chosen.shape[0], slots), mx.bool_), chosen, mx.array(True), axis=-1)
     return rows if mask is None else rows & mask

@@ -1,4 +1,4 @@
-"""State what the decode loop asks of a model, whichever port or mlx-lm model it is."""
+"""Define the interface between the decode loop and a model, a port or an mlx-lm model."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,11 +12,11 @@ from .runtime import Runtime
 
 
 class Target(CachedModel, Protocol):
-    """The model that verifies, with the MTP heads in `mtp` that draft for it; `layers.port.Port` is the usual one.
+    """The model that verifies, with MTP heads in `mtp` that draft for it; usually a `layers.port.Port`.
 
-    Without heads `max_draft_tokens` is 0, and what only drafting asks for (from `embed` on) is never called.
-    max_draft_tokens: most drafts of its heads in a cycle. runtime: its state beside the weights.
-    taps: numbers of layers whose residual stream hidden rows have, too. drafter: drafts in place of heads.
+    Without heads `max_draft_tokens` is 0, and the methods for drafting (from `embed` on) are never called.
+    max_draft_tokens: maximum drafts of its heads in a cycle. runtime: its state other than the weights.
+    taps: indices of the layers whose residual stream is part of the hidden rows. drafter: replaces the heads.
     """
 
     layers: Sequence[Any]
@@ -36,7 +36,7 @@ class Target(CachedModel, Protocol):
     def taps(self) -> tuple[int, ...]: ...
 
     def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Read tokens [n, L] into the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
+        """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -44,7 +44,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Return what chooses the n * M tokens of hidden rows [n, M, H]; None where logits must be computed."""
+        """Return an object that chooses n * M tokens for hidden rows [n, M, H], or None if logits are needed."""
         ...
 
     def parameters(self) -> Any: ...
@@ -60,21 +60,21 @@ class Target(CachedModel, Protocol):
         ...
 
     def capture(self, hidden: mx.array) -> mx.array:
-        """Return what the first head reads, [1, L, H], of the target's hidden rows."""
+        """Return the first head's input, [1, L, H], for the target's hidden rows."""
         ...
 
     def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:
-        """Return embeddings [..., H] of tokens [...] as the head of `depth` reads them, None: as the target does."""
+        """Return embeddings [..., H] of tokens [...] for the head of `depth`, or for the target (None)."""
         ...
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
-        """Return logits [..., n] of a head's output rows [..., H]; `mtp[depth].token` names the n tokens."""
+        """Return logits [..., n] of a head's output rows [..., H]; `mtp[depth].token` maps the n rows to tokens."""
         ...
 
     def draft_choice(self, depth: int, output: mx.array) -> mx.array:
-        """Return the numbers, int32 [n, 1], of the greatest of the `draft_logits` of output rows [n, 1, H]."""
+        """Return the indices of the greatest `draft_logits` of output rows [n, 1, H], int32 [n, 1]."""
         ...
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return what chooses drafts of output rows [n, 1, H] without logits; None where they must be computed."""
+        """Return an object that chooses drafts for output rows [n, 1, H], or None if logits are needed."""
         ...

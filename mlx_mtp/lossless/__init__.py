@@ -1,1 +1,1 @@
-"""Check that drafting does not change what a model says on this machine: texts with and without drafts, compared."""
+"""Check on this machine that drafting does not change a model's output: compare it with and without drafts."""

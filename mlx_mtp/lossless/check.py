@@ -1,4 +1,4 @@
-"""Check a loaded model: its texts with drafts beside those without, its draws, its heads; and say what is wrong."""
+"""Check a loaded model: compare drafted with plain output, test its draws and its heads, and list the faults."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
 from .wirings import Better, diagnose
 
-Progress = Callable[[str, int, int], None]  # a stage, and how much of it is done
+Progress = Callable[[str, int, int], None]  # receives a stage, the items done and their number
 P_MIN = 0.5
 TEMP, SAMPLED_PROMPTS, SAMPLED_TOKENS = 0.8, 3, 32
-FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 8, 256  # the last one: most tokens of a prompt
-MISSED = 0.95, 3  # a loop keeps at least this share of the right guesses, less so many
+FIT_TEMP, FIT_TOKENS, FIT_PROMPT = 1.0, 8, 256  # the last: maximum prompt tokens
+MISSED = 0.95, 3  # the loop must accept at least this share of the correct predictions, minus this number
 
 
-def told(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
-    """Yield the items, and tell before each how many of them are done."""
+def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
+    """Yield the items, reporting the number done before each."""
     for i, item in enumerate(items):
         progress(stage, i, len(items))
         yield item
@@ -30,7 +30,7 @@ def told(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked. drafts: most of a cycle; max_tokens: of a new text; draws: texts to test; seed: of draws."""
+    """What to check. drafts: maximum per cycle; max_tokens: per output; draws: outputs to test; seed: of draws."""
 
     drafts: int
     max_tokens: int = 40
@@ -49,21 +49,21 @@ class Settings:
 
     @property
     def most(self) -> Way:
-        """The most drafts, always."""
+        """The way that always drafts the maximum."""
         return self.ways[self.drafts - 1]
 
 
 @dataclass
 class Verdict:
-    """What was found.
+    """The result of a check.
 
-    greedy, sampled: each way's texts beside the plain ones; of the sampled ones every way has the same seeds.
-    drift:     the worst of the drafted logprobs.
+    greedy, sampled: output of each way compared with plain decoding; all ways of a sampled output share its seed.
+    drift:     the greatest change of a logprob by drafting, relative to its tolerance.
     fits:      tests of distributions.
-    agreement: per depth, how often its guess is the target's token.
-    kept:      drafts that were, while drafting one per head, and those that are right by `agreement`'s guesses.
-    better:    wirings of the heads that would be right more often.
-    warnings:  what looks wrong, though no text is; broken: what is wrong.
+    agreement: per depth, the share of positions whose prediction is the target's token.
+    kept:      accepted drafts with one draft per head, and the number that `agreement`'s predictions would accept.
+    better:    wirings of the heads that predict more tokens correctly.
+    warnings:  suspicious findings that change no output; broken: faults.
     """
 
     dtype: str
@@ -79,27 +79,27 @@ class Verdict:
 
     @property
     def diverged(self) -> bool:
-        """Whether texts with drafts are other texts, or drawn with other probabilities."""
+        """Whether drafts change the output, or the probabilities of sampled output."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
 def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
-    """Check a model; its heads are looked at where it has some."""
+    """Check a model, and its heads if it has any."""
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
-    texts = told(prompts, "plain text", progress)
+    texts = with_progress(prompts, "plain text", progress)
     references = [Reference(model, prompt, settings.max_tokens, stops) for prompt in texts]
     verdict = Verdict(str(references[0].one_pass.dtype).rpartition(".")[2])
     verdict.greedy = _greedy(references, settings, progress)
     if settings.drafts:
-        drifts = [drift(r, settings.most) for r in told(references, "logits", progress)]
+        drifts = [drift(r, settings.most) for r in with_progress(references, "logits", progress)]
         verdict.drift = max(drifts, key=by_share)
         verdict.sampled = _sampled(model, prompts[:SAMPLED_PROMPTS], stops, settings, progress)
         verdict.fits = _fits(model, references, settings, progress)
     if model.mtp:
         references.sort(key=lambda r: len(r.one_pass.tokens))
         passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
-        own = examine(model, [Known.of(p.tokens, p.hidden, p.said) for p in passes], settings, verdict, progress)
+        own = examine(model, [Known.of(p.tokens, p.hidden, p.predicted) for p in passes], settings, verdict, progress)
         verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
     conclude(model, verdict)
     return verdict
@@ -107,11 +107,11 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
 
 def _greedy(references: list[Reference], settings: Settings, progress: Progress) -> list[Comparison]:
     found = [Comparison("one pass")]
-    for reference in told(references, found[0].way, progress):
+    for reference in with_progress(references, found[0].way, progress):
         compare_one_pass(reference, found[0])
     for way in settings.ways:
         found.append(Comparison(way.name))
-        for reference in told(references, way.name, progress):
+        for reference in with_progress(references, way.name, progress):
             compare(reference, way, found[-1])
     return found
 
@@ -119,12 +119,12 @@ def _greedy(references: list[Reference], settings: Settings, progress: Progress)
 def _sampled(
     model: Target, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
 ) -> list[Comparison]:
-    """Compare texts of one seed in every way: drafts that share the draw's noise, and greedy ones."""
+    """Compare sampled output of one seed in every way: drafts drawn with the target's noise, and greedy drafts."""
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
     plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
     found = [Comparison(f"{way.name}, {mode}") for way, mode in plans]
     length = min(SAMPLED_TOKENS, settings.max_tokens)
-    for seed, prompt in enumerate(told(prompts, "sampled text", progress), settings.seed):
+    for seed, prompt in enumerate(with_progress(prompts, "sampled text", progress), settings.seed):
         reference = Reference(model, prompt, length, stops, PLAIN.sampled(TEMP, seed, "coupled"))
         for (way, mode), comparison in zip(plans, found, strict=True):
             compare(reference, way.sampled(TEMP, seed, mode), comparison)
@@ -132,13 +132,13 @@ def _sampled(
 
 
 def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
-    """Test draws behind the prompt whose draws tell most."""
+    """Test draws after the prompt whose distributions have the most information about the temperature."""
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
     first, options = settings.seed + 1000, settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
-    seeds = told(range(first, first + settings.draws), "distribution", progress)
+    seeds = with_progress(range(first, first + settings.draws), "distribution", progress)
     texts = draw(model, prompt, options, seeds=seeds, length=FIT_TOKENS)
-    return [fit(model, prompt, told(texts, "probabilities", progress), temp=FIT_TEMP, mode="coupled")]
+    return [fit(model, prompt, with_progress(texts, "probabilities", progress), temp=FIT_TEMP, mode="coupled")]
 
 
 def _spread(reference: Reference) -> float:
@@ -147,9 +147,9 @@ def _spread(reference: Reference) -> float:
 
 
 def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress) -> Rights:
-    """Look at the heads alone; returns where they are right."""
+    """Check the heads alone; return the positions at which their predictions are right."""
     depths = max(len(model.mtp), min(settings.drafts, 2))
-    own = [right(model, text, depths) for text in told(texts, "heads", progress)]
+    own = [right(model, text, depths) for text in with_progress(texts, "heads", progress)]
     verdict.agreement = shares(own)
     verdict.warnings += suspicions(model, own)
     if settings.diagnose:
@@ -158,7 +158,7 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
 
 
 def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
-    """Count the drafts that were kept of texts that are the plain ones, and those that the heads have right there."""
+    """Return the accepted drafts of outputs equal to the plain ones, and the number predicted correctly."""
     k = min(len(fixed) - 1, modules)
     were = should = 0
     differing = {difference.prompt for difference in fixed[k].differences}
@@ -171,7 +171,7 @@ def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], mod
 
 
 def conclude(model: Target, verdict: Verdict) -> None:
-    """Say in the verdict what is wrong, and what may be."""
+    """Add the faults and warnings to the verdict."""
     report, broken, agreement = model.report, verdict.broken, verdict.agreement
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):
         if ways := [c.way for c in found if c.diverged]:
@@ -181,18 +181,18 @@ def conclude(model: Target, verdict: Verdict) -> None:
         if verdict.dtype == "float32":
             broken.append(text + "what rounding explains")
         else:
-            verdict.warnings.append(text + "what rounding explains without experts; --float32 tells")
+            verdict.warnings.append(text + "what rounding explains without experts; check with --float32")
     broken += [f"{f.mode} sampling: p = {f.p:.1g} for the target's probabilities" for f in verdict.fits if f.refused]
     if report.declared and not report.heads:
         broken.append(f"config.json declares {report.declared} MTP heads, none were loaded ({report.source})")
     for depth, share in enumerate(agreement[: max(1, report.heads)], 1):
         if share < LEAST:
-            whose = "the first head" if depth == 1 else f"depth {depth}"
-            broken.append(f"{whose}'s guess is the target's token in {share:.1%} of cases")
+            head = "the first head" if depth == 1 else f"depth {depth}"
+            broken.append(f"{head} predicts the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
-        of = f"{right_ones} that the heads have right where they read the whole text"
-        broken.append(f"{were} drafts were kept of {of}")
+        expected = f"{right_ones} that the heads predict correctly when they read the whole text"
+        broken.append(f"{were} drafts were accepted of {expected}")
     for better in verdict.better[:1]:
         before, after = (" / ".join(f"{s:.0%}" for s in some) for some in (better.before, better.after))
         broken.append(f"the heads are wired or converted wrongly: right {before}, with {better.wiring} {after}")

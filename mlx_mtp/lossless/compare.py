@@ -1,7 +1,8 @@
-"""Compare texts with drafts to texts without: the same, or every difference judged, and on it goes behind it.
+"""Compare drafted with plain output, and judge every difference.
 
-The reference is plain decoding, `num_draft_tokens=0`. Behind a near-tie the drafting run starts anew from the plain
-text up to there, so that one near-tie does not hide a later real divergence; behind a real one it ends.
+The reference is plain decoding, `num_draft_tokens=0`. After a near-tie the drafting run restarts from the plain
+output
+up to that point, so that a near-tie does not hide a later real divergence. After a real divergence it stops.
 """
 
 import itertools
@@ -22,8 +23,8 @@ from ..layers.target import Target
 from .prompts import Prompt
 from .rounding_judge import Judgement, OnePass
 
-STEP = 256  # tokens of a prompt that are read in one call
-DOUBTED = 4  # positions of a text at which it is measured how far rounding reaches
+STEP = 256  # tokens of a prefill chunk
+DOUBTED = 4  # number of positions whose rounding error is measured
 by_share = operator.attrgetter("share")
 
 
@@ -35,11 +36,11 @@ class Way:
     options: dict[str, Any]
 
     def sampled(self, temp: float, seed: int, mode: str) -> "Way":
-        """Return the same way for a text that is drawn."""
+        """Return the same way with sampling options."""
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
-        """Compute what the draw at a position adds to its logits [V]; 0 where nothing is drawn."""
+        """Return the noise [V] that the draw at a position adds to its logits; 0 for greedy decoding."""
         if "seed" not in self.options:
             return 0.0
         dice = mx.random.split(key_at(random_key(self.options["seed"]), position))[1]
@@ -50,22 +51,22 @@ PLAIN = Way("plain", {"num_draft_tokens": 0})
 
 
 def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
-    """List every number of drafts up to k, and what else decides how many there are."""
+    """Return every fixed number of drafts up to k, and the other options that decide the number of drafts."""
     fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
-    most: dict[str, Any] = {"num_draft_tokens": k or None}
+    maximum: dict[str, Any] = {"num_draft_tokens": k or None}
     found = [Way(f"{n} draft{'s' * (n > 1)}", fixed | {"num_draft_tokens": n}) for n in range(1, k + 1)]
     others = (
-        (lookup, Way("lookups", fixed | most | {"prompt_lookup": True})),
-        (k, Way("p_min", fixed | most | {"draft_p_min": p_min})),
-        (k and adaptive, Way("adaptive", most | {"compile_cycles": False})),
-        (k and compiled, Way("compiled", most | {"adaptive": False, "compile_cycles": True})),
+        (lookup, Way("lookups", fixed | maximum | {"prompt_lookup": True})),
+        (k, Way("p_min", fixed | maximum | {"draft_p_min": p_min})),
+        (k and adaptive, Way("adaptive", maximum | {"compile_cycles": False})),
+        (k and compiled, Way("compiled", maximum | {"adaptive": False, "compile_cycles": True})),
     )
     return found + [way for wanted, way in others if wanted]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tokens at one position of a new text (0 is its first), None where it had ended; and what the judge says."""
+    """Two different tokens at one position of the output, None after its end, and the judgement on them."""
 
     prompt: str
     way: str
@@ -81,7 +82,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """A way's texts over all prompts. kept: by prompt, the heads' drafts that were right before anything differed."""
+    """Output of one way for all prompts. kept: accepted drafts of the heads before a difference, by prompt."""
 
     way: str
     prompts: int = 0
@@ -97,7 +98,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drift:
-    """The greatest change of a logprob at a position of a new text, and how far rounding reaches there."""
+    """The greatest change of a logprob at a position of the output, and the tolerance there."""
 
     prompt: str
     position: int
@@ -106,13 +107,13 @@ class Drift:
 
     @property
     def share(self) -> float:
-        """The change as a part of the tolerance; infinite where one is not a number, so that it is the worst."""
+        """The change relative to the tolerance; infinite if one of them is NaN, which makes it the worst."""
         share = self.change / self.tolerance
         return math.inf if math.isnan(share) else share
 
 
 class Reference:
-    """A prompt, its text without drafts (`plain` may draw it), and the judge who reads both."""
+    """A prompt, its output without drafts (sampled if `plain` samples), and the judge of differences."""
 
     def __init__(self, model: Target, prompt: Prompt, max_tokens: int, stops: Sequence[int], plain: Way = PLAIN):
         self.model, self.prompt, self.max_tokens = model, prompt, max_tokens
@@ -125,18 +126,18 @@ class Reference:
         return OnePass(self.model, self.prompt.tokens + self.text)
 
     def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
-        """Generate what a way makes behind the prompt and the first `given` tokens of the text."""
+        """Generate with a way after the prompt and the first `given` tokens of the plain output."""
         stats = Stats()
         return [token for token, _, _ in self.steps(way, given, stats=stats)], stats
 
     def steps(self, way: Way, given: int = 0, **options: Any) -> Any:
-        """Do the same token by token, with `options` of `generate_step`."""
+        """Yield the steps of `generated`, with further `options` of `generate_step`."""
         tokens = self.prompt.tokens + self.text[:given]
         limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
         return generate_step(tokens, self.model, **limits, **way.options, **options)
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
-        """Judge what differs at a position of the text."""
+        """Judge a different token at a position of the output."""
         plain, judgement = self.text[position] if position < len(self.text) else None, None
         if plain is not None and drafted is not None:
             place = len(self.prompt.tokens) + position
@@ -145,12 +146,12 @@ class Reference:
 
 
 def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
-    """Count a way's text of one prompt in; returns its tokens before anything was put right."""
+    """Add a way's output for one prompt to a comparison; return its tokens before any restart."""
     done, (first, stats) = 0, reference.generated(way)
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:
         into.stats.add(stats)
-        pairs = itertools.zip_longest(reference.text[done:], text)  # a text that ends differs there
+        pairs = itertools.zip_longest(reference.text[done:], text)  # an output that ends early differs there
         at = next((i for i, (plain, drafted) in enumerate(pairs) if plain != drafted), None)
         if at is None:
             break
@@ -165,10 +166,10 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
 
 
 def compare_one_pass(reference: Reference, into: Comparison) -> None:
-    """Count in what the judge says behind every token of a text: no drafts, but other caches and row counts."""
+    """Add the judge's greedy token after every token of a text: no drafts, but other caches and row counts."""
     start, way = len(reference.prompt.tokens), Way(into.way, {})
-    said = reference.one_pass.said[start - 1 : -1]
-    for position, (plain, other) in enumerate(zip(reference.text, said, strict=True)):
+    predicted = reference.one_pass.predicted[start - 1 : -1]
+    for position, (plain, other) in enumerate(zip(reference.text, predicted, strict=True)):
         if plain != other:
             into.differences.append(reference.difference(way, position, other))
     into.prompts += 1
@@ -176,7 +177,7 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 
 def drift(reference: Reference, way: Way) -> Drift:
-    """Find where the logprobs of a way's text differ most from the judge's, as long as the texts are the same."""
+    """Return the greatest difference between a way's logprobs and the judge's, up to the first different token."""
     found: list[Drift] = []
     one_pass, start = reference.one_pass, len(reference.prompt.tokens)
     steps = reference.steps(way, logprobs=True)

@@ -1,7 +1,7 @@
-"""Count how often each depth's guess is the target's own token, on known texts: no draft is made, none verified.
+"""Measure how often each depth predicts the target's token on given texts, without drafting or verifying.
 
-Depth j at position p reads the true token p + 1 + j and what it is wired to read of the text before; its guess is
-compared with what the target says at position p + 2 + j. So depths are judged one by one, at every position.
+Depth j at position p reads the true token p + 1 + j and its wired input from the text before it. Its prediction is
+compared with the target's own at position p + 2 + j. So each depth is judged alone, at every position.
 """
 
 import itertools
@@ -17,34 +17,34 @@ from ..checkpoint.parameters import named, same
 from ..layers.target import Target
 from .rounding_judge import greedy
 
-Rights = list[list[mx.array]]  # by text and depth, at which positions a guess is `right`
-USUAL = 0.3  # of depth 1; released heads are right in 60-97%
-CLEARLY = 4.0  # sds
+Rights = list[list[mx.array]]  # results of `right`, by text and depth
+USUAL = 0.3  # lowest plausible share of depth 1; released heads are right in 60-97%
+CLEARLY = 4.0  # standard deviations
 LONGEST = 1024  # positions of a text
-RECYCLED = 96  # positions of a text at which a recycled head is fed its own output
+RECYCLED = 96  # positions of a text at which a recycled head reads its own output
 
 
 @dataclass(frozen=True)
 class Known:
-    """A text of L tokens, the target's hidden rows [1, L, H] of it, and what it says behind each, int32 [L]."""
+    """A text of L tokens, the target's hidden rows [1, L, H], and its greedy token after each, int32 [L]."""
 
     tokens: mx.array
     hidden: mx.array
-    said: mx.array
+    predicted: mx.array
 
     @classmethod
-    def of(cls, tokens: list[int], hidden: mx.array, said: list[int]) -> "Known":
+    def of(cls, tokens: list[int], hidden: mx.array, predicted: list[int]) -> "Known":
         n = LONGEST
-        return cls(mx.array(tokens[:n]), hidden[:, :n], mx.array(said[:n]))
+        return cls(mx.array(tokens[:n]), hidden[:, :n], mx.array(predicted[:n]))
 
     def shifted(self, by: int) -> "Known":
-        """Put the hidden row of the position `by` behind in each one's place."""
+        """Replace each hidden row by the one at offset `by`."""
         length = self.tokens.size
         return replace(self, hidden=self.hidden[:, mx.clip(mx.arange(length) + by, 0, length - 1)])
 
 
 def right(model: Target, text: Known, depths: int) -> list[mx.array]:
-    """Find per depth at which positions its guess is right: boolean [L - 1 - depth]."""
+    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth]."""
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
     for depth, head in enumerate(model.mtp[:depths]):
@@ -54,35 +54,35 @@ def right(model: Target, text: Known, depths: int) -> list[mx.array]:
         (cache,) = make_caches([head.window], starts=[0])
         fed = hidden[:, :rows]
         output = head(model.embed(text.tokens[None, 1 + depth :], depth), fed, cache)
-        found.append(_guesses(model, depth, output) == text.said[1 + depth :])
+        found.append(_predictions(model, depth, output) == text.predicted[1 + depth :])
         hidden = head.feedback(output, fed)
     mx.eval(found)
     return [*found, right_recycled(model, text)] if depths > len(model.mtp) else found
 
 
 def right_recycled(model: Target, text: Known) -> mx.array:
-    """Find the same for the second draft of a recycled head, which reads its own output; boolean [up to RECYCLED]."""
+    """Return `right` for the second draft of a recycled head, from its own output; boolean [up to RECYCLED]."""
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])
     tokens, found = text.tokens[None], []
     for p in range(min(RECYCLED, text.tokens.size - 2)):
-        cache.seek(p, p)  # over what the last guess left
+        cache.seek(p, p)  # overwrites the last prediction's row
         fed = hidden[:, p : p + 1]
         output = head(model.embed(tokens[:, p + 1 : p + 2]), fed, cache)
         output = head(model.embed(tokens[:, p + 2 : p + 3]), head.feedback(output, fed), cache)
-        found.append(_guesses(model, 0, output) == text.said[p + 2])
+        found.append(_predictions(model, 0, output) == text.predicted[p + 2])
         mx.eval(found[-1])
     return mx.concatenate(found) if found else mx.zeros(0, mx.bool_)
 
 
 def shares(found: Rights) -> list[float]:
-    """Compute per depth, over all texts, how often the guess is right."""
+    """Return the share of right predictions per depth, over all texts."""
     depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """Count drafts kept of `new` greedy tokens behind `start` ones, k a cycle; found: of `right`, of the text."""
+    """Count accepted drafts for `new` greedy tokens after `start` tokens, k a cycle; found: result of `right`."""
     rights = [np.array(depth) for depth in found[:k]]
     row, last, total = start - 1, start + new - 1, 0
     while row + 1 < last:
@@ -93,25 +93,25 @@ def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
 
 
 def suspicions(model: Target, found: Rights) -> list[str]:
-    """Say in words what the shares of right guesses tell about how the heads are wired."""
+    """Return warnings about the heads' wiring that follow from the shares of right predictions."""
     share, modules = shares(found), len(model.mtp)
-    said = []
+    warnings = []
     if share[0] < USUAL:
-        said.append(f"depth 1 is right in {share[0]:.0%} of cases; released heads are in 60-97%")
+        warnings.append(f"depth 1 is right in {share[0]:.0%} of cases; released heads are in 60-97%")
     for depth in range(1, modules):
         a, b = share[depth - 1 : depth + 1]
         n = sum(text[depth].size for text in found)
         sd = math.sqrt(2 * max(b * (1 - b), 1e-9) / max(n, 1))
-        beside = "more often than" if b - a > CLEARLY * sd else "less than half as often as" if b < a / 2 else ""
-        if beside:
-            said.append(f"depth {depth + 1} is right {beside} depth {depth} ({b:.0%}, {a:.0%})")
+        order = "more often than" if b - a > CLEARLY * sd else "less than half as often as" if b < a / 2 else ""
+        if order:
+            warnings.append(f"depth {depth + 1} is right {order} depth {depth} ({b:.0%}, {a:.0%})")
     for i, j in itertools.combinations(range(modules), 2):
         for part, name in (("block", "layer"), ("head", "LM head")):
             if part in model.mtp[i] and same(named(model.mtp[i][part]), named(model.mtp[j][part])):
-                said.append(f"depths {i + 1} and {j + 1} have the same {name}")
-    return said
+                warnings.append(f"depths {i + 1} and {j + 1} have the same {name}")
+    return warnings
 
 
-def _guesses(model: Target, depth: int, output: mx.array) -> mx.array:
-    """Compute the greedy guesses [L] of a head's output rows [1, L, H]."""
+def _predictions(model: Target, depth: int, output: mx.array) -> mx.array:
+    """Return the greedy predictions [L] for a head's output rows [1, L, H]."""
     return model.mtp[depth].token(greedy(partial(model.draft_logits, depth), output))

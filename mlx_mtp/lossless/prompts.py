@@ -1,4 +1,4 @@
-"""Make the prompts: questions, code and prose, one token alone, and documents that end where windows do."""
+"""Create the prompts: questions, code and prose, a single token, and documents that end at window boundaries."""
 
 import json
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from ..layers.target import Target
 from ..session import render
 
 BUILT_IN = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
-SOURCE = 400  # tokens of this package's own source, which the heads alone are tried on
-LONGEST = 8192  # tokens; windows that are longer are not filled
-NO_WINDOW = 240  # tokens of a document where there is none: caches grow behind it
+SOURCE = 400  # tokens of this package's source code, on which the heads alone are tested
+LONGEST = 8192  # tokens; longer windows are not tested
+NO_WINDOW = 240  # tokens of a document without windows: caches grow after it
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; with `stops` until the model ends its text."""
+    """Token ids to continue; with `stops` until the model's stop token."""
 
     name: str
     tokens: list[int]
@@ -25,7 +25,7 @@ class Prompt:
 
 
 def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
-    """Make prompts for a model; those through a chat template only where its tokenizer has one."""
+    """Return prompts for a model; those with a chat template only if its tokenizer has one."""
     chats = enumerate(BUILT_IN["chats"] if tokenizer.has_chat_template else (), 1)
     prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
     prompts += [Prompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
@@ -36,7 +36,7 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 
 
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:
-    """Choose the documents' lengths: rings end in the middle of the new text of one, in the prompt of another."""
+    """Return document lengths for which a ring wraps within the new text, and within the prompt."""
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}
     for window in sorted(windows):
@@ -47,27 +47,27 @@ def lengths(model: Target, max_tokens: int) -> dict[str, int]:
 
 
 def document(tokenizer: Any, length: int) -> list[int]:
-    """Make a text of so many tokens, whose paragraphs are alike, but not the same."""
+    """Return a text of `length` tokens whose paragraphs are similar but not equal."""
     tokens, section = [], 0
     while len(tokens) < length:
         section += 1
         text = BUILT_IN["document"].format(section, section + 7, section + 7)
         found = tokenizer.encode(text, add_special_tokens=not tokens)
         if not found:
-            raise ValueError("the tokenizer makes no tokens of a text")
+            raise ValueError("the tokenizer encodes a text to no tokens")
         tokens += found
     return tokens[:length]
 
 
 def source(tokenizer: Any) -> list[int]:
-    """Encode the beginning of a text that no model made: this file, and those beside it."""
+    """Encode the start of a text that no model wrote: the source files of this room."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(file.read_text("utf-8") for file in files)
     return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:
-    """Encode a question as the chat template writes it, or where there is none as it is, on a line of its own."""
+    """Encode a question with the chat template, or without one as a line of its own."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(f"{question}\n")
     text = render(tokenizer, [{"role": "user", "content": question}], {"add_generation_prompt": True})

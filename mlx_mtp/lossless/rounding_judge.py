@@ -1,10 +1,11 @@
-"""Judge a text: the target reads it at once, and says which of its choices rounding could have turned.
+"""Judge which greedy choices of a text rounding could have changed, from one forward pass of the target.
 
-Two tokens are a near-tie where their logits lie closer than rounding reaches. A floor follows from the dtype: each of
-the 2 x layers sums of the residual stream is rounded, and errors that add up at random move a logit by about
-sqrt(2 x layers) units of the spread of its row, the logit's own rounding by one of its size. Where a router may take
-another expert it is far more; what it is there is measured as in Monte Carlo arithmetic (Parker 1997): the pass is
-repeated with the embeddings changed in their last place, so that all later roundings fall otherwise.
+Two tokens are a near-tie if their logits differ by less than the rounding error. A lower bound follows from the
+dtype.
+Each of the 2 x layers sums of the residual stream is rounded; errors that add up at random move a logit by about
+sqrt(2 x layers) units of its row's spread, and the logit itself is rounded by one unit of its size. If a router may
+choose another expert the error is much larger. It is measured there as in Monte Carlo arithmetic (Parker 1997): the
+pass is repeated with the embeddings changed in their last place, which changes all later roundings.
 """
 
 import math
@@ -18,16 +19,16 @@ import numpy as np
 
 from ..cache.prompt_cache import make_prompt_cache
 
-CHUNK = 512  # tokens of a text that are read in one call
-ROWS = 16  # whose logits are held at a time
+CHUNK = 512  # tokens per call
+ROWS = 16  # maximum rows whose logits are held at a time
 UNITS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}  # of rounding to nearest
-FLOOR = 3.0  # times the estimate of the docstring above; on the demo it was never off by more than 1.5
-PASSES = 8  # with other roundings
-REACH = 2.0  # times the most that they moved a gap: in 2,800 positions of six 16-bit models none was moved further
+FLOOR = 3.0  # times the estimate in the docstring above; on the demo the estimate was off by at most 1.5
+PASSES = 8  # repeated passes with other roundings
+REACH = 2.0  # times the maximum change of a gap: in 2,800 positions of six 16-bit models no change was greater
 
 
 class Judgement(NamedTuple):
-    """Two tokens' logits, how far the lower one lies below the row's greatest, and how far rounding reaches."""
+    """Two tokens' logits, the distance of the lower one to the row's maximum, and the tolerance."""
 
     logits: tuple[float, float]
     gap: float
@@ -35,37 +36,37 @@ class Judgement(NamedTuple):
 
 
 class OnePass:
-    """A text of L tokens, read from empty caches: `hidden` rows [1, L, H], of the `dtype` the model computes in."""
+    """A text of L tokens and its `hidden` rows [1, L, H] from empty caches, in the model's `dtype`."""
 
     def __init__(self, model: Any, tokens: list[int]):
         self.model, self.tokens, self.hidden = model, tokens, _read(model, tokens)
         self.dtype = self.hidden.dtype
 
     def logits(self, position: int) -> np.ndarray:
-        """Return the logits, float32 [V], of which the token at `position` >= 1 of the text is chosen."""
+        """Return the logits, float32 [V], from which the token at `position` >= 1 is chosen."""
         return _logits(self.model, self.hidden, position)
 
     @cached_property
-    def said(self) -> list[int]:
-        """The greatest logit's token behind each of the L tokens."""
+    def predicted(self) -> list[int]:
+        """The greedy token after each of the L tokens."""
         return greedy(self.model.logits, self.hidden).tolist()  # type: ignore[return-value]
 
     def floor(self, position: int) -> float:
-        """Estimate how far rounding reaches at least, as a difference of two logits; see the module's docstring."""
+        """Estimate the minimum rounding error of a difference of two logits; see the module's docstring."""
         row = self.logits(position)
         unit = UNITS[self.dtype]
-        if self.dtype == mx.float32:  # products are summed in it, too, of as many terms
+        if self.dtype == mx.float32:  # sums of products are rounded in float32, too
             unit *= math.sqrt(self.hidden.shape[-1])
         return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
     def reach(self, position: int) -> float:
-        """Measure how far other roundings move a row's logprobs at a position; never less than `floor`."""
+        """Measure the error of a row's logprobs at a position under other roundings; at least `floor`."""
         row = _logprobs(self.logits(position))
         moved = max(float(np.abs(_logprobs(other) - row).max()) for other in self._others(position))
         return max(self.floor(position), REACH * moved)
 
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
-        """Tell whether either of two tokens could have been chosen at a position, by logits plus `noise` [V]."""
+        """Judge whether either of two tokens could have been chosen at a position, given logits plus `noise` [V]."""
         row = self.logits(position)
         scores = row + noise
         places = [int(scores.argmax()), *tokens]
@@ -77,7 +78,7 @@ class OnePass:
         return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
     def _others(self, position: int) -> Iterator[np.ndarray]:
-        """Yield the row's logits after each of PASSES."""
+        """Yield the row's logits after each of the repeated passes."""
         for seed in range(PASSES):
             with _other_roundings(self.model.model.embed_tokens, seed):
                 hidden = _read(self.model, self.tokens[:position])
@@ -85,7 +86,7 @@ class OnePass:
 
 
 def greedy(logits: Callable[[mx.array], mx.array], hidden: mx.array) -> mx.array:
-    """Compute the greatest logits' tokens [L] of rows [1, L, H], ROWS of them at a time."""
+    """Return the greedy tokens [L] of rows [1, L, H], computed ROWS rows at a time."""
     parts = []
     for i in range(0, hidden.shape[1], ROWS):
         parts.append(mx.argmax(logits(hidden[:, i : i + ROWS])[0], axis=-1))
@@ -111,7 +112,7 @@ def _read(model: Any, tokens: list[int]) -> mx.array:
 
 @contextmanager
 def _other_roundings(embedding: Any, seed: int) -> Generator[None, None, None]:
-    """Let an embedding's rows come out changed in their last place, at random, by its own `seed`."""
+    """Change an embedding's output in its last place at random inside the block, seeded by `seed`."""
     kind = type(embedding)
 
     def changed(self: Any, tokens: mx.array) -> mx.array:

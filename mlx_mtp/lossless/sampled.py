@@ -1,9 +1,9 @@
-"""Test whether texts that are drawn have the target's own probabilities.
+"""Test whether sampled tokens have the target's probabilities.
 
-Many short texts with independent seeds. Given the text before it, a token is the target's likeliest, its second, its
-third or fourth or a later one with probabilities that one pass of the target tells. How often each class was drawn
-less how often it was expected is a sum of martingale differences, over all texts and positions, and its covariance
-is known: so its quadratic form is chi-squared. No text has to be drawn twice, and no vocabulary is too large.
+The test draws many short texts with independent seeds. Given the text before it, a token falls into one of four
+classes (the likeliest, the second, the third or fourth, any later one) with probabilities that one pass of the target
+gives. The counts minus their expectations are a sum of martingale differences over all texts and positions, with
+known covariance, so their quadratic form is chi-squared. No text is drawn twice, and the vocabulary may be any size.
 """
 
 import math
@@ -18,15 +18,15 @@ from ..generate import generate_step
 from ..layers.target import Target
 from .rounding_judge import OnePass
 
-RANKS = (0, 1, 2, 4)  # where classes of tokens begin, the likeliest first
-LEAST_VARIANCE = 20.0  # of a class's count, for chi-squared to describe it
-LEAST_P = 1e-4  # a test that fails more seldom than this by chance
-HOTTER = 1.25  # times the temperature: the error whose discovery `power` is about
+RANKS = (0, 1, 2, 4)  # first rank of each class of tokens, the likeliest first
+LEAST_VARIANCE = 20.0  # minimum variance of a class's count for the chi-squared approximation
+LEAST_P = 1e-4  # a test fails below this probability
+HOTTER = 1.25  # factor on the temperature: the error that `power` is computed for
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A test's outcome: tokens drawn, the statistic, its degrees of freedom and the probability of one so large.
+    """A test's outcome: tokens drawn, the statistic, its degrees of freedom and its p-value.
 
     power: the probability that draws at HOTTER times the temperature would be refused.
     """
@@ -46,21 +46,21 @@ class Fit:
 def draw(
     model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
-    """Draw a text of `length` tokens for each seed; the prompt is read once."""
+    """Draw a text of `length` tokens for each seed after one prefill of the prompt."""
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
     if len(prompt) > 1:
         list(generate_step(prompt[:-1], model, prompt_cache=cache, max_tokens=0, num_draft_tokens=k))
-    moment, texts = cache.snapshot(), []
+    snapshot, texts = cache.snapshot(), []
     for seed in seeds:
         steps = generate_step(prompt[-1:], model, prompt_cache=cache, max_tokens=length, seed=seed, **options)
         texts.append([token for token, _, _ in steps])
-        cache.rewind(moment)
+        cache.rewind(snapshot)
     return texts
 
 
 def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: float, mode: str) -> Fit:
-    """Test whether texts, drawn at a temperature alone, have the target's probabilities."""
+    """Test whether texts, sampled with a temperature and no filters, have the target's probabilities."""
     seen, expected, hotter = [], [], []
     for text in texts:
         one_pass = OnePass(model, [*prompt, *text])
@@ -80,7 +80,7 @@ def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: f
 
 
 def spread(logits: np.ndarray, temp: float) -> float:
-    """Compute the variance of a draw's log probability: how much it tells of the temperature."""
+    """Return the variance of a draw's log probability: its information about the temperature."""
     p = _softmax(logits.astype(np.float64) / temp)
     logs = np.log(np.maximum(p, 1e-30))
     return float((p * logs**2).sum() - (p * logs).sum() ** 2)
@@ -92,12 +92,12 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _classes(values: np.ndarray) -> np.ndarray:
-    """Sum by class, [len(RANKS)], values [V] that are sorted by rank."""
+    """Sum values [V] that are sorted by rank, per class: [len(RANKS)]."""
     return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
 
 
 def _merged(p: np.ndarray) -> np.ndarray:
-    """Choose what classes of p [n, C] are counted together, 0/1 [C, groups]: those whose count varies too little."""
+    """Choose groups of the classes of p [n, C], 0/1 [C, groups], merging those whose count varies too little."""
     groups = np.eye(p.shape[1])
     while groups.shape[1] > 1:
         one = p @ groups
@@ -111,14 +111,14 @@ def _merged(p: np.ndarray) -> np.ndarray:
 
 
 def _quadratic(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
-    """Return (the quadratic form of counts [C] less those expected of rows p [n, C], its degrees of freedom)."""
-    off = (counts - p.sum(axis=0))[1:]  # the first one follows from the others
+    """Return the quadratic form of counts [C] minus their expectation from p [n, C], and its degrees of freedom."""
+    off = (counts - p.sum(axis=0))[1:]  # the first class follows from the others
     covariance = (np.diag(p.sum(axis=0)) - p.T @ p)[1:, 1:]
     return (float(off @ np.linalg.solve(covariance, off)) if off.size else 0.0), off.size
 
 
 def chi_squared_tail(x: float, freedom: int) -> float:
-    """Compute how probably chi-squared with so many degrees of freedom exceeds x (Abramowitz and Stegun 26.4.4-5)."""
+    """Return the probability that chi-squared exceeds x (Abramowitz and Stegun 26.4.4-5)."""
     if freedom < 1 or x <= 0:
         return 1.0
     half, odd = x / 2, freedom % 2
@@ -128,14 +128,14 @@ def chi_squared_tail(x: float, freedom: int) -> float:
 
 
 def noncentral_tail(x: float, freedom: int, noncentral: float) -> float:
-    """Compute the same of noncentral chi-squared, a Poisson mixture of central ones (as above, 26.4.25)."""
+    """Return the probability that noncentral chi-squared, a Poisson mixture, exceeds x (as above, 26.4.25)."""
     half = min(noncentral, 300.0) / 2
     weights = [math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half else float(not j) for j in range(400)]
     return min(1.0, sum(w * chi_squared_tail(x, freedom + 2 * j) for j, w in enumerate(weights) if w > 1e-12))
 
 
 def quantile(p: float, freedom: int) -> float:
-    """Find what chi-squared exceeds with probability p, by bisection."""
+    """Return the value that chi-squared exceeds with probability p, by bisection."""
     low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Answer questions with known answers, without and with drafts: the same texts, so the same marks."""
+"""Answer questions with known answers, with and without drafts: equal texts, hence equal marks."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..layers.target import Target
 from ..machine.errors import one_line
-from .check import Progress, Verdict, told
+from .check import Progress, Verdict, with_progress
 from .compare import Comparison, Reference, Way, compare
 from .prompts import Prompt, chat
 
@@ -25,7 +25,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answered:
-    """Whether the answers without drafts (`plain`, of so many tokens) and with them are right, and the same text."""
+    """Whether the answers without drafts (`plain`, of `tokens` tokens) and with drafts are right, and equal."""
 
     task: Task
     plain: bool
@@ -35,14 +35,14 @@ class Answered:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """Read a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names a line that is no task."""
+    """Read a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names an invalid line."""
     try:
-        lines = Path(file).read_text("utf-8").split("\n")  # JSON may hold other ends of lines
+        lines = Path(file).read_text("utf-8").split("\n")  # JSON may contain other line separators
     except UnicodeDecodeError:
         raise ValueError(f"{file}: not UTF-8 text") from None
     tasks = [_task(f"{file}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
     if not tasks:
-        raise ValueError(f"{file}: no tasks in it")
+        raise ValueError(f"{file}: contains no tasks")
     return tasks
 
 
@@ -58,9 +58,9 @@ def _task(where: str, line: str) -> Task:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Tell whether the last \\boxed{...} of a text, or without one its last number, is `answer`.
+    """Return whether the last \\boxed{...} of a text, or else its last number, equals `answer`.
 
-    One that is no number has to occur in the box or in the text, whatever its case and spaces.
+    An answer that is not a number must occur in the box or in the text, ignoring case and spaces.
     """
     given = text if (box := _boxed(text)) is None else box
     if not NUMBER.fullmatch(answer):
@@ -71,7 +71,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    """Find what the last \\boxed{...} holds; its braces may be nested."""
+    """Return the contents of the last \\boxed{...}; its braces may be nested."""
     _, box, rest = text.rpartition(BOX)
     depth = 1
     for i, c in enumerate(rest if box else ""):
@@ -84,9 +84,9 @@ def _boxed(text: str) -> str | None:
 def answer_all(
     model: Target, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
 ) -> tuple[Verdict, list[Answered]]:
-    """Answer every task greedily without drafts and in `way`, and compare the texts."""
+    """Answer every task greedily without drafts and in `way`, and compare the outputs."""
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
-    for i, task in enumerate(told(tasks, "tasks", progress), 1):
+    for i, task in enumerate(with_progress(tasks, "tasks", progress), 1):
         reference = Reference(model, Prompt(f"task {i}", chat(tokenizer, task.question)), max_tokens, stops)
         drafted = compare(reference, way, comparison)
         texts = ([t for t in text if t not in stops] for text in (reference.text, drafted))

@@ -1,7 +1,7 @@
-"""Try other ways to wire or read a checkpoint's heads, in memory: is one of them right more often?
+"""Try other wirings of a checkpoint's heads in memory, and return those that predict more tokens correctly.
 
-A head that is wired wrongly changes no text and is slow only. Its fusion's norm hides a hidden state taken at the
-wrong place, its depths look alike, and some of its guesses are right whatever is wrong; only another wiring shows it.
+A wrongly wired head changes no output; it is only slow. The norm before the fusion hides a hidden state taken at the
+wrong place, depths are similar, and some predictions are right in any wiring; only a comparison with others shows it.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import numpy as np
 from ..checkpoint.parameters import named
 from .heads import Known, Rights, right, shares
 
-# Norms that a converter may have shifted by one, or not, together.
+# Groups of norms that a converter may have shifted by one, or failed to.
 NORMS = {
     "all norms": r"",
     "the norms of the block": r"block\.",
@@ -28,21 +28,22 @@ NORMS = {
     "the last norm": r"norm\.",
 }
 NO_NORM = r"$"
-EVERY_ORDER = 3  # depths; of more only two at a time change places
-LOST, WON = -3.0, 4.0  # sds of the gain by which a wiring is given up, and is better
-BLOCK = 8  # positions
-Norms = list[tuple[str, mx.array]]  # of a head, by their paths in it
-LEAST_GAIN = 0.02  # of a depth's share
+EVERY_ORDER = 3  # depths up to which all orders are tried; beyond it only swaps of two
+LOST, WON = -3.0, 4.0  # standard deviations of the gain below which a wiring is dropped, above which it is better
+BLOCK = 8  # positions whose gains are summed
+Norms = list[tuple[str, mx.array]]  # a head's norms by their paths in it
+LEAST_GAIN = 0.02  # minimum gain of a depth's share
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """A change of how the heads are wired.
+    """A change of the heads' wiring.
 
     spec:     values of the MTPSpec.
-    depths:   whose head stands at each depth. lm_heads: whose LM head each has; None is the target's.
-    norms:    a regex of norms' paths in a head, and what is added to them.
-    hidden:   of how many positions behind the hidden state is that the first depth reads.
+    depths:   the index of the head used at each depth. lm_heads: the head whose LM head each uses; None is the
+              target's.
+    norms:    a regex of norms' paths in a head, and the value added to their weights.
+    hidden:   offset of the hidden state that the first depth reads.
     """
 
     name: str
@@ -54,15 +55,15 @@ class Wiring:
 
     @contextmanager
     def on(self, model: Any) -> Generator[None, None, None]:
-        """Let the heads of `model` be wired so."""
+        """Apply the wiring to the heads of `model` inside the block."""
         spec, heads = model.spec, list(model.mtp)
         path, shift = self.norms or (NO_NORM, 0)
         lm_heads, norms = [head.get("head") for head in heads], [_norms(head, path) for head in heads]
-        others = [None if whose is None else lm_heads[whose] for whose in self.lm_heads]
+        others = [None if i is None else lm_heads[i] for i in self.lm_heads]
         shifted = [[(name, w + shift) for name, w in weights] for weights in norms]
         try:
             _wire(model, replace(spec, **self.spec), heads, others or lm_heads, shifted)  # type: ignore[arg-type]
-            model.mtp = [heads[whose] for whose in self.depths] or heads
+            model.mtp = [heads[i] for i in self.depths] or heads
             yield
         finally:
             _wire(model, spec, heads, lm_heads, norms)
@@ -70,7 +71,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Better:
-    """A wiring that is right more often: shares per depth before and with it, and by how many sds."""
+    """A better wiring: shares of right predictions per depth before and with it, and the gain in sds."""
 
     wiring: str
     before: list[float]
@@ -79,7 +80,7 @@ class Better:
 
 
 def alternatives(model: Any) -> list[Wiring]:
-    """List every wiring but the model's own that makes sense for its heads."""
+    """Return every plausible wiring for the model's heads except its own."""
     spec, depths, found = model.spec, len(model.mtp), []
     fields = {"capture": ("pre", "post"), "fuse": ("eh", "he"), "feedback": ("pre", "post")}
     if depths > 1:
@@ -107,11 +108,11 @@ def alternatives(model: Any) -> list[Wiring]:
 
 
 def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[int, int], None]) -> list[Better]:
-    """Find the wirings that are right more often than the model's `own` is on these texts, the best one first."""
+    """Return the wirings that predict more tokens of these texts than the `own` one, best first."""
     found, wirings = [], alternatives(model)
     for i, wiring in enumerate(wirings):
         progress(i, len(wirings))
-        # What a recycled head is fed shows in its second draft, and nothing else needs that.
+        # Only a recycled head's second draft depends on the feedback.
         depths = len(own[0]) if "feedback" in wiring.spec else len(model.mtp)
         with wiring.on(model):
             found.append(_try(model, wiring, texts, [shown[:depths] for shown in own]))
@@ -119,13 +120,13 @@ def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[in
 
 
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better | None:
-    """Find what a wiring, which is on, gains over the `own` one; None where it does not, as soon as that is clear."""
+    """Return the gain of the active wiring over the `own` one; None as soon as it is clear that there is none."""
     found: Rights = []
     gains, sds = np.zeros(0), 0.0
     for text, before in zip(texts, own, strict=True):
         found.append(right(model, text.shifted(wiring.hidden) if wiring.hidden else text, len(before)))
         gains = np.append(gains, _gains(before, found[-1]))
-        # Standard deviations of the sum above zero; of blocks, for guesses side by side are alike.
+        # Standard deviations of the sum, from blocks because neighbouring predictions are correlated.
         sds = float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
         if sds < LOST:
             return None
@@ -135,7 +136,7 @@ def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better 
 
 
 def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
-    """Count by how many guesses `after` is better in each block of a text, all depths together."""
+    """Return the difference in right predictions per block of a text, all depths together."""
     total = np.zeros(-(-before[0].size // BLOCK) * BLOCK)
     for a, b in zip(before, after, strict=True):
         total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)
@@ -147,7 +148,7 @@ def _norms(head: Any, path: str) -> Norms:
 
 
 def _wire(model: Any, spec: Any, heads: list[Any], lm_heads: list[Any], norms: list[Norms]) -> None:
-    """Give the heads their spec, their LM heads (None is the target's) and norms, by their paths."""
+    """Set the heads' spec, their LM heads (None is the target's) and their norms, by path."""
     model.spec, model.mtp = spec, heads
     for head, lm_head, weights in zip(heads, lm_heads, norms, strict=True):
         head._spec = spec

@@ -1,1 +1,1 @@
-"""Ask this machine for memory, keep files on it, say its errors."""
+"""Query this machine's memory, cache files on it, and format errors."""

@@ -1,8 +1,7 @@
-"""Write files and directories so that others find them finished, or not at all.
+"""Write files and directories that other processes see complete or not at all.
 
-What takes long grows under another name beside its own, which one run at a time may write. Whoever is stopped, by
-Ctrl-C, a full disk or SIGKILL, leaves nothing under the right name; what SIGKILL leaves under the other one, the next
-run replaces.
+A long write goes to a temporary name in the same directory, which is locked for one run at a time. After Ctrl-C, a
+full disk or SIGKILL nothing has the final name; the next run replaces a temporary file that SIGKILL left.
 """
 
 import contextlib
@@ -23,9 +22,9 @@ TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same comm
 
 
 def write_whole(file: str | Path, content: str | bytes) -> None:
-    """Write a small file, text in UTF-8, and the directory that it is in: all of it or nothing.
+    """Write a small file, in UTF-8 if `content` is a str, and create its directory; the file is complete or absent.
 
-    What is no file, a pipe or a terminal, which nothing can take the place of, is written into.
+    A pipe or a terminal cannot be replaced and is written directly.
     """
     path = Path(file).resolve()
     content = content.encode() if isinstance(content, str) else content
@@ -44,9 +43,9 @@ def write_whole(file: str | Path, content: str | bytes) -> None:
 
 
 def check_free(path: Path, needed: int) -> None:
-    """Raise ValueError where the disk that `path` will be on has less than `needed` bytes free.
+    """Raise ValueError if the disk that will hold `path` has less than `needed` bytes free.
 
-    What an earlier run left behind counts as free: it is replaced.
+    Files that an earlier run left count as free because they are replaced.
     """
     above, left = next(folder for folder in path.parents if folder.exists()), _work(path)
     old = [left, *left.iterdir()] if (left / NOTE).exists() else [left]
@@ -56,7 +55,7 @@ def check_free(path: Path, needed: int) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise ValueError where no directory can become `path`: it is taken, a mounted disk, or somebody's own."""
+    """Raise ValueError if a directory cannot be created at `path`: it exists, is a mount point or holds files."""
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"mlx_path={path}: already there and not empty; name a new directory, or delete it")
@@ -70,7 +69,7 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[Path]:
-    """Give a directory to fill, which becomes `path` when the block ends, and is deleted when it raises."""
+    """Yield a directory to fill; rename it to `path` when the block ends, delete it if the block raises."""
     work = _work(path)
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -86,13 +85,13 @@ def directory(path: Path) -> Iterator[Path]:
                 raise
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
-            work.rmdir()  # where it came before there was anything in it
+            work.rmdir()  # fails, as it should, if files have been written
         raise
 
 
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
-    """Give a file to write, which becomes `path` when the block ends, and is deleted when it raises."""
+    """Yield a file name to write; rename the file to `path` when the block ends, delete it if the block raises."""
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), _locked(work, path, os.O_RDWR | os.O_CREAT):
@@ -105,7 +104,7 @@ def file(path: Path) -> Iterator[Path]:
 
 
 def is_abandoned(work: Path) -> bool:
-    """Return whether no process holds the lock under which `file` and `directory` write; False if unknown."""
+    """Return whether no process holds the lock of `file` and `directory`; False if that is unknown."""
     try:
         with work.open("r+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,16 +118,16 @@ def _work(path: Path) -> Path:
 
 
 def _empty(work: Path) -> None:
-    """Delete what an earlier run left in a directory; ValueError where it is somebody else's."""
+    """Delete the files of an earlier run from a directory; ValueError if others wrote them."""
     if any(work.iterdir()) and not (work / NOTE).exists():
         raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
-    for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # by the note it is known to be ours
+    for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # the note, which marks it as ours, last
         left.unlink()
 
 
 @contextlib.contextmanager
 def _locked(work: Path, path: Path, flags: int) -> Iterator[None]:
-    """Hold the lock of what becomes `path`; ValueError where another process does."""
+    """Hold the lock on `work`, which becomes `path`; ValueError if another process holds it."""
     handle = os.open(work, flags, 0o666)
     try:
         try:

@@ -1,40 +1,40 @@
-"""Write errors for users: one line, the file they are about, and what to install."""
+"""Format errors for users: one line with the file and, if an extra is missing, the command that installs it."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # a disk, a quota, the limit of a file's size
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # disk full, quota exceeded, file too large
 
 
 def first_line(e: BaseException) -> str:
-    """Return the first line of an exception's text, or its type's name where it has none."""
+    """Return the first line of an exception's message, or the name of its type if it has none."""
     return str(e).strip().partition("\n")[0] or type(e).__name__
 
 
 def with_type(e: BaseException) -> str:
-    """Return an exception's type and the first line of its text, if any: "KeyError: 'name'"."""
+    """Return an exception's type and the first line of its message, if any: "KeyError: 'name'"."""
     line, kind = first_line(e), type(e).__name__
     return kind if line == kind else f"{kind}: {line}"
 
 
 def refusal(e: BaseException) -> str:
-    """Return an exception's type and, of a compiler's text, the first error, else the first line."""
+    """Return an exception's type and the first line that contains "error:", else the first line of its message."""
     errors = [line for line in str(e).splitlines() if "error:" in line]
     return f"{type(e).__name__}: {errors[0].strip()}" if errors else with_type(e)
 
 
 def install(extra: str) -> str:
-    """Return the instruction that installs one of pyproject.toml's extras, in the form that works from a clone."""
+    """Return the command that installs one of pyproject.toml's extras from a clone."""
     return f"pip install -e '.[{extra}]' in the clone of mlx_mtp"
 
 
 @contextmanager
 def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, keep: bool = False) -> Iterator[None]:
-    """Raise what a block raises, of these kinds, as a ValueError in one line: `what`, and why in parentheses.
+    """Convert exceptions of these kinds to a one-line ValueError: `what`, and the cause in parentheses.
 
-    keep: a ValueError that is one line already stays as it is.
+    keep: leave a ValueError that is already one line unchanged.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, ke
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the file's name to the error of a full disk, which has none."""
+    """Add the file's name to a disk-full error, which lacks one."""
     try:
         yield
     except OSError as e:

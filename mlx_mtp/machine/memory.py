@@ -1,4 +1,4 @@
-"""Memory that this process may still take, and MLX's limit on the memory that it keeps for reuse."""
+"""Memory that this process may still allocate, and MLX's limit on freed memory kept for reuse."""
 
 import os
 import re
@@ -12,23 +12,25 @@ from pathlib import Path
 
 import mlx.core as mx
 
-IGNORE = "MLX_MTP_IGNORE_MEMORY"  # set to anything but "" and "0": nothing is refused
+IGNORE = "MLX_MTP_IGNORE_MEMORY"  # any value but "" and "0" disables the memory checks
 MOUNT = Path("sys/fs/cgroup")
-# Buffers at which MLX's Metal allocator raises: `iogpu.rsrc_limit`, else this number (device_info's resource_limit).
+# Number of buffers at which MLX's Metal allocator raises: `iogpu.rsrc_limit`, else this (device_info:
+# resource_limit).
 METAL_BUFFERS = 499_000
 
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that may still be taken, and what limits them."""
+    """Bytes that may still be allocated, and the limit that applies."""
 
     bytes: int
     limit: str
 
 
 def available(root: Path = Path("/")) -> Available:
-    """Find the least of physical memory, free memory, the limits of the control group and of the process, and Metal's
-    recommended working set. What MLX holds for reuse counts as free. root: where /proc and /sys are.
+    """Return the minimum of physical memory, free memory, control-group and process limits, and Metal's working set.
+
+    Memory that MLX keeps for reuse counts as free. root: the directory that contains /proc and /sys.
     """
     reusable = mx.get_cache_memory()
     rooms = [
@@ -45,7 +47,7 @@ def available(root: Path = Path("/")) -> Available:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Count the bytes that the system can give without swapping, file caches included; None where it does not say."""
+    """Return the bytes that can be allocated without swapping, file caches included; None if unknown."""
     if sys.platform != "darwin":
         return _in_bytes(root / "proc/meminfo", "MemAvailable")
     try:
@@ -56,7 +58,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_in_vm_stat(text: str, physical: int) -> int | None:
-    """Count what `vm_stat` of macOS leaves of physical memory: all but wired, anonymous and compressed pages."""
+    """Compute free memory from macOS's `vm_stat`: physical memory without wired, anonymous and compressed pages."""
     kinds = ("Pages wired down", "Anonymous pages", "Pages occupied by compressor")
     patterns = [r"page size of (\d+) bytes", *(rf"^{kind}:\s+(\d+)\.$" for kind in kinds)]
     found = [match for pattern in patterns if (match := re.search(pattern, text, re.MULTILINE))]
@@ -67,10 +69,10 @@ def free_in_vm_stat(text: str, physical: int) -> int | None:
 
 
 def cgroup_rooms(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the bytes left in each control group above this process that has a limit, versions 1 and 2.
+    """Yield the bytes left in each control group of this process that has a limit, versions 1 and 2.
 
-    File caches that the kernel would drop first are left, too. A group's directory may be outside of a container's
-    view, whose own limit is then at the mount.
+    File caches that the kernel drops first count as free. In a container a group's directory may be hidden; then the
+    container's own limit is at the mount point.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -97,7 +99,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
 
 
 def address_room(root: Path = Path("/")) -> int | None:
-    """Count what `ulimit -v` leaves this process to map; None where there is no limit, or no way to know."""
+    """Return the bytes of address space that `ulimit -v` leaves; None if there is no limit or it is unknown."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     size = _in_bytes(root / "proc/self/status", "VmSize")
     return None if most == resource.RLIM_INFINITY or size is None else most - size
@@ -105,7 +107,7 @@ def address_room(root: Path = Path("/")) -> int | None:
 
 @contextmanager
 def cache_limit(limit: int | None) -> Iterator[None]:
-    """Let MLX keep at most `limit` bytes of freed buffers for reuse; None: as many as before."""
+    """Let MLX keep at most `limit` bytes of freed buffers inside the block; None leaves its limit unchanged."""
     before = None if limit is None else mx.set_cache_limit(limit)
     try:
         yield
@@ -115,13 +117,13 @@ def cache_limit(limit: int | None) -> Iterator[None]:
 
 
 def working_set() -> int | None:
-    """Bytes that the GPU recommends to use at most; None where nothing runs on a GPU, or it does not say."""
+    """Return Metal's recommended maximum working set in bytes; None without a GPU or if it is not reported."""
     most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
     return None if most is None else int(most)
 
 
 def _in_bytes(file: Path, name: str) -> int | None:
-    """Read what a file of /proc has in kB under a name; None where it has not."""
+    """Read a value in kB from a /proc file, in bytes; None if the file lacks it."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", _read(file), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -138,22 +140,23 @@ def _physical() -> int:
 
 
 def ignored() -> bool:
-    """Tell whether the user insists, by the environment."""
+    """Return whether the environment disables memory checks."""
     return os.environ.get(IGNORE, "") not in ("", "0")
 
 
 def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
-    """Raise ValueError where `needed` bytes beside a loaded model are not available.
+    """Raise ValueError if `needed` bytes are not available in addition to the loaded model.
 
-    largest: how many tokens fit into so many bytes.
+    largest: a function that returns the number of tokens that fit into a number of bytes.
     """
     have = available()
     if needed > have.bytes and not ignore and not ignored():
-        there = f"{in_gb(have.bytes)} GB available ({have.limit})"
+        free = f"{in_gb(have.bytes)} GB available ({have.limit})"
         fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
-        raise ValueError(f"{what} {in_gb(needed)} GB needed beside the model, {there}{fits}; {IGNORE}=1 insists")
+        needs = f"{what} {in_gb(needed)} GB needed in addition to the model"
+        raise ValueError(f"{needs}, {free}{fits}; {IGNORE}=1 skips this check")
 
 
 def in_gb(size: int) -> str:
-    """Write bytes as gigabytes, with fewer digits the more there are."""
+    """Format bytes as gigabytes with one to three decimals, fewer for larger sizes."""
     return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

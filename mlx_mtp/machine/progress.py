@@ -1,13 +1,13 @@
-"""Let a long task say how far it is to whoever shows that, without a parameter in every call between the two."""
+"""Report the progress of a long task to a callback, without passing it through every call."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
 
-# Told what is being done, how much of it is, and of how much; None where nobody looks.
+# Receives the task, the units done and their total; None if nothing displays progress.
 watcher: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("watcher", default=None)
 
 
 def tell(what: str, done: int, total: int) -> None:
-    """Say that so much of something is done."""
+    """Pass the number of finished units to the callback, if there is one."""
     if show := watcher.get():
         show(what, done, total)

@@ -1,4 +1,4 @@
-"""Remember figures that hold on one machine: JSON files in the user's cache, named by what the figures depend on."""
+"""Cache measurements of this machine in JSON files whose names are a hash of the facts they depend on."""
 
 import hashlib
 import json
@@ -14,25 +14,25 @@ import mlx.core as mx
 
 from .atomic import write_whole
 
-FORMAT = 1  # of all these files
+FORMAT = 1  # version of all these files
 
 _warned: set[str] = set()
 
 
 def machine() -> dict[str, Any]:
-    """The facts of this machine that times depend on."""
+    """Return the facts about this machine that times depend on."""
     device = mx.device_info()
     facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
     return {**facts, "system": f"{platform.system()} {platform.release()}"}
 
 
 def digest(lines: Iterable[str]) -> str:
-    """Make a fingerprint of lines, in whatever order they come."""
+    """Return a hash of lines that does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def cache_directory(kind: str = "trials") -> Path:
-    """Find where files of a kind are kept: MLX_MTP_CACHE, else the user's cache; RuntimeError without a home."""
+    """Return the directory for files of a kind: MLX_MTP_CACHE, else the user's cache; RuntimeError without a home."""
     if chosen := os.environ.get("MLX_MTP_CACHE"):
         return Path(chosen).expanduser() / ("" if kind == "trials" else kind)
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
@@ -40,21 +40,21 @@ def cache_directory(kind: str = "trials") -> Path:
 
 
 def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
-    """Name the file whose content these facts decide."""
+    """Return the file for these facts."""
     return directory / f"{digest([json.dumps(facts, sort_keys=True)])[:32]}.json"
 
 
 class RememberedFile:
-    """What is known where certain facts hold; where others do, that is in other files.
+    """Figures measured under certain facts, in a file of their own.
 
-    kind: of figures, "trials" or "costs". facts: JSON. lost: how the warning begins where it cannot be written.
+    kind: "trials" or "costs". facts: JSON values. lost: the start of the warning if the file cannot be written.
     """
 
     def __init__(self, kind: str, facts: dict[str, Any], lost: str):
         self.kind, self.facts, self.lost = kind, facts, lost
 
     def recall(self) -> dict[str, Any]:
-        """Read what was kept; empty where the file is missing, damaged, of another format or of other facts."""
+        """Return the stored content; empty if the file is missing, damaged, of another format or of other facts."""
         try:
             kept = json.loads(self._file().read_text())
             return kept if (kept["format"], kept["facts"]) == (FORMAT, self.facts) else {}
@@ -62,7 +62,7 @@ class RememberedFile:
             return {}
 
     def keep(self, **content: Any) -> None:
-        """Replace the file whole, so that a reader sees the old or the new; where that fails, warn the first time."""
+        """Replace the file atomically; warn once if that fails."""
         text = json.dumps({"format": FORMAT, "facts": self.facts, **content}, indent=0)
         try:
             write_whole(self._file(), text)

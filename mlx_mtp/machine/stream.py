@@ -1,9 +1,9 @@
-"""Run MLX's work of all threads in turn, on streams that belong to none of them.
+"""Serialize MLX work of all threads, on streams that belong to no thread.
 
-MLX's default streams are each thread's own, and an array that is not computed yet can be computed only where the
-stream of its making is. Work here goes to one stream per device, of `mx.new_thread_unsafe_stream`: every thread finds
-it (its encoder is in a map that all share, on Metal too), and nothing in MLX guards it, hence the turns.
-On Metal this has been reasoned out of MLX's source and not been tried.
+MLX's default streams belong to one thread, and a lazy array can be computed only in the thread of its stream. Work
+here uses one stream per device from `mx.new_thread_unsafe_stream`. All threads can use it (its encoder is in a shared
+map, on Metal too), but MLX does not lock it, hence the turns. For Metal this follows from MLX's source; it is
+untested.
 """
 
 import atexit
@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 T = TypeVar("T")
-LAST_TURN, LAST_LINE = 10, 0.2  # seconds that the end of the process gives daemon threads to end a turn, to line up
+LAST_TURN, LAST_LINE = 10, 0.2  # seconds at process exit for a daemon thread to end its turn, and to reach the queue
 
-_line, _turn = threading.RLock(), threading.RLock()  # a finalizer may come in between
+_line, _turn = threading.RLock(), threading.RLock()  # reentrant because a finalizer may run in between
 _thread = threading.local()
-_users: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have had a turn, but for the main one
+_users: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have had a turn, except the main one
 
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """Wait for a turn, and let what is computed in it be of no thread; a turn within a turn is the same one.
+    """Wait for this thread's turn, then compute on the shared streams; nested turns are one turn.
 
-    Threads that wait stand in a line, and one that has had its turn has to join it again.
+    Waiting threads queue, and a thread that has had its turn queues again.
     """
     if getattr(_thread, "in_turn", False):
         yield
@@ -53,7 +53,7 @@ def in_turn() -> Iterator[None]:
 
 
 def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield what `steps` does, each item made in a turn of its own, whichever thread asks for it."""
+    """Yield the items of `steps`, computing each in its own turn in the thread that requests it."""
     end: Any = object()
     try:
         while True:
@@ -68,9 +68,9 @@ def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
 
 
 def _shared_streams() -> list[mx.Stream]:
-    """Return the streams, one per device, and see to it that this thread leaves nothing behind that needs Python.
+    """Return the shared streams, one per device, and register this thread's cleanup.
 
-    MLX's main thread keeps what it has: `mx.clear_streams` would take a GPU's shared stream from all others.
+    MLX's main thread needs none: `mx.clear_streams` there would destroy a GPU's shared stream.
     """
     streams, maker = _made()
     thread = threading.current_thread()
@@ -83,16 +83,16 @@ def _shared_streams() -> list[mx.Stream]:
 
 @cache
 def _made() -> tuple[list[mx.Stream], int | None]:
-    """Make the streams; return also which thread did, and is MLX's main one if none was before."""
+    """Create the streams; return also the creating thread, which becomes MLX's main thread if it had none."""
     streams = [mx.new_thread_unsafe_stream(device) for device in (mx.cpu, mx.gpu) if mx.is_available(device)]
     mx.synchronize(streams[0])
     return streams, threading.get_ident()
 
 
 class _Cleanup:
-    """Drops what MLX has compiled in a thread when the thread's own variables go.
+    """Clears MLX's compiled functions of a thread when the thread's local variables are deleted.
 
-    MLX's destructor of it, which comes later, takes Python's lock, and aborts a process that is about to end.
+    MLX's own destructor runs later, acquires the GIL, and aborts a process that is exiting.
     """
 
     def __del__(self, clear: Any = mx.clear_streams) -> None:
@@ -101,7 +101,7 @@ class _Cleanup:
 
 @atexit.register
 def _keep_last_turn() -> None:
-    """Take the turn for good: a daemon thread that is stopped while it runs, and not in the line, aborts as above."""
+    """Hold the turn until the process ends, because a daemon thread stopped inside a turn would abort the process."""
     _turn.acquire(timeout=LAST_TURN)
     if any(thread.is_alive() for thread in _users):
         time.sleep(LAST_LINE)

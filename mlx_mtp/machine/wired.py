@@ -1,7 +1,7 @@
-"""Keep a large model's weights resident: MLX's wired limit, set once, at a load, while nothing runs.
+"""Keep a large model's weights resident with MLX's wired limit, set once per load while nothing runs.
 
-A limit that is set while work is under way on another stream has ended in kernel panics of macOS (MLX issue 3186), so
-no generation changes it.
+Changing the limit while another stream was busy has caused kernel panics in macOS (MLX issue 3186), so no generation
+changes it.
 """
 
 import mlx.core as mx
@@ -10,29 +10,29 @@ from .memory import in_gb, working_set
 
 AUTO, OFF = "auto", "off"
 WiredLimit = int | str
-NEARLY_ALL = 0.75  # share of the recommended working set up to which macOS keeps a model resident by itself
-_set = 0  # bytes; a process never lowers it
+NEARLY_ALL = 0.75  # macOS keeps a model resident by itself up to this share of the recommended working set
+_set = 0  # bytes; never lowered within a process
 
 
 def check_wired_limit(limit: WiredLimit) -> None:
-    """Raise ValueError for a limit that is neither bytes, "auto" nor "off", or is more than the GPU recommends."""
+    """Raise ValueError unless the limit is "auto", "off" or a number of bytes that the GPU recommends."""
     if isinstance(limit, str):
         if limit not in (AUTO, OFF):
-            raise ValueError(f"wired_limit={limit!r}: allowed are bytes, {AUTO!r} and {OFF!r}")
+            raise ValueError(f"wired_limit={limit!r}: expected bytes, {AUTO!r} or {OFF!r}")
         return
     most = working_set()
     if type(limit) is not int or limit < 0:
-        raise ValueError(f"wired_limit={limit!r}: allowed are bytes from 0 on, {AUTO!r} and {OFF!r}")
+        raise ValueError(f"wired_limit={limit!r}: expected bytes (at least 0), {AUTO!r} or {OFF!r}")
     if most is not None and limit > most:
-        there = f"this GPU recommends at most {in_gb(most)} GB; `sudo sysctl iogpu.wired_limit_mb=MB` raises that"
-        raise ValueError(f"wired_limit={limit}: {there}")
+        recommended = f"this GPU recommends at most {in_gb(most)} GB"
+        raise ValueError(f"wired_limit={limit}: {recommended}; `sudo sysctl iogpu.wired_limit_mb=MB` raises that")
 
 
 def wire(weights: int, limit: WiredLimit = AUTO) -> int:
-    """Set MLX's wired limit for a model of so many bytes, and return the limit that holds from now on, 0 for none.
+    """Set MLX's wired limit for a model of `weights` bytes and return the limit now in force, 0 for none.
 
-    "auto" takes the recommended working set for a model that needs most of it, and sets nothing for a smaller one.
-    Call it in a turn, when the model is loaded: work that was submitted is waited for first.
+    "auto" sets the recommended working set for a model that needs most of it, and nothing for a smaller model.
+    Call it in a turn after the load; it waits for submitted work first.
     """
     global _set
     most = working_set()

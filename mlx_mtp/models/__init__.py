@@ -1,13 +1,14 @@
-"""Find the port of a model_type, and the kinds of external drafters.
+"""Find the port of a model_type and the supported kinds of external drafters.
 
-A port `mlx_mtp/models/<model_type>.py` defines `ModelArgs`, mlx-lm's dataclass of config.json with
-`num_hidden_layers` and `vocab_size`; and `Model(args, heads=0, spec=None)`: in front of mlx-lm's model
-`layers.port.Port`, of whose attributes and methods it states what is another one's here. Nothing outside this package
-knows a family by name. Where transformers writes a family's config.json in other terms than `ModelArgs` has,
-`ModelArgs.respelled(config)` returns it in these.
+A port `mlx_mtp/models/<model_type>.py` defines two names. `ModelArgs` is mlx-lm's dataclass of config.json, with
+`num_hidden_layers` and `vocab_size`. `Model(args, heads=0, spec=None)` inherits from `layers.port.Port` and from
+mlx-lm's model, and overrides the attributes and methods of `Port` in which the family differs. Nothing outside this
+package names a family. If transformers writes a family's config.json with other names than `ModelArgs` has,
+`ModelArgs.respelled(config)` translates it.
 
-A drafter in a directory of its own (DRAFTERS) defines instead `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED.
+A drafter in a directory of its own (DRAFTERS) defines `refuses(config, names)`, `make_spec(config, names,
+num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED
+instead.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING
 
 DRAFTERS = ("eagle3",)
-# Beside mlx-lm's other names of a model_type: a text model exported without its wrapper, with a flat config.json.
+# Added to mlx-lm's aliases of a model_type: a text model exported without its wrapper, with a flat config.json.
 REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
@@ -30,13 +31,13 @@ def port_names() -> list[str]:
 
 
 def find_port(config: dict) -> ModuleType | None:
-    """Import the port of a config.json's model_type, or of the one that it is another name of; None without one."""
+    """Import the port of a config.json's model_type, aliases included; None if it has no port."""
     model_type = REMAPPED.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 
 
 def find_family(config: dict) -> ModuleType | None:
-    """Import the module of a config.json's model_type, a port or else mlx-lm's; None where there is neither."""
+    """Import the module of a config.json's model_type: its port, else mlx-lm's module, else None."""
     if port := find_port(config):
         return port
     name = REMAPPED.get(config["model_type"], config["model_type"])
@@ -47,12 +48,12 @@ def find_family(config: dict) -> ModuleType | None:
 
 
 def is_port(family: ModuleType) -> bool:
-    """Whether a family is one of the ports here."""
+    """Return whether a family's module is a port of this package."""
     return family.__name__.startswith(f"{__name__}.")
 
 
 def text_args(family: ModuleType, text: dict) -> Any:
-    """Find the dataclass that reads a family's `text_config`; its ModelArgs where that has no such field."""
+    """Find the dataclass that reads a family's `text_config`; ModelArgs if it has no such field."""
     args = family.ModelArgs
     if "text_config" not in field_names(args):
         return args
@@ -67,7 +68,7 @@ def text_args(family: ModuleType, text: dict) -> Any:
 
 
 def field_names(args: Any) -> set[str]:
-    """List the fields that a dataclass reads of config.json."""
+    """Return the names of the fields that a dataclass reads from config.json."""
     return {field.name for field in dataclasses.fields(args) if field.init}
 
 

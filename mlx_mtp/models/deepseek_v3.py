@@ -1,7 +1,7 @@
 """Port DeepSeek-V3, R1 and V3-shaped derivatives: mlx-lm's backbone with one recycled MTP layer.
 
-The head is checkpoint layer num_hidden_layers. The hub's fp8 weights are dequantized by blocks, in the head as in the
-trunk. Sources: DeepSeek-V3 technical report (arXiv 2412.19437), vLLM `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
+The head is checkpoint layer num_hidden_layers. The hub's block-wise fp8 weights are dequantized in trunk and head.
+Sources: DeepSeek-V3 technical report (arXiv 2412.19437), vLLM `deepseek_mtp.py`, SGLang `deepseek_nextn.py`.
 """
 
 from mlx_lm.models import deepseek_v3
@@ -12,7 +12,7 @@ ModelArgs = deepseek_v3.ModelArgs
 
 
 class Attention(AbsorbedMLA, deepseek_v3.DeepseekV3Attention):
-    """MLA, absorbed for one row and for the few of a verify."""
+    """MLA with absorbed projections for one row and for the few rows of a verify."""
 
 
 class Model(MLAPort, deepseek_v3.Model):

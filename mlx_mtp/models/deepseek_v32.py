@@ -1,6 +1,6 @@
 """Port DeepSeek-V3.2: mlx-lm's backbone (MLA with an indexer, and experts) with one recycled MTP layer.
 
-The head is checkpoint layer num_hidden_layers, with an indexer of its own. Sources: DeepSeek-V3.2 (arXiv 2512.02556),
+The head is checkpoint layer num_hidden_layers and has its own indexer. Sources: DeepSeek-V3.2 (arXiv 2512.02556),
 vLLM `deepseek_mtp.py`, llama.cpp `deepseek32.cpp`.
 """
 
@@ -13,7 +13,7 @@ ModelArgs = deepseek_v32.ModelArgs
 
 
 class Attention(SparseMLA, deepseek_v32.DeepseekV32Attention):
-    """MLA of each row to what its indexer chooses, absorbed for one row and for the few of a verify."""
+    """MLA over the positions that the indexer selects per row; absorbed for one row and the few rows of a verify."""
 
 
 class Model(MLAPort, deepseek_v32.Model):

@@ -1,8 +1,8 @@
 """Accept EAGLE-3 drafters: heads in a directory of their own, for the target of any port.
 
-Of the rows that the target has verified it reads the residual stream at three layers, fused by `fc`; of its own
-drafts, its own output. The LM head may know only a part of the vocabulary. Sources: EAGLE-3 (arXiv 2503.01840),
-vLLM and SGLang `llama_eagle3.py`, speculators `models/eagle3`.
+For rows that the target has verified the drafter reads the residual stream at three layers, fused by `fc`; for its
+own drafts it reads its own output. Its LM head may cover only part of the vocabulary. Sources: EAGLE-3 (arXiv
+2503.01840), vLLM and SGLang `llama_eagle3.py`, speculators `models/eagle3`.
 """
 
 import importlib
@@ -20,10 +20,10 @@ ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "
     "lm_head and, for a reduced vocabulary, d2t"
 )
-IGNORED = ("t2d", "rotary_emb.inv_freq")  # which of the target's tokens the drafter knows, d2t says so too; constants
+IGNORED = ("t2d", "rotary_emb.inv_freq")  # the inverse of d2t; constants
 LAYERS = ("llama", "qwen3")
 SPEC = MTPSpec(
-    capture=(),  # by config.json and the target's depth
+    capture=(),  # set from config.json and the target's depth
     feedback="pre",
     head="shared_or_own",
     embedding="shared_or_own",
@@ -39,7 +39,7 @@ SPEC = MTPSpec(
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Say what a directory of this config.json and these tensors is but an EAGLE-3 head; None if it is one."""
+    """Return None for the config.json and tensors of an EAGLE-3 head, else what they are instead."""
     own = {name.removeprefix("model.") for name in names}
     layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
     if len(layers) > 1:
@@ -52,16 +52,16 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Tell how many features of the target `fc` reads, by its tensor."""
+    """Return the number of target features that `fc` reads, from its tensor's shape."""
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") == "fc.weight")
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """Make a drafter's spec; `overrides`: feedback, fuse, and as capture numbers of layers. Raises ValueError."""
+    """Return a drafter's spec; `overrides` may set feedback, fuse and capture. Raises ValueError."""
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
     if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
-        raise ValueError(f"mtp_overrides: {unknown[0]!r} is not a drafter's; allowed are capture, feedback, fuse")
+        raise ValueError(f"mtp_overrides: drafters have no {unknown[0]!r}; allowed are capture, feedback, fuse")
     capture = overrides.get("capture", _captured_layers(config, num_hidden_layers))
     capture = tuple(capture) if isinstance(capture, list | tuple) else (capture,)
     if not capture or not all(type(i) is int and 0 <= i <= num_hidden_layers for i in capture):
@@ -71,14 +71,14 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
         )
     paths = [place[1] for name in names if (place := SPEC.locate(name, 0))]
     if "d2t" in paths and "head.weight" not in paths:
-        raise ValueError("tensor lm_head.weight is missing; d2t is for an LM head of the drafter's own")
+        raise ValueError("tensor lm_head.weight is missing; d2t requires the drafter's own LM head")
     feedback = "post" if _option(config, "norm_output", False) else "pre"
     changes = {name: value for name, value in overrides.items() if name != "capture"}
     return replace(SPEC.resolve(paths), capture=capture, feedback=feedback).override(changes)
 
 
 def _captured_layers(config: dict, num_hidden_layers: int) -> tuple[int, ...]:
-    """Read the captured layers: in `eagle_config` those whose output is meant (SGLang), beside it counts (vLLM)."""
+    """Return captured layers as counts: `eagle_config` (SGLang) has layer indices, the top level (vLLM) counts."""
     if counts := config.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(counts)
     if outputs := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
@@ -91,7 +91,7 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """Make the module that these tensors are for; `captured` is the target's hidden_size. Raises ValueError."""
+    """Create the module for these tensors; `captured` is the target's hidden_size. Raises ValueError."""
     normal = normalize(_layer_config(config))
     normal.check(Path("config.json"))
     layer = normal.config
@@ -101,7 +101,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     vocab, known = args.vocab_size, config.get("draft_vocab_size") or args.vocab_size
     own = {name.removeprefix("model.").partition(".")[0] for name in names}
     if known < vocab and "d2t" not in own:
-        raise ValueError(f"tensor d2t is missing; it says which the {known} of {vocab} tokens of the LM head are")
+        raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     head = EagleHead(
         spec,
         module.TransformerBlock(args),
@@ -117,7 +117,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _layer_config(config: dict) -> dict:
-    """Return config.json of the layer as of a model of one layer of a family of mlx-lm's. Raises ValueError."""
+    """Return the drafter's config as that of a one-layer model of an mlx-lm family. Raises ValueError."""
     layer = {**config, **config.get("transformer_layer_config", {})}
     for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if layer.get(name, allowed) != allowed:

@@ -1,7 +1,8 @@
 """Port GLM-5, 5.1, 5.2: DeepSeek-V3.2's layers under GLM's config, whose indexers rotate interleaved pairs.
 
-In GLM-5.2 most layers have no indexer and attend to what the last one before them chose. Its config.json would have a
-head's second and later drafts reuse the first's choice; here each chooses anew, which changes drafts only.
+In GLM-5.2 most layers have no indexer and reuse the positions that the last indexer before them selected. Its
+config.json also reuses the head's first selection for later drafts; here each draft selects again, which changes
+drafts only.
 Sources: transformers `modeling_glm_moe_dsa.py` and `configuration_glm_moe_dsa.py`, llama.cpp `glm-dsa.cpp`.
 """
 
@@ -19,8 +20,10 @@ KINDS = {"F": "full", "S": "shared"}
 
 @dataclass
 class ModelArgs(glm_moe_dsa.ModelArgs):
-    """config.json of `glm_moe_dsa`, and how it says which layers have an indexer: those that `indexer_types` or
-    a pattern such as "FFSSS" names, else the first ones and every `index_topk_freq`-th from the last of these on.
+    """config.json of `glm_moe_dsa`, with the fields that state which layers have an indexer.
+
+    These are the layers named by `indexer_types` or by a pattern such as "FFSSS"; else the first layers and every
+    `index_topk_freq`-th layer after them.
     """
 
     indexer_types: list[str] | None = None
@@ -30,17 +33,17 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with the choice of experts that transformers' model makes unasked."""
+        """Return the config with the expert routing that transformers' model uses by default."""
         return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **config}
 
     def indexers(self) -> list[str]:
-        """Say per layer whether it has an indexer ("full") or uses the last one's choice ("shared"); ValueError."""
+        """Return per layer "full" (has an indexer) or "shared" (reuses the last selection). Raises ValueError."""
         layers = range(self.num_hidden_layers)
         late = [max(i - self.index_skip_topk_offset + 1, 0) for i in layers]
         every = ["shared" if i % max(self.index_topk_freq, 1) else "full" for i in late]
         kinds = [KINDS.get(kind, kind) for kind in self.indexer_types or self.index_topk_pattern or every]
         if len(kinds) != len(layers):
-            raise ValueError(f"indexer_types: {len(kinds)} of them, expected one for each of {len(layers)} layers")
+            raise ValueError(f"indexer_types has {len(kinds)} entries; expected one for each of {len(layers)} layers")
         for i, kind in enumerate(kinds):
             if kind not in (("full", "shared") if i else ("full",)):
                 raise ValueError(f"indexer_types[{i}]={kind!r}: allowed are full and, but for the first, shared")

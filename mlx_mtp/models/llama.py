@@ -1,4 +1,6 @@
-"""Port Llama 2 and 3, Mistral and what else mlx-lm reads as `llama`: no heads of their own, but drafters exist."""
+"""Port Llama 2 and 3, Mistral and other models that mlx-lm reads as `llama`; they have no heads, but drafters
+exist.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +19,7 @@ class ModelArgs(llama.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with its types of layer: in Mistral a window is every layer's, in Llama no layer's."""
+        """Return the config with layer types: a window applies to every layer of Mistral and to no layer of Llama."""
         if config["model_type"] != "mistral" or not config.get("sliding_window") or config.get("layer_types"):
             return config
         return {**config, "layer_types": [SLIDING] * config["num_hidden_layers"]}
@@ -30,7 +32,7 @@ class Model(HeadlessPort, llama.Model):
     IGNORED = ("rotary_emb.inv_freq",)
 
     def __init__(self, args: ModelArgs, heads: int = 0, spec: MTPSpec | None = None):
-        """Make mlx-lm's model, which cannot be built without a layer of full attention, and set the layers' types."""
+        """Create mlx-lm's model, which requires a full-attention layer to be built, then set the layer types."""
         kinds = args.layer_types or []
         super().__init__(replace(args, layer_types=[FULL] * len(kinds)), heads, spec)
         self.args.layer_types = self.model.layer_types = kinds

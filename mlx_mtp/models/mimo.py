@@ -1,7 +1,7 @@
 """Port MiMo-7B: mlx-lm's backbone with one recycled MTP layer that reads [hidden, embedding].
 
-Whether the head reads the target's hidden state before or after the final norm is disputed: vLLM's `mimo.py` returns
-it before the norm, which is the default here; SGLang's default is after it. `mtp_overrides` switches.
+Implementations disagree on whether the head reads the target's hidden state before or after the final norm. vLLM's
+`mimo.py` returns it before the norm, the default here; SGLang reads it after. `mtp_overrides` switches.
 Sources: vLLM `mimo_mtp.py`, the checkpoint's own `modeling_mimo.py` (MiMoMTPLayers).
 """
 

@@ -1,6 +1,6 @@
 """Port MiMo-V2-Flash: mlx-lm's backbone with three sliding-window depths that all read the target's hidden state.
 
-The checkpoint's config.json has no number of heads; they are counted by their tensors. Sources: SGLang
+The number of heads is counted from their tensors because config.json does not state it. Sources: SGLang
 `mimo_v2_nextn.py` (post-norm hidden states for every depth), llama.cpp `mimo2.cpp` (before the norm), sglang-jax
 PR 1256 (chaining the depths instead loses a third of the acceptance).
 """
@@ -29,7 +29,7 @@ class ModelArgs(mimo_v2_flash.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a config of transformers' form in the file's own, with what transformers' model does unasked."""
+        """Translate a config of transformers' form into the checkpoint's form, with transformers' defaults."""
         found = dict(config)
         kinds, sparse = found.pop("layer_types", None), found.pop("mlp_layer_types", None)
         if kinds:

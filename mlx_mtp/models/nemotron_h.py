@@ -1,7 +1,7 @@
-"""Port Nemotron-3: mlx-lm's hybrid of Mamba2, attention, MLP and expert layers, with a recycled MTP head of two.
+"""Port Nemotron-3: mlx-lm's hybrid of Mamba2, attention, MLP and expert layers, with a recycled two-layer MTP head.
 
-The head is `mtp.layers.0`, attention without RoPE behind the fused input, and `mtp.layers.1`, experts; what it reads
-and what it is fed back come after a final norm. Layers without a state, MLPs and experts, have no cache.
+The head is `mtp.layers.0`, attention without RoPE on the fused input, and `mtp.layers.1`, experts. Both its inputs,
+the target's hidden state and its own output, are taken after a final norm. MLP and expert layers have no cache.
 Sources: vLLM `nemotron_h_mtp.py`, llama.cpp `nemotron-h.cpp`; tensor names of Nemotron-3 Super and 3.5 Lightning.
 """
 
@@ -26,7 +26,7 @@ CACHED = "M*"
 
 @dataclass
 class ModelArgs(nemotron_h.ModelArgs):
-    """config.json of `nemotron_h`, with what it says of the MTP head."""
+    """config.json of `nemotron_h`, with the fields of the MTP head."""
 
     mtp_hybrid_override_pattern: str | None = None
     mtp_layers_block_type: list[str] | None = None
@@ -34,7 +34,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with its number of layers, which transformers leaves out."""
+        """Return the config with its number of layers, which transformers omits."""
         kinds = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
         return config if config.get("num_hidden_layers") or not kinds else {**config, "num_hidden_layers": len(kinds)}
 
@@ -46,7 +46,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
     @property
     def head(self) -> "ModelArgs":
-        """Arguments of the MTP head's layers; ValueError where these are others than attention and experts."""
+        """Arguments of the MTP head's layers; ValueError unless they are attention and experts."""
         kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
         pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
         if pattern != HEAD_PATTERN:
@@ -56,7 +56,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
 
 class Mamba2Mixer(Mamba2, nemotron_h.NemotronHMamba2Mixer):
-    """mlx-lm's mixer over a cache that rolls back."""
+    """mlx-lm's mixer on a cache that can roll back."""
 
 
 class HeadBlock(nn.Module):
@@ -96,7 +96,7 @@ class Model(Port, nemotron_h.Model):
 
     @property
     def model(self) -> Any:
-        """The backbone by the names that `Port` knows."""
+        """The backbone's modules under the names that `Port` expects."""
         return SimpleNamespace(embed_tokens=self.backbone.embeddings, norm=self.backbone.norm_f)
 
     def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:

@@ -1,4 +1,4 @@
-"""Port Qwen2 and Qwen2.5: no heads of their own, but drafters exist."""
+"""Port Qwen2 and Qwen2.5, which have no heads; drafters exist."""
 
 from mlx_lm.models import qwen2
 

@@ -1,4 +1,4 @@
-"""Port Qwen3, dense: no heads of its own, but drafters exist."""
+"""Port dense Qwen3, which has no heads; drafters exist."""
 
 from mlx_lm.models import qwen3
 

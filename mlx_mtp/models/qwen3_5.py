@@ -1,7 +1,7 @@
 """Port Qwen3.5, 3.6, 3.8: mlx-lm's hybrid of gated-delta and full-attention layers, with one recycled MTP layer.
 
-The head is a full-attention layer under `mtp.`, with the target's embedding and LM head. That it reads rows after the
-final norm was settled by measurement: accepted 80% against 75% before it (vllm-mlx issue 660, LightLLM PR 1402).
+The head is a full-attention layer under `mtp.` that shares the target's embedding and LM head. It reads hidden states
+after the final norm: 80% were accepted, against 75% before the norm (vllm-mlx issue 660, LightLLM PR 1402).
 Sources: vLLM `qwen3_5_mtp.py`, SGLang `qwen3_5_mtp.py`.
 """
 
@@ -48,7 +48,7 @@ class ModelArgs(qwen3_5.ModelArgs):
 
 
 class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
-    """mlx-lm's layer over a cache that rolls back."""
+    """mlx-lm's layer on a cache that can roll back."""
 
 
 class Model(Port, qwen3_5.Model):
@@ -80,7 +80,7 @@ class Model(Port, qwen3_5.Model):
         return self.language_model
 
     def shard(self, group: Any = None) -> None:
-        """Split the layers as mlx-lm does, and leave the LM head whole, as in other families."""
+        """Split the layers as mlx-lm does, but keep the LM head whole, as in other families."""
         inner = self.language_model
         text = inner.args
         inner.args = replace(text, tie_word_embeddings=True)

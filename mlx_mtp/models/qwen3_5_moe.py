@@ -1,7 +1,7 @@
-"""Port Qwen3.5, 3.6, 3.8 with experts: `qwen3_5`, whose experts come in two forms.
+"""Port Qwen3.5, 3.6, 3.8 with experts: `qwen3_5` with experts in two tensor layouts.
 
-Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head, in Qwen3.6 both are fused, and
-pruned or 8-bit exports number all. mlx-lm splits the fused ones.
+Qwen3.5-35B-A3B has fused `gate_up_proj` in the trunk and numbered experts in the head; Qwen3.6 fuses both; pruned and
+8-bit exports number all experts. mlx-lm splits fused tensors.
 """
 
 import re
@@ -17,7 +17,7 @@ ModelArgs = qwen3_5.ModelArgs
 
 
 class Sanitizer:
-    """mlx-lm's sanitizing, after stacking numbered experts."""
+    """mlx-lm's `sanitize` after numbered experts have been stacked."""
 
     @staticmethod
     def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -1,4 +1,4 @@
-"""Port Qwen3 with experts: no heads of its own, but drafters exist."""
+"""Port Qwen3 with experts, which has no heads; drafters exist."""
 
 from mlx_lm.models import qwen3_moe
 

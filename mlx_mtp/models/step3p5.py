@@ -1,7 +1,7 @@
 """Port Step-3.5-Flash: mlx-lm's backbone with its three chained MTP depths.
 
 Depth k is checkpoint layer num_hidden_layers + k: a sliding-attention decoder layer that reads the target's
-hidden state before the final norm (k = 0) or depth k-1's block output, and ends in an LM head of its own.
+hidden state before the final norm (k = 0) or depth k-1's block output, and has its own LM head.
 Sources: vLLM `step3p5_mtp.py`, SGLang `step3p5_mtp.py`, llama.cpp PRs 23274 and 24340.
 """
 
@@ -14,7 +14,7 @@ from mlx_lm.models import step3p5
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import BLOCK_TENSORS, Port, Tensors
 
-NO_LAYER = 10_000  # for mlx-lm an empty list of layers is its default
+NO_LAYER = 10_000  # mlx-lm replaces an empty list of layers by its default
 IN_LISTS = ("rope_theta", "partial_rotary_factor")
 
 
@@ -24,7 +24,7 @@ class ModelArgs(step3p5.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a config of transformers' form, with values by type of layer, in the file's own form, with lists."""
+        """Translate transformers' config, with values per layer type, into the checkpoint's per-layer lists."""
         found = dict(config)
         sparse = found.pop("mlp_layer_types", None)
         kinds = [*(found.get("layer_types") or []), *(found.pop("mtp_layer_types", None) or [])]
@@ -50,7 +50,7 @@ class ModelArgs(step3p5.ModelArgs):
     def padded(self, heads: int) -> "ModelArgs":
         """Extend per-layer lists over the MTP heads, for configs that were cut to num_hidden_layers entries.
 
-        The missing entries are those of the released config: sliding, theta 1e4, full rotary, dense.
+        The added entries are those of the released config: sliding attention, theta 1e4, full rotary, dense.
         """
         total = self.num_hidden_layers + heads
         fill: dict[str, Any] = {"layer_types": "sliding_attention", "partial_rotary_factors": 1.0}
@@ -106,7 +106,7 @@ class Model(Port, step3p5.Model):
 
     def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
         parameters = step3p5.Model.sanitize(self, trunk)
-        # mlx-lm shifts a trunk that it can tell by its names to be raw; a dense one it cannot.
+        # mlx-lm shifts a trunk whose tensor names show that it is raw; a dense trunk has no such names.
         if shift_trunk and parameters.get("model.norm.weight") is trunk.get("model.norm.weight"):
             parameters = {path: _shifted(path, w) for path, w in parameters.items()}
         for name, w in heads.items():
@@ -116,7 +116,7 @@ class Model(Port, step3p5.Model):
 
 
 def _rope_lists(layers: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
-    """Write each layer's rotary embedding as lists, and the scaling that layers of some kinds have."""
+    """Return each layer's rotary embedding as lists, and the scaling of the layer types that have one."""
     scaled = {kind: rope for kind, rope in zip(kinds, layers, strict=True) if rope.get("rope_type") != "default"}
     scalings = [{n: v for n, v in rope.items() if n not in IN_LISTS} for rope in scaled.values()]
     if any(scaling != scalings[0] for scaling in scalings):

@@ -1,7 +1,7 @@
-"""Port Step-3.7-Flash: Step-3.5's text model inside a vision wrapper, of which only the text is decoded here.
+"""Port Step-3.7-Flash: Step-3.5's text model inside a vision wrapper; only text is decoded.
 
-The wrapper keeps the text model's tensor names, which conversions for vision models put under `language_model.`, and
-its config under `text_config`. Source: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
+The wrapper keeps the text model's tensor names, which vision conversions put under `language_model.`, and its config
+under `text_config`. Sources: transformers `conversion_mapping.py` ("step3p7") and `modeling_step3p7.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class ModelArgs(step3p5.ModelArgs):
 
 
 class Model(step3p5.Model):
-    """Step-3.5's port; the vision tower's tensors are left out."""
+    """Step-3.5's port without the vision tower's tensors."""
 
     SPEC = replace(step3p5.Model.SPEC, prefix=r"(?:language_model\.)?" + step3p5.Model.SPEC.prefix)
     IGNORED = ("vision_model.", "vit_large_projector.")

@@ -1,4 +1,4 @@
-"""Check `bench profile --capture`: a trace is of one phase in some cycles, and what forbids it is said."""
+"""Check `bench profile --capture`: a trace covers one phase of some cycles, and errors name what prevents it."""
 
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
 
 
 class Metal:
-    """Notes what is evaluated while a trace is taken."""
+    """Records what is evaluated while a trace is open."""
 
     def __init__(self, monkeypatch):
         self.open, self.files, self.seen = None, [], {}
@@ -33,7 +33,7 @@ class Metal:
 
 
 @pytest.mark.parametrize(("phase", "cycles"), [("draft", 1), ("verify", 2), ("accept", 2), ("prefill", 1)])
-def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_path, phase, cycles):
+def test_a_trace_covers_one_phase_of_some_cycles(tiny_models, monkeypatch, tmp_path, phase, cycles):
     metal, evaluated = Metal(monkeypatch), []
     real = Timer.evaluate
 
@@ -60,7 +60,7 @@ def test_a_trace_is_of_one_phase_in_some_cycles(tiny_models, monkeypatch, tmp_pa
     assert inside == [(phase, first + i) for i in range(cycles)]
 
 
-def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_path):
+def test_a_trace_is_closed_after_a_failure(tiny_models, monkeypatch, tmp_path):
     metal = Metal(monkeypatch)
     watch = census.Captured(phase="prefill", paths=[tmp_path / "a.gputrace"])
     with pytest.raises(KeyboardInterrupt), watch.during("prefill"):
@@ -68,13 +68,13 @@ def test_a_trace_is_closed_when_something_fails(tiny_models, monkeypatch, tmp_pa
     assert metal.open is None
 
 
-def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
+def test_errors_name_what_prevents_a_trace(monkeypatch, tmp_path):
     path = tmp_path / "a.gputrace"
     with pytest.raises(ValueError, match="needs a Metal GPU"):
         census.check_capture("verify", path, 1)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.delenv(census.VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="started with MTL_CAPTURE_ENABLED=1"):
+    with pytest.raises(ValueError, match="has MTL_CAPTURE_ENABLED=1"):
         census.check_capture("verify", path, 1)
     monkeypatch.setenv(census.VARIABLE, "1")
     census.check_capture("verify", path, 2)
@@ -88,7 +88,7 @@ def test_what_forbids_a_trace_is_said(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="off Metal")
-def test_off_metal_a_trace_is_an_error():
+def test_a_trace_without_metal_is_an_error():
     done = command_line.call("bench", "profile", "--capture", "verify")
     assert done.returncode == 2
     assert done.stderr.startswith("error: Invalid value for '--capture': capture=verify: needs a Metal GPU")

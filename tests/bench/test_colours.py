@@ -1,4 +1,4 @@
-"""Check that the colours of pictures can be seen and told apart, by dichromats too."""
+"""Check that the colours of pictures are visible and distinguishable, also for dichromats."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from mlx_mtp.bench.panels import GridPanel
 
 
 @pytest.mark.parametrize("scheme", THEMES)
-def test_colours_can_be_seen(scheme):
+def test_colours_are_visible(scheme):
     theme = THEMES[scheme]
     assert plots.contrast(theme.ink, theme.paper) > 12
     assert all(plots.contrast(colour, theme.paper) >= 3 for colour in theme.series[:7])
@@ -21,7 +21,7 @@ def test_colours_can_be_seen(scheme):
                 assert plots.contrast(text.get_color(), ax.collections[0].cmap(value / 100)) > 4.5
 
 
-# What a dichromat sees of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1.
+# A dichromat's view of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1.
 SEEN = {
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
     "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
@@ -29,7 +29,7 @@ SEEN = {
 
 
 def lab(colour, seen):
-    """CIELAB of a colour, seen in full or by a dichromat."""
+    """Return CIELAB of a colour, for full colour vision or a dichromat."""
     from matplotlib.colors import to_rgb
 
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
@@ -44,8 +44,8 @@ def lab(colour, seen):
 
 @pytest.mark.parametrize("seen", [None, *SEEN])
 @pytest.mark.parametrize("scheme", THEMES)
-def test_colours_can_be_told_apart(scheme, seen):
-    """The first five, which is as many as most pictures have; markers tell the others apart."""
+def test_colours_are_distinguishable(scheme, seen):
+    """The first five colours, enough for most pictures; markers distinguish the others."""
     for a, b in itertools.combinations(THEMES[scheme].series[:5], 2):
         distance = sum((x - y) ** 2 for x, y in zip(lab(a, seen), lab(b, seen), strict=True)) ** 0.5
         assert distance > 25, (a, b)

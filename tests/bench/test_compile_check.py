@@ -1,4 +1,4 @@
-"""Check `doctor --compile-only`: one text that is refused, hangs or crashes loses no other, and the report stays."""
+"""Check `doctor --compile-only`: a text that is refused, hangs or crashes affects no other text or the report."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from mlx_mtp.bench import compile_check, compile_child, compile_jobs
 from mlx_mtp.bench.compile_check import CompileCheck, is_good, lines
 from mlx_mtp.bench.compile_jobs import OPS, job_of, launches, probe, types_of
 
-# A child that compiles nothing: what happens to a job is in its name; a process that it starts writes its id.
+# A child that compiles nothing: a job's name determines its result; a process that it starts writes its id.
 CHILD = """
 import json, os, subprocess, sys, time
 print(json.dumps({"ready": True}), flush=True)
@@ -58,7 +58,7 @@ def _no_metal_needed(monkeypatch):
 
 
 def ended(pid):
-    """Whether a process ends within some seconds."""
+    """Return whether a process ends within some seconds."""
     for _ in range(100):
         try:
             with open(f"/proc/{pid}/stat") as f:
@@ -71,7 +71,7 @@ def ended(pid):
 
 
 @linux_only
-def test_what_hangs_or_crashes_is_reported_and_the_rest_goes_on(tmp_path):
+def test_hangs_and_crashes_are_reported_and_the_rest_continues(tmp_path):
     names = ["a", "hangs", "b", "crashes", "exits", "refused", "c"]
     found = check_of(tmp_path, *map(job, names), limit=1.0).run(quiet)
     statuses = ["compiled", "hung", "compiled", "crashed", "crashed", "refused", "compiled"]
@@ -92,15 +92,15 @@ def test_what_hangs_or_crashes_is_reported_and_the_rest_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_the_report_is_there_after_an_interruption(tmp_path, stop):
+def test_the_report_exists_after_an_interruption(tmp_path, stop):
     check = check_of(tmp_path, *map(job, "abcd"))
 
-    def tell(name, done, total):
+    def progress(name, done, total):
         if done == 2:
             raise stop
 
     with pytest.raises(stop):
-        check.run(tell)
+        check.run(progress)
     found = read(tmp_path)
     assert [text["status"] for text in found["texts"]] == ["compiled", "compiled", "not reached", "not reached"]
     assert not found["finished"]
@@ -108,15 +108,15 @@ def test_the_report_is_there_after_an_interruption(tmp_path, stop):
     assert check.child is None
 
 
-def test_the_report_grows_while_texts_are_compiled(tmp_path, monkeypatch):
-    """So that it is there when the whole process is killed."""
+def test_the_report_is_updated_while_texts_are_compiled(tmp_path, monkeypatch):
+    """The report exists even if the whole process is killed."""
     monkeypatch.setattr(compile_check, "EVERY", 0.0)
     seen = []
     check_of(tmp_path, *map(job, "abc")).run(lambda *_: seen.append(read(tmp_path)))
     assert [found["counts"].get("compiled", 0) for found in seen] == [0, 1, 2]
 
 
-def test_types_that_the_device_lacks_are_reported_and_not_failed(tmp_path):
+def test_types_that_the_device_lacks_are_reported_but_no_failure(tmp_path):
     check = check_of(tmp_path, job("a"), job("b", "bfloat16"), job("c", "float16"))
     check.metal = True
     found = check.run(quiet)
@@ -160,7 +160,7 @@ def test_a_child_that_does_not_start_is_one_error_and_a_report(tmp_path):
     assert not is_good(read(tmp_path))
 
 
-def test_a_job_is_json_and_says_its_types():
+def test_a_job_is_json_and_lists_its_types():
     found = [job_of(launch) for launch in launches(["add_norm", "verify_qmm"], 4)]
     assert len(found) == 8
     for each in found:
@@ -168,13 +168,13 @@ def test_a_job_is_json_and_says_its_types():
     assert {name for each in found for name in types_of(each)} == {"float32", "float16", "bfloat16"}
 
 
-def test_a_sample_is_of_every_kernel():
+def test_a_sample_covers_every_kernel():
     assert [launch.text.kernel for launch in launches(sample=1)] == [*OPS]
 
 
 @linux_only
-def test_a_job_runs_as_the_launch_that_it_was_made_of():
-    """In place of the GPU the emulator runs it, which checks shapes and grids too."""
+def test_a_job_runs_like_its_launch():
+    """The emulator runs it instead of the GPU, and also checks shapes and grids."""
     with emulator.emulated() as launched:
         for launch in launches(["add_norm", "moe_route", "gated_norm", "norm_rope"], 1):
             text = json.loads(json.dumps(job_of(launch)))
@@ -194,13 +194,13 @@ def test_a_sample_is_compiled_through_the_front_end(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("add_norm               2 compiled; ")
-    assert "not checked here, as there is no Metal GPU: Apple's compiler" in done.stdout
+    assert "not checked without a Metal GPU: Apple's compiler" in done.stdout
     found = json.loads((tmp_path / "c.json").read_text())
     assert [text["status"] for text in found["texts"]] == ["compiled"] * 2
     assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
 
 
-def test_a_report_is_there_before_the_texts_are_listed(monkeypatch, tmp_path):
+def test_a_report_exists_before_the_texts_are_listed(monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -230,7 +230,7 @@ def test_every_text_is_compiled_through_the_front_end(tmp_path):
         (["--bits-only", "--op", "moe_glu"], "--op: 'moe_glu': allowed are "),
     ],
 )
-def test_flags_that_do_not_belong_together_are_refused(args, message, tmp_path):
+def test_flags_that_exclude_each_other_are_refused(args, message, tmp_path):
     assert message in command_line.one_line_error(command_line.call("doctor", *args, "--out", tmp_path / "d"), 2)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Check `bench decode`: it measures what it runs, shows what is slow or wrong, and says which result is which."""
+"""Check `bench decode`: it measures correctly, shows slow and wrong loops, and compares results."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def demo():
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -48,7 +48,7 @@ class Clock:
 
 @dataclass
 class Slowed(Ours):
-    """Our loop, whose cycles take 10 ms and a rest."""
+    """Our loop with 10 ms and a constant per cycle."""
 
     clock: Clock = field(default_factory=Clock)
     rest: float = 0.0
@@ -64,7 +64,7 @@ class Slowed(Ours):
 
 @dataclass
 class Wrong(Ours):
-    """Our loop with another fourth token."""
+    """Our loop with a wrong fourth token."""
 
     def tokens(self, prompt, cache, max_tokens, settings):
         for i, token in enumerate(super().tokens(prompt, cache, max_tokens, settings)):
@@ -88,7 +88,7 @@ def session_of(subject, others, rounds, **options):
     return session
 
 
-def test_all_loops_write_the_text_that_plain_generation_writes(demo):
+def test_all_loops_generate_the_plain_text(demo):
     (prompt,) = prompt_of(demo, "stepwise_math")
     options = {"max_tokens": 12, "stop_tokens": demo.stop_tokens}
     text = [t for t, *_ in mlx_mtp.generate_step(prompt.tokens, demo.model, num_draft_tokens=0, **options)]
@@ -97,7 +97,7 @@ def test_all_loops_write_the_text_that_plain_generation_writes(demo):
     others = [MlxLm(twin(demo.model)), Ours(demo.model, "k", 3, fixed), Ours(demo.model, "adaptive", None)]
     for loop in [*others, Ours(demo.model, PLAIN, 0)]:
         reader = Reader(loop, prompt.tokens, LoopSettings(**options, prefill_step_size=32)).read()
-        runs = [reader.run() for _ in range(2)]  # each from the same cache, that none of them changes
+        runs = [reader.run() for _ in range(2)]  # both from the same cache, which neither changes
         assert [run.tokens for run in runs] == [text] * 2
         counted = [run.stats.generation_tokens for run in runs if run.stats]
         assert counted == ([12] * 2 if loop.stats else [])
@@ -115,7 +115,7 @@ def test_the_clock_starts_with_the_first_token():
     assert 0.02 <= seconds < 0.3
 
 
-def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
+def test_each_turn_starts_with_a_rest(demo, monkeypatch):
     rests = []
     monkeypatch.setattr(timing.time, "sleep", rests.append)
     session = open_session(demo, [2], 2, 1.5)
@@ -125,7 +125,7 @@ def test_there_is_a_rest_before_each_turn(demo, monkeypatch):
 
 
 @pytest.mark.parametrize("slow", ["plain", "k=2"])
-def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
+def test_a_slowed_loop_is_measured_as_slower(demo, monkeypatch, slow):
     clock, fixed = Clock(), {"adaptive": False, "prompt_lookup": False}
     monkeypatch.setattr(decode, "time", clock)
     rest = {slow: 0.03}
@@ -147,7 +147,7 @@ def test_a_loop_slowed_on_purpose_shows_as_much(demo, monkeypatch, slow):
     assert not session.differences
 
 
-def test_another_text_is_reported_where_it_begins(demo):
+def test_a_different_text_is_reported_at_its_first_difference(demo):
     session = session_of(demo, [Wrong(demo.model, "wrong", 2)], 1)
     (difference,) = session.differences
     assert (difference["contender"], difference["position"]) == ("wrong", 3)
@@ -162,7 +162,7 @@ def test_another_text_is_reported_where_it_begins(demo):
     assert "text differs" not in remarks["mlx-lm"] + remarks[PLAIN]
 
 
-def test_sampled_texts_are_compared_among_our_loops_alone(demo):
+def test_sampled_texts_are_compared_only_among_our_loops(demo):
     fixed = {"adaptive": False}
     others = [Ours(demo.model, "k=2", 2, fixed), Wrong(demo.model, "wrong", 2)]
     session = session_of(demo, others, 1, temp=1.5, seed=4, stop_tokens=())
@@ -171,7 +171,7 @@ def test_sampled_texts_are_compared_among_our_loops_alone(demo):
     assert by_loop["k=2"]["text"] == by_loop[PLAIN]["text"] != by_loop["mlx-lm"]["text"]
 
 
-def test_peaks_are_a_loops_own(demo):
+def test_peaks_belong_to_one_loop(demo):
     session = session_of(demo, [Ours(demo.model, "k=2", 2, {"adaptive": False}, 10**9)], 1)
     by_loop = {e["contender"]: max(*e["peak_bytes"], e["read_peak_bytes"]) for e in session.entries}
     target = demo.facts["target_bytes"]
@@ -181,7 +181,7 @@ def test_peaks_are_a_loops_own(demo):
 
 
 def made(speeds: dict[str, list[float]], **changes) -> dict:
-    """A result by hand: 21 tokens of one prompt by each loop, at these speeds."""
+    """Return a hand-made result: each loop generates 21 tokens of one prompt at these speeds."""
     entry = {
         **{"context": 0, "kv_bits": None, "mtp_kv_bits": None, "category": "a", "prompt_tokens": 11},
         **{"read_seconds": 0.5, "read_peak_bytes": 7, "text": "x", "lookup_drafted": [], "lookup_accepted": []},
@@ -201,7 +201,7 @@ def made(speeds: dict[str, list[float]], **changes) -> dict:
     } | changes
 
 
-def test_a_rows_arithmetic():
+def test_the_arithmetic_of_a_row():
     result = made({PLAIN: [10, 20, 40], "mlx-lm": [20, 20, 20], "k=2": [20, 40, 80]})
     drafting = result["entries"][-1]
     drafting |= {"cycles": [10, 10, 10], "drafted": [[10, 5], [10, 5], [8, 6]], "accepted": [[8, 2], [8, 2], [5, 1]]}
@@ -216,7 +216,7 @@ def test_a_rows_arithmetic():
         assert row.rates == pytest.approx([21 / 28, 5 / 16])
         assert row.tokens_per_cycle == pytest.approx(1 + 30 / 30)
         assert (row.speed.low, row.speed.median, row.speed.high) == pytest.approx((20, 40, 80))
-        # Within a round it was always twice as fast, however the machine changed.
+        # Within each round it was twice as fast, although the machine's speed changed.
         assert (row.vs_plain.low, row.vs_plain.high, row.conclusive) == (2, 2, False)
         assert (row.vs_mlx_lm.low, row.vs_mlx_lm.high) == pytest.approx((1, 4))
         assert row.prompt_speed == pytest.approx(20)
@@ -240,7 +240,7 @@ def test_texts_of_one_token_have_no_speed():
     overall(result, WHOLE)
 
 
-def test_a_change_counts_where_the_ranges_do_not_touch():
+def test_a_change_counts_if_the_ranges_do_not_overlap():
     before, after = (made({PLAIN: [10, 10.2], "k=1": values}) for values in ([20, 21], [20.2, 22]))
     same = {(c.contender, c.what): c for c in changes(before, after)}
     assert not any(c.beyond for c in same.values())
@@ -252,7 +252,7 @@ def test_a_change_counts_where_the_ranges_do_not_touch():
     assert changes(made({"other": [1]}), after) == []
 
 
-def test_what_two_results_do_not_share_is_listed():
+def test_differing_conditions_of_two_results_are_listed():
     before = made({PLAIN: [1]})
     assert unlike(before, copy.deepcopy(before)) == []
     after = made({PLAIN: [1]}, environment={"mlx": "2"}, options={"max_tokens": 3})
@@ -302,34 +302,32 @@ def test_the_published_figures_and_their_conditions(demo):
     for entry in result["entries"]:
         entry["context"] = 32768
     result["entries"][1] |= {"cycles": [10, 10], "drafted": [[8], [8]], "accepted": [[6], [6]]}
-    columns = [list(column.cells) for column in documents.beside(result, quick=False).columns]
+    columns = [list(column.cells) for column in documents.comparison(result, quick=False).columns]
     lines = list(zip(*columns, strict=True))
     assert len(lines) == 42 + 24
     assert lines[0] == ("32k", "16", "16", "1", "here", "10.0", "13.0", "1.30", "75%", "1.60")
     assert ("", "", "", "", "Mac Studio, IQ4_XS", "35.4", "45.6", "1.29", "89%", "1.89") in lines[1:6]
     result["model"]["synthetic"] = "random weights"
-    assert next(iter(documents.beside(result, quick=False).columns[4].cells)) == "here, synthetic"
+    assert next(iter(documents.comparison(result, quick=False).columns[4].cells)) == "here, synthetic"
 
 
-def test_the_command_line_ends_in_the_result(tmp_path):
+def test_the_command_writes_the_result(tmp_path):
     out = tmp_path / "a.json"
     done = call(*QUICK, "--drafts", 2, "--quick", "--out", out)
     assert done.returncode == 0, done.stderr
-    *shown, last = done.stdout.splitlines()
-    result = json.loads(last)
-    assert result == json.loads(out.read_text())
+    result = json.loads(out.read_text())
     assert [e["contender"] for e in result["entries"]] == ["mlx-lm", "plain", "k=2", "adaptive"]
     assert result["options"]["max_tokens"] == 4
-    text = "\n".join(shown)
-    assert all(word in text for word in ("accepted", "over", "spread", "k=2", "(-)"))
-    (printed := tmp_path / "printed.txt").write_text(done.stdout)
+    assert all(word in done.stdout for word in ("accepted", "over", "spread", "k=2", "(-)"))
+    assert "{" not in done.stdout
+    (printed := tmp_path / "printed.txt").write_text("a table\n" + out.read_text())
     again = call("bench", "compare", out, printed)
     assert again.returncode == 0
     assert "1.00x" in again.stdout
     assert "not alike" not in again.stdout
 
 
-def test_results_that_share_nothing_are_said_to(tmp_path):
+def test_results_without_common_settings_are_reported(tmp_path):
     for name, loop in (("a", PLAIN), ("b", "other")):
         (tmp_path / name).write_text(json.dumps(made({loop: [10, 10]}, bench="decode", format=1)))
     done = call("bench", "compare", tmp_path / "a", tmp_path / "b")
@@ -338,26 +336,27 @@ def test_results_that_share_nothing_are_said_to(tmp_path):
     assert "nothing to compare" not in call("bench", "compare", tmp_path / "a", tmp_path / "a").stdout
 
 
-def test_what_is_drawn_says_so(tmp_path):
+def test_random_weights_and_drawn_acceptance_are_labelled(tmp_path):
     config = json.loads((demo_path() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
     done = call(
         *("bench", "decode", "--config", tmp_path / "config.json", "--layers", 2, "--synth-rates", "1,0.5"),
         *("--rounds", 1, "-m", 12, "--drafts", "1,2", "--prompts", 1, "--contexts", "40"),
+        *("--out", tmp_path / "out.json"),
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads((tmp_path / "out.json").read_text())
     label = "random weights, the first 2 layers only; acceptance drawn at 1.0, 0.5"
     assert result["model"]["synthetic"] == label
     assert f"SYNTHETIC: {label}" in " ".join(done.stdout.split())  # a title wraps where the model's name ends
     by_loop = {e["contender"]: e for e in result["entries"]}
     assert by_loop["k=1"]["accepted"] == by_loop["k=1"]["drafted"]
-    assert result["differences"] == []  # of drafting loops nothing else was to be expected
+    assert result["differences"] == []  # differences of drafting loops are expected and not reported
     assert {e["category"] for e in result["entries"]} == {"random_tokens"}
     assert all(e["tokens"] == [12] for e in result["entries"])
 
 
-def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_path, monkeypatch):
+def test_comparison_with_an_earlier_result_and_exit_code_1_for_a_wrong_text(tmp_path, monkeypatch):
     out = tmp_path / "a.json"
     assert call(*QUICK, "--no-mtp", "--out", out).returncode == 0
     tokens = MlxLm.tokens
@@ -366,22 +365,24 @@ def test_an_earlier_result_is_shown_beside_and_a_wrong_text_is_exit_code_1(tmp_p
     assert done.returncode == 1
     assert "text differs: mlx-lm on translation, token 0 is" in done.stdout
     assert "compared with the earlier result" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["differences"]
+    done = call(*QUICK, "--no-mtp", "--compare", out, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["differences"]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--synth-rates", "a"), "Invalid value for '--synth-rates': 'a'; expected chances"),
-        (("--layers", 2), "Invalid value for '--layers': layers=2: of random weights only"),
+        (("--layers", 2), "Invalid value for '--layers': layers=2: only for random weights"),
         (("--config", "/none"), "Invalid value for '--config': File '/none' does not exist"),
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),
         (
             ("--contexts", "700,5", "--prompts", 1, "--categories", "translation"),
             "Invalid value for '--contexts': contexts=5: a prompt alone has",
         ),
-        (("--preset", "documents"), "--preset documents: needs --model or --config"),
-        (("--preset", "documents", "--model", "demo", "--contexts", "9"), "--preset documents: not with --contexts"),
+        (("--preset", "documents"), "--preset documents needs --model or --config"),
+        (("--preset", "documents", "--model", "demo", "--contexts", "9"), "documents sets --contexts itself"),
         (("--preset", "documents", "--quick", "--no-mtp"), "preset=documents: allowed with 3 chained heads"),
         (("--compare", "/none"), "Invalid value for '--compare': File '/none' does not exist"),
     ],

@@ -1,4 +1,4 @@
-"""Check `mlx-mtp doctor`: what is wrong or fails is said and loses nothing else, and files are whole or not there."""
+"""Check `mlx-mtp doctor`: faults and failures are reported, affect nothing else, and files are complete or absent."""
 
 import json
 from dataclasses import replace
@@ -42,14 +42,14 @@ def found_of(*kernels, metal=False, **parts):
     return found | parts
 
 
-def test_all_well_is_said_with_what_was_not_checked():
+def test_a_good_verdict_lists_what_was_not_checked():
     good, words = verdict(found_of(COUNTED))
     assert good
-    assert words.startswith("1 kernels right, 0 wrong; not checked here, as there is no Metal GPU: kernels' speed")
+    assert words.startswith("1 kernels right, 0 wrong; not checked without a Metal GPU: kernels' speed")
     shown = page(found_of(COUNTED))
     assert "**All well:**" in shown
     assert "**Emulated** on the CPU" in shown
-    assert "| heat before | not known: the system does not say " in shown
+    assert "| heat before | not known: not reported by the system " in shown
     assert "| k=1  |    100.0 |      1.50x |      75% |" in shown
     assert "|   2 |                         1.50 | ████████████ |" in shown
 
@@ -73,7 +73,7 @@ def test_a_spelling_of_multiply_adds_is_named_once():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "words"),
     [
         (found_of(COUNTED, {**COUNTED, "shape": "8", "wrong": "row 1 differs"}), "1 kernels right, 1 wrong"),
         (found_of(COUNTED, {"op": "norm_rope", "failed": "CompileError: no"}), "1 kernels right, 0 wrong, 1 failed"),
@@ -86,10 +86,10 @@ def test_a_spelling_of_multiply_adds_is_named_once():
         (found_of(kernels={"failed": "OSError: k"}), "failed: kernels"),
     ],
 )
-def test_what_is_wrong_or_failed_is_said_and_shown(found, said):
+def test_faults_and_failures_are_in_the_verdict_and_the_page(found, words):
     good, words = verdict(found)
     assert not good
-    assert said in words
+    assert words in words
     shown = page(found)
     assert "**Something is wrong:**" in shown
     reasons = [k[why] for k in found["kernels"].get("found", ()) for why in ("wrong", "failed") if k.get(why)]
@@ -98,7 +98,7 @@ def test_what_is_wrong_or_failed_is_said_and_shown(found, said):
     assert all(reason in shown for reason in reasons)
 
 
-def test_what_was_refused_while_the_model_decoded_is_shown():
+def test_kernels_refused_while_decoding_are_shown():
     refused = ["add_norm 512", [5, 6], "fails with RuntimeError: add_norm.metal:3:1: error: y"]
     found = found_of(COUNTED, refused=[refused])
     good, words = verdict(found)
@@ -108,7 +108,7 @@ def test_what_was_refused_while_the_model_decoded_is_shown():
 
 
 def of_kernel(name, found):
-    """A kernel's line of the summary, and the page's cells of it."""
+    """Return a kernel's line of the summary, and its cells on the page."""
     (line,) = [k for k in by_kernel(found) if k["kernel"] == name]
     section = page(found).partition("## Every kernel")[2].partition("## ")[0]
     (row,) = [row for row in section.splitlines() if row.startswith(f"| `{name}` ")]
@@ -117,20 +117,20 @@ def of_kernel(name, found):
     return line, [cell.strip() for cell in row.split("|")[1:-1]]
 
 
-def test_every_kernel_is_summarized():
+def test_every_kernel_is_summarised():
     assert [k["kernel"] for k in by_kernel(found_of(COUNTED))] == [*OPS]
     assert all(k["not_checked"] for k in by_kernel(found_of(TIMED, metal=True)))
 
 
 def test_the_summary_of_a_kernel_on_a_gpu():
-    """It compiled and is right, its ratios, its spelling; each as JSON, and as a cell of the page."""
+    """The summary states compiled, right, ratios and spelling, in JSON and as cells of the page."""
     lines = [{**TIMED, "kernels": ["add_norm", "gated_norm"], "spelling": "FUSED", "ratio": r} for r in (1.25, 0.5)]
     for name in ("add_norm", "gated_norm"):
         line, cells = of_kernel(name, found_of(*lines, metal=True))
         assert (line["compiled"], line["right"], line["ratio"]) == (True, True, [0.5, 1.25])
         assert line["alternative"] == {"multiply_adds": "fused"}
         assert line["not_checked"] == [REGISTERS]
-        assert cells == [f"`{name}`", "add_norm", "yes", "yes", "0.50-1.25", "fused", "not told by MLX"]
+        assert cells == [f"`{name}`", "add_norm", "yes", "yes", "0.50-1.25", "fused", "not reported by MLX"]
 
 
 def test_the_summary_states_which_rows_are_split_and_the_threads_that_a_pipeline_allows():
@@ -144,7 +144,7 @@ def test_the_summary_states_which_rows_are_split_and_the_threads_that_a_pipeline
     assert of["alternative"] == {"rows_split": [6, 8], "rows_together": [4]}
     assert of["registers"] == {"most_threads_per_group": [384, 1024]}
     assert cells[-2:] == ["rows split: M=6, 8; rows together: M=4", "for 384-1024 threads"]
-    assert (route["alternative"], route["registers"]) == (None, "not told by MLX")
+    assert (route["alternative"], route["registers"]) == (None, "not reported by MLX")
     assert (REGISTERS in of["not_checked"], REGISTERS in route["not_checked"]) == (False, True)
 
 
@@ -207,7 +207,7 @@ def test_both_alternatives_are_checked_and_the_faster_one_is_named(
         ("draw_top", found_of(kernels={"found": [], "not_checked": "no clang"}), None, None, "no clang"),
     ],
 )
-def test_what_was_not_checked_of_a_kernel_is_said_with_the_reason(kernel, found, compiled, right, why):
+def test_unchecked_parts_of_a_kernel_are_listed_with_the_reason(kernel, found, compiled, right, why):
     line, cells = of_kernel(kernel, found)
     assert (line["compiled"], line["right"], line["ratio"]) == (compiled, right, None)
     assert any(why in reason for reason in line["not_checked"])
@@ -224,7 +224,7 @@ def test_cells_line_up_and_bars_in_them_are_escaped():
 
 @pytest.fixture
 def no_clang(monkeypatch):
-    """A Linux machine whose system has no clang, in the environment that README.md installs."""
+    """A Linux machine without clang, in the environment that README.md installs."""
     monkeypatch.delenv("MLX_MTP_CLANG", raising=False)
     monkeypatch.setattr(compiling, "sys", SimpleNamespace(platform="linux"))
     monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
@@ -240,7 +240,7 @@ def no_clang(monkeypatch):
 def test_without_a_clang_kernels_are_not_checked_and_nothing_is_wrong(no_clang, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "on_metal", lambda: False)
     for name in ("facts", "verify", "decode", "host"):
-        monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: found_of()[name])
+        monkeypatch.setattr(doctor.ExaminedModel, name, lambda self, name=name: found_of()[name])
     shown = command_line.call("doctor", "--out", tmp_path / "d")
     words = "kernels not checked: no clang 16 or newer: pip install -e '.[emulate]'"
     assert shown.returncode == 0
@@ -276,25 +276,25 @@ def test_a_ziglang_without_its_program_is_no_clang(no_clang, monkeypatch, tmp_pa
             compiling.find_clang()
 
 
-def test_a_part_that_fails_loses_no_other(monkeypatch):
+def test_a_failing_part_does_not_affect_the_others(monkeypatch):
     monkeypatch.setattr(doctor, "on_metal", lambda: False)
     monkeypatch.setattr(doctor, "find_clang", lambda: None)
     monkeypatch.setattr(doctor, "SMALL", ["a", "b"])
     monkeypatch.setattr(emulated_check, "of_op", lambda op: {"op": "b"} if op == "b" else 1 / 0)
     for name in ("facts", "verify", "host"):
-        monkeypatch.setattr(doctor.Patient, name, lambda self, name=name: {"did": name})
-    monkeypatch.setattr(doctor.Patient, "decode", lambda self: [][1])
-    told = []
-    found = doctor.examine(SimpleNamespace(model=SimpleNamespace(runtime=Runtime())), told.append)
+        monkeypatch.setattr(doctor.ExaminedModel, name, lambda self, name=name: {"did": name})
+    monkeypatch.setattr(doctor.ExaminedModel, "decode", lambda self: [][1])
+    reported = []
+    found = doctor.examine(SimpleNamespace(model=SimpleNamespace(runtime=Runtime())), reported.append)
     assert found["decode"] == {"failed": "IndexError: list index out of range"}
     assert [found[name]["did"] for name in ("facts", "verify", "host")] == ["facts", "verify", "host"]
     assert found["kernels"]["found"][0] == {"op": "a", "failed": "ZeroDivisionError: division by zero"}
     assert found["kernels"]["found"][1]["op"] == "b"
     assert json.loads(json.dumps(found)) == found
-    assert "a, emulated" in told
+    assert "a, emulated" in reported
 
 
-def test_on_a_gpu_wrong_kernels_are_not_timed_and_failing_ones_lose_no_other(monkeypatch):
+def test_on_a_gpu_wrong_kernels_are_not_timed_and_failures_are_isolated(monkeypatch):
     def broken_stock(_):
         raise RuntimeError("stock fails")
 
@@ -310,8 +310,8 @@ def test_on_a_gpu_wrong_kernels_are_not_timed_and_failing_ones_lose_no_other(mon
 
 
 @linux_only
-def test_under_the_emulator_the_recurrences_own_kernels_are_checked():
-    """Their cache is in the type of the rows, else plain operations take their place."""
+def test_the_emulator_checks_the_kernels_of_recurrences():
+    """Their cache must have the type of the rows, otherwise plain operations run instead."""
     found = emulated_check.of_op("gated_delta_verify")
     assert found["wrong"] is None
     assert found["kernels"] == ["delta_inputs", "gated_delta_verify", "gated_norm"]
@@ -319,7 +319,7 @@ def test_under_the_emulator_the_recurrences_own_kernels_are_checked():
 
 
 @linux_only
-def test_under_the_emulator_a_wrong_kernel_is_seen(monkeypatch):
+def test_the_emulator_finds_a_wrong_kernel(monkeypatch):
     assert emulated_check.of_op("add_norm")["wrong"] is None
     assert emulated_check.of_op("verify_qmm")["wrong"] is None
     for op, wrong in (("add_norm", "errs by"), ("verify_qmm", "differs from one row alone")):
@@ -338,8 +338,8 @@ def test_a_line_names_the_kernels_that_it_launches():
 
 
 @pytest.mark.parametrize("missing", [(), ("bfloat16",)])
-def test_bits_on_a_gpu_are_of_every_type_that_it_has(monkeypatch, missing):
-    """What it lacks is reported, and is no fault."""
+def test_bits_on_a_gpu_are_checked_in_every_supported_type(monkeypatch, missing):
+    """Unsupported types are reported but are no fault."""
     monkeypatch.setattr(doctor, "on_metal", lambda: True)
     monkeypatch.setattr(doctor, "lacking", lambda: dict.fromkeys(missing, "error: no such type"))
     monkeypatch.setattr(doctor, "launched", lambda trial: {"kernels": ["add_norm"]})
@@ -368,9 +368,9 @@ def test_bits_on_a_gpu_are_of_every_type_that_it_has(monkeypatch, missing):
 
 @pytest.fixture
 def examined(monkeypatch):
-    """Let the command find this."""
+    """Make the command find these results."""
     found = found_of(COUNTED)
-    monkeypatch.setattr(doctor, "examine", lambda subject, tell: found)
+    monkeypatch.setattr(doctor, "examine", lambda subject, progress: found)
     return found
 
 
@@ -387,7 +387,7 @@ def test_both_files_are_written_and_the_verdict_is_the_exit_code(examined, tmp_p
 
 
 def test_ctrl_c_leaves_no_file(monkeypatch, tmp_path):
-    def interrupted(subject, tell):
+    def interrupted(subject, progress):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", interrupted)
@@ -395,7 +395,7 @@ def test_ctrl_c_leaves_no_file(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(examined, tmp_path):
+def test_invalid_arguments_are_refused_before_anything_runs(examined, tmp_path):
     error = command_line.one_line_error(command_line.call("doctor", "--out", tmp_path / "no" / "mac"), 2)
     assert "no directory" in error
     error = command_line.one_line_error(command_line.call("doctor", "--model", tmp_path / "none"))

@@ -1,25 +1,26 @@
-"""Check how launches are counted: views are none, copies are, what mx.compile fuses is one; and what is stated."""
+"""Check how launches are counted (views are free, copies count, mx.compile fuses), and the stated counts."""
 
 import re
-from importlib import import_module
 
+import counts
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from compile_mode import ENABLED, NO_FUSE, set_mode
+from launches import graph, steps
+from launches.models import MODELS
 
-graph, counted = import_module("launches_graph"), import_module("launches")
-counts = import_module("counts")
+from mlx_mtp.tuning import kernel_switch
 
 
 def launches(fn, *shape):
     return graph.launches(fn, lambda: [mx.zeros(shape)])
 
 
-def test_what_is_compiled_is_one_launch_and_what_is_not_is_several():
+def test_a_compiled_function_is_one_launch():
     swiglu = mx.compile(lambda x: [nn.silu(x) * x + 1])
     try:
-        set_mode(ENABLED)  # the tests' own mode fuses nothing
+        set_mode(ENABLED)  # tests run in a mode that fuses nothing
         assert launches(swiglu, 4, 4).total() == 1
     finally:
         set_mode(NO_FUSE)
@@ -31,12 +32,12 @@ def test_what_is_compiled_is_one_launch_and_what_is_not_is_several():
     [
         (lambda x: x.reshape(4, 3, 8).reshape(2, -1), 0),
         (lambda x: x.reshape(1, 4, 3, 8)[..., 4:].reshape(1, 4, -1), 1),
-        (lambda x: x.reshape(1, 4, 3, 8)[..., 4:].reshape(1, 12, 4), 0),  # heads lie evenly apart
+        (lambda x: x.reshape(1, 4, 3, 8)[..., 4:].reshape(1, 12, 4), 0),  # heads are evenly spaced
         (lambda x: mx.split(x, 2, axis=1)[1].reshape(4, 3, 4), 0),
         (lambda x: mx.split(x, 2, axis=1)[1].flatten(), 1),
         (lambda x: x.reshape(1, 4, 3, 8).swapaxes(1, 2).reshape(1, 3, -1), 1),
-        (lambda x: x[:1].reshape(1, 1, 3, 8).swapaxes(1, 2).reshape(1, 1, 24), 0),  # one row: nothing moves
-        (lambda x: mx.exp(x.T).flatten(), 1),  # an elementwise result lies as what it was made of
+        (lambda x: x[:1].reshape(1, 1, 3, 8).swapaxes(1, 2).reshape(1, 1, 24), 0),  # one row: no copy
+        (lambda x: mx.exp(x.T).flatten(), 1),  # an elementwise result has the layout of its input
         (lambda x: (x.T @ x).flatten(), 0),
         (lambda x: mx.broadcast_to(x[:, None, :1], (4, 5, 6)).flatten(), 1),
         (lambda x: x[None].squeeze(0)[::2].flatten(), 1),
@@ -46,7 +47,7 @@ def test_a_reshape_counts_where_mlx_copies(fn, copied):
     assert launches(lambda x: [fn(x)], 4, 24)["Copy"] == copied
 
 
-def test_a_kernel_has_its_inputs_copied_unless_it_reads_strides():
+def test_inputs_of_a_kernel_are_copied_unless_it_reads_strides():
     def launched(ensure):
         kernel = mx.fast.metal_kernel(
             name="k", input_names=["x"], output_names=["y"], source=";", ensure_row_contiguous=ensure
@@ -73,14 +74,14 @@ def test_a_place_is_compared_and_written(tmp_path):
         counts.Place(file, r"^\| c .*$", "").found()
 
 
-def test_the_readme_of_the_kernels_states_a_models_launches():
-    """One family here, without its cycles; CI counts all (`python bench/counts.py`)."""
+def test_the_kernels_readme_states_the_launches_of_a_model():
+    """One family without its cycles; CI counts all (`python bench/counts.py`)."""
     name = "Qwen3.6-35B-A3B"
-    build, layers = counted.MODELS[name]
-    model = counted.make(build)
-    counted._switch(counted.switch.place(model), counted.EVERY_OP)
-    behind = counted.Behind(model, counts.ROWS)
-    found = counted.of_layers([behind, behind], layers)
+    build, layers = MODELS[name]
+    model = steps.make(build)
+    steps.switch_kernels(kernel_switch.place(model), steps.EVERY_OP)
+    second = steps.StartState(model, counts.ROWS)
+    found = steps.of_layers([second, second], layers)
     (line,) = [line for line in counts.KERNELS.read_text().splitlines() if line.startswith(f"| {name} |")]
     stated = {of: int(re.search(rf"{of} \d+, (\d+)", line)[1]) for of in layers}
     assert stated == {of: ours for of, (_, ours) in found.items()}

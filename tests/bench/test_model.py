@@ -1,4 +1,4 @@
-"""Compare the floors of `bench model` with modules, caches and the draft loop itself, and with measured times."""
+"""Compare the floors of `bench model` with modules, caches and the draft loop, and with measured times."""
 
 import importlib
 import itertools
@@ -29,18 +29,18 @@ FITTED = chips.fitted_chips()
 M3_ULTRA = FITTED["M3 Ultra"]
 MODELS = st.sampled_from(sorted(models.MODELS))
 CONTEXTS = st.integers(1, 200_000)
-WHOLE = ("embed_tokens", "embeddings", "lm_head", "head")  # modules that are an embedding or an LM head
+WHOLE = ("embed_tokens", "embeddings", "lm_head", "head")  # names of embeddings and LM heads
 
 
 def build(name, heads=1):
-    """The port of a family's tiny config, as it is built; its weights are never computed."""
+    """Return the port of a family's tiny config; its weights are never computed."""
     config = FAMILIES[name].config
     port = importlib.import_module(f"mlx_mtp.models.{config['model_type']}")
     return port.Model(port.ModelArgs.from_dict(config), heads, port.Model.SPEC.resolve(()))
 
 
 def matrices(module):
-    """(shared, experts) bytes of what has two dimensions or more, without embeddings and LM heads."""
+    """Return (shared, experts) bytes of arrays of at least two dimensions, without embeddings and LM heads."""
     arrays = [(path, a) for path, a in tree_flatten(module.parameters()) if a.ndim > 1]
     arrays = [(path, a) for path, a in arrays if not any(f".{name}." in f".{path}" for name in WHOLE)]
     experts = sum(a.nbytes for path, a in arrays if "switch_mlp" in path)
@@ -48,7 +48,7 @@ def matrices(module):
 
 
 def stored(layers):
-    """The same of operations, all experts included."""
+    """Return the same bytes from operations, with all experts."""
     made = [(layer.count, op) for layer in layers for op in layer.ops]
     shared = sum(n * op.nbytes for n, op in made if isinstance(op, ops.LinearOp))
     return shared, sum(n * op.total * op.nbytes for n, op in made if isinstance(op, ops.ExpertsOp))
@@ -77,7 +77,7 @@ def test_every_matrix_of_a_port_is_read(name, quantized):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_caches_and_states_are_as_large_as_the_real_ones(name):
+def test_caches_and_states_have_their_real_size(name):
     model = build(name)
     walked, caches = models.of_port(model), make_prompt_cache(model, num_draft_tokens=0).layers
     model.hidden(mx.array([[1, 2, 3]]), caches)
@@ -92,7 +92,7 @@ def test_caches_and_states_are_as_large_as_the_real_ones(name):
     for context in (7, 10**4):
         lengths = [min(context, window or top or context) for window in windows]
         expected = sum(length * size for length, size in zip(lengths, of_token, strict=True))
-        if top:  # the indexer's keys are read at every position
+        if top:  # the indexer reads keys at every position
             indexers = sum("indexer" in layer.self_attn for layer in model.layers)
             expected += indexers * 4 * index * (context - min(context, top))
         assert phases.pass_floor(walked, 1, context, "independent").cache == expected
@@ -108,8 +108,8 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_models_are_what_their_config_builds(name, tmp_path):
-    """Layer by layer; routers aside, which mlx-lm keeps in 16 bits where they are no linears, and gates of 1 row."""
+def test_released_models_match_their_config(name, tmp_path):
+    """Layer by layer, except routers that mlx-lm keeps in 16 bits and gates of 1 row."""
     file = Path(published.__file__).parent / "fixtures" / f"{RELEASED[name]}.txt"
     line = next(x for x in file.read_text().splitlines() if x.startswith("config "))
     (tmp_path / "config.json").write_text(line.removeprefix("config "))
@@ -127,7 +127,7 @@ def test_released_models_are_what_their_config_builds(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "k"), [("demo", 1), ("demo", 2), ("demo", 3), ("glm4_moe", 1), ("glm4_moe", 3)])
-def test_heads_read_what_the_loop_gives_them(name, k, monkeypatch):
+def test_heads_read_the_rows_of_the_loop(name, k, monkeypatch):
     model = load_model(demo_path(), lazy=True) if name == "demo" else build(name)
     read, drafted = [], []
     call_head, choose = MTPHead.__call__, Port.draft_logits
@@ -212,7 +212,7 @@ def test_nothing_is_predicted_below_its_floor(name, chip, context, rows):
 
 @settings(max_examples=50, deadline=None)
 @given(MODELS, CONTEXTS, st.sampled_from((2, 4, 8)))
-def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context, rows):
+def test_savings_of_kernels_are_the_difference_of_stock_and_ours(name, context, rows):
     model = models.MODELS[name]
     lines = {line["kernels"]: line for line in phases.kernels(model, M3_ULTRA, context, (rows,))}
     times = {
@@ -223,7 +223,7 @@ def test_what_kernels_take_off_is_what_lies_between_stock_and_ours(name, context
     assert lines["all"]["stock"] == times["stock MLX"]
     assert lines["all"]["seconds"] == pytest.approx(times["stock MLX"] - times["ours"])
     alone = sum(lines[kind]["seconds"] for kind in KERNELS)
-    assert alone == pytest.approx(lines["all"]["seconds"], abs=400 * cost.LAUNCH)  # launches saved twice, or together
+    assert alone == pytest.approx(lines["all"]["seconds"], abs=400 * cost.LAUNCH)  # launches that several kinds save
 
 
 def test_kernels_touch_only_what_they_replace():
@@ -242,7 +242,7 @@ def test_kernels_touch_only_what_they_replace():
     assert stock > ours
 
 
-def test_the_documents_beside_their_limits():
+def test_the_documents_and_their_limits():
     lines = documents.documents(FITTED)
     assert len(lines) == len(documents.published()) == 42
     for line, row in zip(lines, documents.published(), strict=True):
@@ -255,7 +255,7 @@ def test_the_documents_beside_their_limits():
 
 @pytest.mark.parametrize(("weights", "bits", "head_bits", "k"), [("IQ4_XS", 4.25, 16, 1), ("Q4_K_S", 4.5, 4.5, 3)])
 def test_a_documents_floor_by_hand(weights, bits, head_bits, k):
-    """The engine drafts with one head and its own LM head, again and again; `head_bits` are those of its cache."""
+    """The engine drafts with one recycled head that has its own LM head; `head_bits` are those of its cache."""
     row = "Mac Studio", weights, 32768, k
     lines = documents.documents(FITTED)
     line = next(x for x in lines if (x["machine"], x["weights"], x["context"], x["drafts"]) == row)

@@ -1,4 +1,4 @@
-"""Run `mlx-mtp bench model`: the chip at hand, measured times beside the floors, mistakes."""
+"""Run `mlx-mtp bench model`: this machine's chip, measured times next to floors, mistakes."""
 
 import json
 import statistics
@@ -27,7 +27,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "cores", "name"), DEVICES)
-def test_the_chip_at_hand(device, cores, name):
+def test_the_chip_of_this_machine(device, cores, name):
     assert chips.find(device, cores) == name
 
 
@@ -59,13 +59,13 @@ def test_a_result_of_another_model_or_context_is_refused():
     with pytest.raises(ValueError, match="bench verify was measured at 128, 4096 tokens"):
         assemble.bench_model(demo, None, 2000, results=[verify_result()])
     step = assemble.find_model("step-3.5-flash", on_chip=True)
-    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: say --model"):
+    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: set --model"):
         assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
     with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
         assemble.times({"bench": "model"})
 
 
-def test_the_command_with_what_was_measured(tmp_path):
+def test_the_command_with_measured_results(tmp_path):
     files = []
     for made in (verify_result(), decode_result(), profile_result()):
         files.append(tmp_path / f"{made['bench']}.json")
@@ -75,22 +75,35 @@ def test_the_command_with_what_was_measured(tmp_path):
     )
     assert shown.returncode == 0, shown.stderr
     found = result.read(tmp_path / "out.json", "model")
-    assert json.loads(shown.stdout.splitlines()[-1]) == found
     assert found["model"]["name"] == "demo"
     assert found["options"]["context"] == 128
     assert len(found["measured"]) > 10
     assert "GB/s)" in shown.stdout
-    result.write(verify_result(target_bytes=5_600_000), files[0])  # as a Mac has it, in 16 bits
-    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra")
+    result.write(verify_result(target_bytes=5_600_000), files[0])  # in 16 bits, as on a Mac
+    on_mac = call("bench", "model", "--measured", files[0], "--chip", "m3 ultra", "--out", tmp_path / "out.json")
     assert "stock pass" in on_mac.stdout
     assert "GB/s)" not in on_mac.stdout
-    found = json.loads(on_mac.stdout.splitlines()[-1])
+    found = result.read(tmp_path / "out.json", "model")
     nbytes = next(x["bytes"]["total"] for x in found["floors"] if (x["rows"], x["overlap"]) == (1, "published"))
     seconds = next(x["seconds"] for x in found["measured"] if (x["rows"], x["side"]) == (1, "stock pass"))
     assert f"{seconds * 1e3:.2f} ({seconds * M3_ULTRA.bandwidth / nbytes:.2f}x)" in on_mac.stdout
 
 
-def test_the_gap_is_times_over_the_floor(tmp_path):
+def test_json_is_printed_instead_of_tables_on_request(tmp_path):
+    shown = call("bench", "model", "--quick", "--json", "--out", tmp_path / "out.json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout) == json.loads((tmp_path / "out.json").read_text())
+    assert "{" not in call("bench", "model", "--quick").stdout
+
+
+def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    shown = call("bench", "model", "--quick", "--out", tmp_path / "file" / "out.json")
+    assert shown.returncode == 1
+    assert json.loads(shown.stdout.splitlines()[-1])["bench"] == "model"
+
+
+def test_the_gap_is_the_time_over_the_floor(tmp_path):
     out = tmp_path / "out.json"
     shown = call(
         "bench", "model", "--chip", "M3 Ultra", "--model", "GLM-4.5", "--context", 1000, "--quick", "--out", out
@@ -107,8 +120,8 @@ def test_the_gap_is_times_over_the_floor(tmp_path):
     )
     nbytes = phases.pass_floor(models.MODELS["GLM-4.5"], 4, 1000, "published").total
     seconds = nbytes / (819e9 * found["chip"]["usable"])
-    over = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
-    assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *over) in shown.stdout
+    ratios = verify["seconds"] / seconds, verify["seconds"] / plain["seconds"]
+    assert "{:.2f} ({:.2f}x; {:.2f})".format(verify["seconds"] * 1e3, *ratios) in shown.stdout
     assert found["documents"] == []
 
 
@@ -124,7 +137,7 @@ def test_a_config_and_a_checkpoint(tmp_path):
 
 MISTAKES = {
     "chip": (("--chip", "M9"), "chip=M9: unknown; allowed are M1, M1 Pro"),
-    "model": (("--model", "nonesuch"), "model=nonesuch: neither a directory nor known; allowed are Step-3.5-Flash"),
+    "model": (("--model", "nonesuch"), "model=nonesuch: neither a directory nor a known model; allowed are Step"),
     "both": (("--model", "GLM-4.5", "--config", __file__), "not together with a model"),
     "config": (("--config", "nonesuch.json"), "'nonesuch.json' does not exist"),
     "measured": (("--measured", "nonesuch.json"), "'nonesuch.json' does not exist"),
@@ -141,7 +154,7 @@ def test_mistakes_are_one_line(case):
 
 
 @pytest.mark.parametrize("option", ["--model", "--config", "--measured"])
-def test_what_is_named_and_holds_nothing_is_a_failure(option, tmp_path):
+def test_an_empty_directory_or_file_is_a_failure(option, tmp_path):
     (tmp_path / "x").write_text("{")
     shown = call("bench", "model", option, tmp_path if option == "--model" else tmp_path / "x")
     assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)

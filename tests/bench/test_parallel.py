@@ -1,4 +1,4 @@
-"""Run `mlx-mtp bench parallel`: everybody takes turns on the same prompts, and a text is what it is alone."""
+"""Run `mlx-mtp bench parallel`: contenders take turns on the same prompts, and sequences equal those alone."""
 
 import json
 
@@ -6,19 +6,21 @@ from command_line import call
 
 from mlx_mtp import BatchGenerator, Stats
 from mlx_mtp.bench.page import tables_of
-from mlx_mtp.bench.parallel import AFTER, DRAFTED, MLX_LM, PLAIN, REPLAYED, Together, contenders, measure
+from mlx_mtp.bench.parallel import AFTER, DRAFTED, MLX_LM, PLAIN, REPLAYED, BatchRun, contenders, measure
 from mlx_mtp.bench.subject import BenchPrompt, Subject
 from mlx_mtp.cli import bench_options
 from mlx_mtp.decoding import replay
 from mlx_mtp.decoding.replay import Recorder
 
 
-def test_everybody_takes_turns_on_the_same_prompts(tiny_models, monkeypatch):
+def test_contenders_take_turns_on_the_same_prompts(tiny_models, monkeypatch, tmp_path):
     subject = Subject(tiny_models(0)[0], None, {"name": "tiny", "synthetic": "random weights"})
     monkeypatch.setattr(bench_options, "subject_of", lambda flags: subject)
-    done = call("bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1")
+    done = call(
+        "bench", "parallel", "--quick", "--texts", "2", "-m", "2", "--rounds", "1", "--out", tmp_path / "p.json"
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads((tmp_path / "p.json").read_text())
     assert [e["contender"] for e in found["entries"]] == ["mlx-lm", "plain", "drafted", "one after the other"]
     for entry in found["entries"]:
         assert (entry["texts"], entry["tokens"], entry["differs"]) == (2, [4], 0)
@@ -42,7 +44,7 @@ def test_built_and_replayed(tiny_models, monkeypatch):
 
 
 def test_drawn_acceptance(tiny_models):
-    """Of every draft the first is right and the second wrong, alone and together; texts are not compared."""
+    """The first draft is always accepted and the second rejected, alone and in a batch; texts are not compared."""
     subject = Subject(tiny_models(0)[0], None, {}, rates=(1.0, 0.0))
     with subject.acceptance():
         for n in (1, 2):
@@ -52,19 +54,19 @@ def test_drawn_acceptance(tiny_models):
             while batch.next_generated():
                 pass
             assert stats.accepted == [stats.cycles, 0]
-    running = {AFTER: lambda prompts, most: Together([[1]], 1.0, [0.1])}
+    running = {AFTER: lambda prompts, most: BatchRun([[1]], 1.0, [0.1])}
     (entry,) = measure(running, [BenchPrompt("text", [1])], 1, 2, rounds=1, drawn=True)
     assert entry["differs"] is None
 
 
-def test_a_text_that_is_not_what_it_is_alone_is_counted():
-    """Of four prompts two are taken, from all over them."""
+def test_a_sequence_that_differs_from_the_one_alone_is_counted():
+    """Two of four prompts are used, evenly spaced."""
     asked = []
 
-    def together(tokens):
-        return lambda prompts, most: asked.append(prompts) or Together(tokens, 2.0, [0.1])
+    def batch_of(tokens):
+        return lambda prompts, most: asked.append(prompts) or BatchRun(tokens, 2.0, [0.1])
 
-    running = {PLAIN: together([[1, 2], [3, 5]]), AFTER: together([[1, 2], [3, 4]])}
+    running = {PLAIN: batch_of([[1, 2], [3, 5]]), AFTER: batch_of([[1, 2], [3, 4]])}
     prompts = [BenchPrompt("text", [i]) for i in range(4)]
     found = {e["contender"]: e for e in measure(running, prompts, 2, 2, rounds=3)}
     assert (found[PLAIN]["differs"], found[AFTER]["differs"]) == (3, 0)

@@ -1,4 +1,4 @@
-"""Check pictures of results: they show what was measured, nothing lies on anything else, light and dark."""
+"""Check pictures of results, light and dark: they show the measured values, and nothing overlaps."""
 
 import itertools
 import re
@@ -26,7 +26,7 @@ def made():
 
 
 def boxes(ax):
-    """(text, its rectangle in pixels) of everything that is written."""
+    """Return (text, its rectangle in pixels) for every drawn text."""
     legend = ax.get_legend()
     ticks = [
         tick.label1
@@ -39,12 +39,12 @@ def boxes(ax):
     return [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
 
 
-# With every kind of panel, and both schemes.
+# Every kind of panel in both schemes.
 FEW = [*((name, "light") for name in RESULTS if "," not in name and "without" not in name), ("verify", "dark")]
 
 
 @pytest.mark.parametrize(("name", "scheme"), sampled(FEW, DRAWN))
-def test_nothing_is_written_over_anything_else_or_outside(name, scheme):
+def test_no_text_overlaps_another_or_leaves_the_picture(name, scheme):
     for panel, ax in drawn(name, scheme):
         written, whole = boxes(ax), ax.figure.bbox
         assert len(written) > 6
@@ -79,7 +79,7 @@ LINES = [n for n in RESULTS if n.startswith(("decode", "verify", "model"))]
 
 
 @pytest.mark.parametrize("name", sampled([n for n in LINES if (n, "light") in FEW], LINES))
-def test_lines_are_where_the_data_is(name):
+def test_lines_follow_the_data(name):
     for panel, ax in ((p, ax) for p, ax in drawn(name) if isinstance(p, LinePanel)):
         shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
         assert list(shown) == [s.label for s in panel.series]
@@ -91,7 +91,7 @@ def test_lines_are_where_the_data_is(name):
                 assert all(low <= y <= high for low, y, high in zip(series.low, series.y, series.high, strict=True))
 
 
-def test_intervals_are_drawn_as_they_are():
+def test_intervals_are_drawn_to_scale():
     (panel, ax), *_ = drawn("verify")
     bars = [c.get_segments() for c in ax.collections if hasattr(c, "get_segments")]
     assert len(bars) == len(panel.series)
@@ -100,7 +100,7 @@ def test_intervals_are_drawn_as_they_are():
         assert ends == [pytest.approx(pair) for pair in zip(series.low, series.high, strict=True)]
 
 
-def test_marks_and_ranges_are_where_the_data_is():
+def test_marks_and_ranges_follow_the_data():
     panel, ax = drawn("model")[2]
     shown = {line.get_label(): line for line in ax.get_lines() if not line.get_label().startswith("_")}
     assert {name: list(line.get_xdata()) for name, line in shown.items()} == panel.marks
@@ -108,7 +108,7 @@ def test_marks_and_ranges_are_where_the_data_is():
     assert [(s[0][0], s[1][0]) for s in spans.get_segments()] == panel.spans
 
 
-def test_bars_are_as_long_as_the_data():
+def test_bars_have_the_length_of_the_data():
     for panel, ax in [*drawn("profile"), *drawn("model")]:
         if isinstance(panel, BarPanel):
             lengths = [[bar.get_width() for bar in container] for container in ax.containers]
@@ -135,7 +135,7 @@ def test_speeds_are_tokens_over_seconds(made):
     assert [(s.line, s.colour) for s in several] == [(line, i) for i in range(3) for line in ("-", "-.", ":")]
 
 
-def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
+def test_acceptance_is_that_of_the_maximum_drafts(made):
     grid = panels.panels(made("decode"))[1]
     assert grid.values == [[pytest.approx(x) for x in (90, 70, 40)]] * 3
     assert grid.columns == ["1", "2", "3"]
@@ -143,7 +143,7 @@ def test_acceptance_is_accepted_over_drafted_of_the_most_drafts(made):
     assert len({p.title for p in three}) == 3
 
 
-def test_a_verify_is_over_its_own_single_row(made):
+def test_a_verify_is_relative_to_its_own_single_row(made):
     whole, parts = panels.panels(made("verify"))
     assert [s.label for s in whole.series[:2]] == ["whole at 128, stock", "whole at 128, ours"]
     assert [(s.line, s.colour) for s in whole.series] == [("--", 0), ("-", 0), ("--", 1), ("-", 1)]
@@ -153,13 +153,13 @@ def test_a_verify_is_over_its_own_single_row(made):
     assert {s.label.split(",")[0] for s in parts.series} == {"projections", "attention at 4096"}
 
 
-def test_what_is_inconclusive_says_so(made):
+def test_inconclusive_values_are_labelled(made):
     labels = [s.label for panel in panels.panels(made("decode, noisy"))[:1] for s in panel.series]
     assert all("inconclusive" in label for label in labels)
     assert not any("inconclusive" in s.label for s in panels.panels(made("decode"))[0].series)
 
 
-def test_phases_and_the_unexplained_are_the_wall(made):
+def test_phases_and_unexplained_time_sum_to_the_wall_time(made):
     (bars,) = panels.panels(made("profile"))
     assert bars.parts["unexplained"] == [pytest.approx(1e3 * 0.002 / 20)]
     assert sum(v[0] for v in bars.parts.values()) == pytest.approx(4 + 12 + 0.5 + 1 + 1.5 + 0.1 + 0.1, rel=0.02)
@@ -170,7 +170,7 @@ def test_phases_and_the_unexplained_are_the_wall(made):
     assert last.parts["draft"][1] == 0 < last.parts["draft"][0]
 
 
-def test_the_model_beside_the_documents(made):
+def test_the_model_next_to_the_documents(made):
     curve, cycles, ranges = panels.panels(made("model"))
     assert [s.label for s in curve.series][-2:] == ["stock MLX, predicted", "ours, predicted"]
     assert all(s.y[0] == 1 for s in curve.series)
@@ -202,7 +202,7 @@ def test_kernels_that_read_once_are_drawn_by_their_growth():
     assert (growth.columns, growth.high) == ([str(m) for m in range(1, 9)], 4.5)
 
 
-def test_intervals_of_one_place_stand_apart():
+def test_intervals_at_one_position_are_shifted():
     for name in ("verify", "decode at contexts"):
         panel, ax = drawn(name)[0]
         bars = [c.get_segments() for c in ax.collections if hasattr(c, "get_segments")]
@@ -223,7 +223,7 @@ def test_files_are_pictures(file, start, dark, tmp_path, made):
 
 
 class Page(HTMLParser):
-    """What a page refers to, what it holds, and whether its elements are closed."""
+    """Collects a page's references and contents, and whether its elements are closed."""
 
     VOID = ("meta", "path", "use", "br", "image", "rect", "circle", "stop")
 
@@ -253,7 +253,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_a_page_stands_alone(made):
+def test_a_page_is_self_contained(made):
     results = [{**made(name), "command": "mlx-mtp bench x --y '<z>'"} for name in ("decode", "profile")]
     text = page.page(results)
     read = Page(text)
@@ -287,14 +287,14 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_are_made_again_of_the_result(name):
+def test_tables_can_be_made_from_the_result(name):
     make, count, expected = TABLES[name]
     tables = list(page.tables_of(make()))
     assert len(tables) == count
     assert set(expected) <= {str(cell) for table in tables for column in table.columns for cell in column.cells}
 
 
-def test_numbers_of_a_picture_are_its_own(made):
+def test_the_numbers_below_a_picture_are_its_data(made):
     for name in ("decode", "verify", "profile", "kernels", "model"):
         for panel in panels.panels(made(name)):
             table = page.numbers_of(panel)
@@ -323,12 +323,12 @@ def test_saved_results_are_drawn(tmp_path, made):
     assert (tmp_path / "x.html").read_text().count("<figure>") == 3
 
 
-def test_a_command_draws_what_it_found(tmp_path):
+def test_a_command_draws_its_result(tmp_path):
     args = ("bench", "model", "--quick", "--chip", "M4 Pro", "--model", "GLM-4.5")
     shown = call(*args, "--html", tmp_path / "x.html")
     assert shown.returncode == 0, shown.stderr
     text = (tmp_path / "x.html").read_text()
-    assert all(words in text for words in ("GLM-4.5, M4 Pro", "predicted to come off a pass", "<pre>mlx-mtp"))
+    assert all(words in text for words in ("GLM-4.5, M4 Pro", "predicted savings in a pass", "<pre>mlx-mtp"))
 
 
 MISTAKES = {
@@ -349,14 +349,14 @@ def test_mistakes_are_one_line(case, tmp_path, made):
     assert message in shown.stderr
 
 
-def test_a_file_that_is_no_result_is_named(tmp_path):
+def test_a_file_that_is_not_a_result_is_named(tmp_path):
     (tmp_path / "r.json").write_text("{}")
     shown = call("bench", "plot", tmp_path / "r.json", "--plot", tmp_path / "x.png")
     assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
     assert "r.json: no result of `mlx-mtp bench`" in shown.stderr
 
 
-def test_a_result_that_was_cut_is_named(tmp_path, made):
+def test_a_truncated_result_is_named(tmp_path, made):
     cut = {name: value for name, value in made("profile").items() if name != "seconds"}
     result.write(cut, tmp_path / "r.json")
     for args in (

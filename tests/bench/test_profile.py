@@ -1,4 +1,4 @@
-"""Check `bench profile`: phases are what they say, with what they launch and read; traces, and the command."""
+"""Check `bench profile`: its phases with their launches and bytes, traces, and the command."""
 
 import itertools
 import json
@@ -20,8 +20,8 @@ from mlx_mtp.decoding.text import Text
 from mlx_mtp.layers.mtp_head import MTPHead
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
-SLOW = 0.03  # seconds of what is planted
-ROWS = 4 + 3  # at most, of what a cycle feeds to any layer; the prompt has more
+SLOW = 0.03  # seconds of a planted delay
+ROWS = 4 + 3  # maximum rows of a cycle in any layer; the prompt has more
 
 
 def work(model, k=3, tokens=9, step=64):
@@ -29,7 +29,7 @@ def work(model, k=3, tokens=9, step=64):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_it_is_the_loops_text_and_cycles(tiny_models, k):
+def test_text_and_cycles_are_those_of_the_loop(tiny_models, k):
     model, watch, stats = tiny_models()[0], Timer(), mlx_mtp.Stats()
     decode_in_phases(work(model, k, 20), watch)
     options = {"adaptive": False, "prompt_lookup": False, "num_draft_tokens": k, "stats": stats}
@@ -37,7 +37,7 @@ def test_it_is_the_loops_text_and_cycles(tiny_models, k):
     assert watch.cycles == stats.cycles
 
 
-def test_phases_and_the_rest_are_the_wall(tiny_models):
+def test_phases_and_the_rest_sum_to_the_wall_time(tiny_models):
     watch = Timer()
     decode_in_phases(work(tiny_models()[0]), watch)
     assert set(watch.phases) == set(PHASES)
@@ -58,7 +58,7 @@ def test_little_is_unexplained(tiny_models):
 
 
 class Clock:
-    """Time that passes when what is planted is computed, and when the host sleeps."""
+    """A clock that advances when planted work is computed, and when the host sleeps."""
 
     def __init__(self, monkeypatch):
         self.now, real = 0.0, mx.eval
@@ -77,7 +77,7 @@ class Clock:
 
 
 def on_the_device(monkeypatch, owner, name, when=lambda rows: True):
-    """Plant an operation behind what a function returns."""
+    """Plant an operation after a function's result."""
     real = getattr(owner, name)
 
     def slowed(*args, **kwargs):
@@ -98,7 +98,7 @@ def asleep(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, slowed)
 
 
-# Where each is planted, and how often in a cycle.
+# Where each delay is planted, and how often per cycle.
 PLANTED = {
     "prefill": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS), 0),
     "draft": (lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS), 3),
@@ -111,7 +111,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_slow_shows_in_its_phase_and_in_no_other(tiny_models, monkeypatch, name):
+def test_a_delay_shows_in_its_phase_only(tiny_models, monkeypatch, name):
     model, watch = tiny_models()[0], Timer()
     plant, times = PLANTED[name]
     Clock(monkeypatch)
@@ -125,7 +125,7 @@ def test_what_is_slow_shows_in_its_phase_and_in_no_other(tiny_models, monkeypatc
 
 
 def test_the_device_is_waited_for(tiny_models, monkeypatch):
-    """As above with the real clock and a real load, for the heads."""
+    """The same with the real clock and a real load, for the heads."""
     load = mx.random.normal((1 << 18,))
     mx.eval(load)
     real, runs = MTPHead.__call__, []
@@ -145,7 +145,7 @@ def test_the_device_is_waited_for(tiny_models, monkeypatch):
 
 
 class Pedant(Timer):
-    """Wants all that was evaluated to be computed, and nothing else to be left in the next phase's graph."""
+    """Asserts that all evaluated arrays are computed, and that the next phase's graph has no other pending work."""
 
     def evaluate(self, phase, caches, *arrays):
         super().evaluate(phase, caches, *arrays)
@@ -156,7 +156,7 @@ class Pedant(Timer):
             assert not {"Sort", "ArgSort"} & set(census.operations(*written))
 
 
-@pytest.mark.parametrize(("family", "k"), [(None, 3), ("qwen3_5", 0)])  # whose new states its own rows do not read
+@pytest.mark.parametrize(("family", "k"), [(None, 3), ("qwen3_5", 0)])  # its new states are not read by its own rows
 def test_nothing_is_pending_after_a_phase(tiny_models, tmp_path, monkeypatch, family, k):
     model = mlx_mtp.load_model(families.build(family, tmp_path)[0]) if family else tiny_models()[0]
     pending, real = [], one_step.propose
@@ -209,11 +209,11 @@ def test_launches_by_phase(tiny_models):
     hidden = model.hidden(mx.array([[3]]), layers)
     token = mx.argmax(model.logits(hidden), axis=-1).astype(mx.int32)
     by_hand = census.operations(token, *(part for c in layers for part in c.parts))
-    assert found[0]["verify"] in (by_hand.total(), by_hand.total() + 1)  # the row of the first token is picked
+    assert found[0]["verify"] in (by_hand.total(), by_hand.total() + 1)  # selecting the first token's row
 
 
-def test_bytes_are_of_the_weights_and_the_rows_held(tiny_models):
-    # All experts are visited, so that the target reads all it has but the embedding.
+def test_bytes_are_those_of_weights_and_cached_rows(tiny_models):
+    # All experts are visited, so the target reads all its weights except the embedding.
     model, _ = tiny_models(moe_top_k=4)
     found = census.bytes_read(Workload(model, PROMPT, 2, 0, 64))
     arrays = dict(tree_flatten(model.parameters()))
@@ -229,13 +229,13 @@ def test_bytes_are_of_the_weights_and_the_rows_held(tiny_models):
 
 
 def held(model, rows):
-    """The caches of a model that has read so many rows."""
+    """Return the caches of a model after a prefill of `rows` rows."""
     cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=0)
     mx.eval(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers), cache.arrays)
     return cache.layers
 
 
-def test_a_windows_cache_is_read_as_far_as_it_reaches():
+def test_a_window_cache_is_read_up_to_its_window():
     from mlx_mtp.cache.growing import LinearKVCache
     from mlx_mtp.cache.ring import Ring, SlidingKVCache
 
@@ -245,7 +245,7 @@ def test_a_windows_cache_is_read_as_far_as_it_reaches():
         assert census.cache_bytes(cache) == 2 * 2 * 4 * 4 * most
 
 
-def test_a_recycled_head_is_read_for_each_draft(tmp_path_factory):
+def test_a_recycled_head_is_read_once_per_draft(tmp_path_factory):
     path, _, _ = families.build("glm4_moe_untied", tmp_path_factory.mktemp("recycled"))
     model = mlx_mtp.load_model(path)
     (_, one), (_, three) = (census.dense_bytes(model, k) for k in (1, 3))
@@ -256,14 +256,14 @@ def test_a_recycled_head_is_read_for_each_draft(tmp_path_factory):
     assert one == head + shared - (own.embed_tokens.weight.nbytes if "embed_tokens" in own else 0)
 
 
-def test_of_several_heads_those_that_draft_are_read(tiny_models):
+def test_only_heads_that_draft_are_read(tiny_models):
     model, _ = tiny_models()
     sizes = [census.dense_bytes(model, k)[1] for k in range(4)]
     heads = [sum(a.nbytes for _, a in tree_flatten(head.parameters())) for head in model.mtp]
     assert [b - a for a, b in itertools.pairwise(sizes)] == heads
 
 
-def test_experts_are_put_back(tiny_models):
+def test_experts_are_restored(tiny_models):
     model, _ = tiny_models()
     kinds = [type(m) for _, m in model.named_modules()]
     with census.visits_noted(model):
@@ -271,10 +271,10 @@ def test_experts_are_put_back(tiny_models):
     assert [type(m) for _, m in model.named_modules()] == kinds
 
 
-# What is said
+# Output
 
 
-def test_a_line_per_phase_and_what_is_left():
+def test_a_line_per_phase_and_the_rest():
     timers = []
     for spoilt in (0.0, 0.1):
         timer = Timer(tokens=[1, 2, 3], cycles=2, wall=1.0 + spoilt)
@@ -289,9 +289,9 @@ def test_a_line_per_phase_and_what_is_left():
     assert by_name["draft"].ms.median == pytest.approx(50)
     assert by_name["draft"].rate == pytest.approx(1e9 / 0.05)
     assert sum(line.share for name, line in by_name.items() if name not in HOST) == pytest.approx(1)
-    said = " ".join(profile_report.remarks(found))
-    assert "2.00x the time" in said
-    assert "came out of caches" in said
+    sentences = " ".join(profile_report.remarks(found))
+    assert "2.00x the time" in sentences
+    assert "were in caches" in sentences
     assert "caches" not in " ".join(profile_report.remarks({**found, "bandwidth": {"rate": 1e11}}))
 
 
@@ -309,7 +309,7 @@ def test_bandwidth_is_stated_known_or_measured(monkeypatch):
 # The command
 
 
-def test_the_command_ends_with_its_result(tmp_path):
+def test_the_command_writes_its_result(tmp_path):
     quick = (
         "--quick",
         "--category",
@@ -327,13 +327,19 @@ def test_the_command_ends_with_its_result(tmp_path):
     )
     done = command_line.call("bench", "profile", *quick)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == json.loads((tmp_path / "p.json").read_text())
+    found = json.loads((tmp_path / "p.json").read_text())
     assert (found["bench"], found["options"]["k"], found["tokens"]) == ("profile", 3, 6)
     for i, wall in enumerate(found["wall"]):
         assert sum(times[i] for times in found["seconds"].values()) + found["unexplained"][i] == pytest.approx(wall)
     label = "demo, SYNTHETIC: acceptance drawn at 0.5, 3 drafts per cycle"
     assert label in " ".join(done.stdout.split())
     assert [t.title for t in tables_of(found)] == [label]
-    for said in ("prefill", "build the draft", "in no phase", "Overhead:", "10.0 GB/s, as stated", "inconclusive"):
-        assert said in done.stdout or said == "inconclusive"
+    for words in (
+        "prefill",
+        "build the draft",
+        "in no phase",
+        "Overhead:",
+        "10.0 GB/s, as stated",
+        "inconclusive",
+    ):
+        assert words in done.stdout or words == "inconclusive"

@@ -1,8 +1,7 @@
-"""Compare the roofline's bytes with real modules, its experts with an enumeration; limit what validation reads."""
+"""Compare the roofline's bytes with real modules and its experts with an enumeration; check the validation's rows."""
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from launches import models as launched
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from sweep import sweep
@@ -19,8 +19,6 @@ from bench.cost_model.published import read_rows, read_unused
 from mlx_mtp.bench.roofline import chips, cost, models, ops
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.cost import PassShape
-
-launched = import_module("launches_models")
 
 M3_ULTRA = CHIPS["M3 Ultra"]
 
@@ -32,11 +30,11 @@ def test_independent_experts_are_the_mean_of_all_choices(total, top, rows):
     assert ops.distinct(total, top, rows) == pytest.approx(np.mean(union))
 
 
-def test_observed_routing_is_that_of_published_counts():
+def test_published_routing_matches_the_published_counts():
     assert ops.distinct(256, 8, 8, "published") == pytest.approx(39, abs=0.1)
     assert ops.distinct(64, 4, 2, "published") / 4 == pytest.approx(1.74, rel=0.05)  # GLM-4.7-Flash, not fitted
     assert ops.distinct(256, 8, 1, "published") == pytest.approx(8)
-    assert ops.distinct(8, 4, 3, "published") == 4  # the pool holds one token's experts at least
+    assert ops.distinct(8, 4, 3, "published") == 4  # the pool has at least one token's experts
     assert all(ops.distinct(256, 8, m, "shared") == 8 for m in range(1, 9))
 
 
@@ -83,7 +81,7 @@ def test_layers_have_the_weights_of_the_ports(name):
     assert counted == real
 
 
-# Section 6 of the notes on the verify path; those marked "about" there are rounder than the sums here.
+# Sizes in GB; those from rounded sources have a larger tolerance.
 SIZES = [
     ("Qwen3.6-35B-A3B", "routed_bytes", 0.57, 0.02),
     ("Qwen3.6-35B-A3B", "shared_bytes", 1.05, 0.06),
@@ -105,7 +103,7 @@ def test_sizes_of_released_models(name, size, gb, within):
     assert getattr(models.MODELS[name], size) / 1e9 == pytest.approx(gb, rel=within)
 
 
-# Section 0 of the design: shared and routed GB, total and chosen experts, floors of T(2) and T(4).
+# Shared and routed GB, total and chosen experts, and floors of T(2) and T(4), from hand calculations.
 FLOORS = [
     (15.2, 0, 1, 1, 1.00, 1.00),
     (1.05, 0.57, 256, 8, 1.34, 1.99),
@@ -115,7 +113,7 @@ FLOORS = [
 
 
 @pytest.mark.parametrize(("shared", "routed", "total", "top", "two", "four"), FLOORS)
-def test_floors_of_the_design(shared, routed, total, top, two, four):
+def test_floors_against_hand_calculations(shared, routed, total, top, two, four):
     floors = [(shared + routed * ops.distinct(total, top, m) / top) / (shared + routed) for m in (2, 4)]
     assert floors == pytest.approx([two, four], abs=0.006)
 
@@ -127,7 +125,7 @@ def test_cache_bytes():
     windowed = replace(op, window=10)
     assert cost.cost(windowed, PassShape(1, context=100), M3_ULTRA).nbytes == keys.nbytes / 10
     per_token = 16 * cost.cost(op, PassShape(1, context=1), M3_ULTRA).nbytes
-    assert per_token == pytest.approx(65.5e3, rel=0.01)  # section 6
+    assert per_token == pytest.approx(65.5e3, rel=0.01)
     latent = cost.cost(ops.LatentOp(128, 512, 64, 128, 128), PassShape(1, cost.ALL, context=100), M3_ULTRA)
     assert latent.nbytes == 100 * (576 * 2 + 128 * cost.SCORES)
 
@@ -150,7 +148,7 @@ def test_requests_of_the_kernels_that_are_chosen():
     assert cost.cost(op, replace(at, on=cost.ALL), M3_ULTRA).requests == 1
 
 
-def test_more_rows_never_cost_less_and_ours_no_more_than_stock():
+def test_more_rows_cost_more_and_ours_at_most_stock():
     fitted = chips.fitted_chips()
     for name in ("M2 Max", "M3 Ultra", "M5 Max 40c"):
         for model in models.MODELS.values():
@@ -189,20 +187,20 @@ def test_each_kind_of_kernels_was_counted_alone(kind):
     assert cost.launches(kind, (), 1) == counts["none"][0]
 
 
-def test_the_counts_say_how_they_were_made():
-    command = cost.FILE.read_text().splitlines()[0].removeprefix("# python ").split()
-    assert (Path(__file__).parents[2] / command[0]).is_file()
+def test_the_counts_state_their_command():
+    command = cost.FILE.read_text().splitlines()[0].removeprefix("# python -m ").split()
+    assert (Path(__file__).parents[2] / command[0].replace(".", "/") / "__main__.py").is_file()
     assert Path(command[-1]).name == cost.FILE.name
 
 
-def test_fit_looks_at_two_rows_at_most():
+def test_the_fit_uses_at_most_two_rows():
     rows = read_rows()
     before = fit.fit(rows)
     assert fit.fit([replace(row, ratio=9 * row.ratio) if row.m > 2 else row for row in rows]) == before
     assert fit.fit([replace(row, ratio=1.5 * row.ratio) if row.m == 2 else row for row in rows]) != before
 
 
-def test_published_rows_are_those_of_the_notes():
+def test_published_rows_are_complete():
     rows = read_rows()
     assert len({(row.source, row.m) for row in rows}) == len(rows)
     assert all(row.base <= 2 <= row.m <= 8 and row.m > row.base for row in rows)
@@ -211,13 +209,13 @@ def test_published_rows_are_those_of_the_notes():
     assert all(line["why"] for line in read_unused())
 
 
-def test_the_package_has_what_the_fit_gives_now():
+def test_the_package_contains_the_current_fit():
     now = json.loads(json.dumps(fit.stored(read_rows())))
     assert json.loads(chips.FILE.read_text(), parse_float=lambda x: pytest.approx(float(x), rel=1e-9)) == now
 
 
 @sweep
-def test_a_row_that_is_off_without_a_reason_fails(capsys):
+def test_a_large_error_without_a_reason_fails(capsys):
     rows = read_rows()
     dense = ["--model", "Qwen3.6-27B"]
     assert validate.main(dense, rows) == 0
@@ -233,8 +231,8 @@ def test_a_row_that_is_off_without_a_reason_fails(capsys):
 
 
 @pytest.mark.parametrize(("args", "count"), [((), 7), (("--model", "Qwen3.6-27B", "--chip", "M3 Ultra"), 6)])
-def test_everything_that_validation_prints_says_what_it_is(args, count, capsys):
-    """Every table beside the published engine's: predicted."""
+def test_every_printed_table_is_labelled(args, count, capsys):
+    """Every table of predictions next to the published engine's is labelled as predicted."""
     assert validate.main(args, read_rows()) == 0
     lines = capsys.readouterr().out.splitlines()
     titles = [lines[i - 1] for i, line in enumerate(lines) if line.lstrip().startswith("┏")]

@@ -1,4 +1,4 @@
-"""Check what is benchmarked: released shapes with random weights, drawn acceptance, and what neither may do."""
+"""Check benchmark subjects: released shapes with random weights, drawn acceptance, and their restrictions."""
 
 import json
 import math
@@ -23,9 +23,9 @@ from mlx_mtp.bench.subject import (
     NothingRemembered,
     drawn_acceptance,
     draws,
-    forget,
     open_subject,
     rate_at,
+    reset_costs,
 )
 from mlx_mtp.checkpoint.build import read_args
 from mlx_mtp.decoding import policy
@@ -34,7 +34,7 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.models import find_port
 from mlx_mtp.tuning.cost_file import RememberedCosts
 
-RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is no model
+RELEASED = [file for file in FILES if not file.stem.startswith("eagle3")]  # an EAGLE-3 head is not a model
 PROMPT = [1, 5, 3, 9, 2, 7]
 
 
@@ -56,7 +56,7 @@ def generated(model, k, n=12, **options):
 
 
 def lazily(config):
-    """The port's model, of which nothing is computed."""
+    """Return the port's model without computing it."""
     port = find_port(config)
     heads = head_count(config, port.Model.SPEC)
     return port.Model(read_args(port, demo_path(), config), heads, port.Model.SPEC.resolve(()))
@@ -67,7 +67,7 @@ def shapes(model) -> dict:
 
 
 @pytest.mark.parametrize("name", sampled([*families.FAMILIES][::3], families.FAMILIES))
-def test_every_family_can_be_drawn_and_decodes_without_loss(name, config):
+def test_random_models_of_every_family_decode_losslessly(name, config):
     model = random_model(config(families.FAMILIES[name].config), group_size=32)
     assert len(model.mtp) == (3 if name == "mimo_v2_flash" else 1)
     assert model.report.target_quantization.startswith("4-bit")
@@ -103,7 +103,7 @@ def _kept(name: str, layers: int) -> bool:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 10])
-def test_what_a_config_says_of_the_heads_stays(layers):
+def test_entries_of_the_heads_are_kept(layers):
     demo = json.loads((demo_path() / "config.json").read_text())
     cut = first_layers(demo, layers)
     for name in ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits"):
@@ -114,7 +114,7 @@ def test_what_a_config_says_of_the_heads_stays(layers):
     assert cut["eos_token_id"] == demo["eos_token_id"]
 
 
-def test_no_weight_is_ever_held_whole(config):
+def test_no_weight_is_held_in_full_precision(config):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096, "num_hidden_layers": 8}
     file = config({**families.MIMO, **sizes})
     mx.synchronize()
@@ -127,7 +127,7 @@ def test_no_weight_is_ever_held_whole(config):
     assert peak < made + 4 * largest  # its random bits as numbers, one module at a time
 
 
-def test_drawn_weights_repeat_and_have_the_variance_they_should(config):
+def test_random_weights_repeat_and_have_the_right_variance(config):
     file = config({**families.MIMO, "hidden_size": 256, "intermediate_size": 512, "attention_bias": True})
     for bits in (3, 4, 8, 16):
         one, two = (dict(tree_flatten(random_model(file, bits=bits).parameters())) for _ in range(2))
@@ -143,7 +143,7 @@ def test_drawn_weights_repeat_and_have_the_variance_they_should(config):
         assert abs(mx.mean(weight).item()) < 3 / math.sqrt(weight.size * 512)
 
 
-def test_a_stated_quantization_is_that_of_the_model(config):
+def test_the_stated_quantization_is_used(config):
     stated = {"group_size": 32, "bits": 8, "lm_head": {"group_size": 32, "bits": 6}}
     model = random_model(config({**families.MIMO, "quantization": stated}))
     assert (model.lm_head.bits, model.model.layers[0].mlp.up_proj.bits) == (6, 8)
@@ -161,23 +161,23 @@ def test_a_stated_quantization_is_that_of_the_model(config):
         ({}, {"layers": 0}, r"layers=0: allowed is 1 to 3"),
         ({}, {"layers": 4}, r"layers=4: allowed is 1 to 3"),
         ({}, {"synth_rates": [1.5]}, r"synth_rates=1.5: allowed is between 0 and 1"),
-        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed behind 0.5 is no more than that"),
+        ({}, {"synth_rates": [0.5, 0.6]}, r"synth_rates=0.6: allowed after 0.5 is at most that"),
         ({}, {"synth_rates": [0.5], "mtp": False}, "no heads that draft"),
         ({}, {"model": "demo"}, "not together with a checkpoint"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(config, changes, options, message):
+def test_mistakes_are_one_line(config, changes, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         open_subject(config=config({**families.MIMO, **changes}), group_size=32, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_that_is_no_file_is_named(tmp_path):
+def test_a_missing_config_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     for path, message in ((tmp_path / "b.json", "cannot be read"), (tmp_path / "a.json", "not valid JSON")):
         with pytest.raises(ValueError, match=message):
             open_subject(config=path)
-    with pytest.raises(ValueError, match="layers=2: of random weights only"):
+    with pytest.raises(ValueError, match="layers=2: only for random weights"):
         open_subject(layers=2)
 
 
@@ -194,16 +194,16 @@ def test_facts_of_a_subject(config):
     assert json.loads(json.dumps(demo.facts)) == demo.facts
 
 
-def test_a_subject_is_named_as_it_was_given(config, tmp_path, monkeypatch):
+def test_a_subject_has_the_given_name(config, tmp_path, monkeypatch):
     (tmp_path / "Qwen3.6-27B").symlink_to(demo_path())
-    monkeypatch.setattr(subject, "find_checkpoint", lambda name: tmp_path / "Qwen3.6-27B")  # where the hub keeps it
+    monkeypatch.setattr(subject, "find_checkpoint", lambda name: tmp_path / "Qwen3.6-27B")  # the hub's cache
     assert open_subject("of/Step-3.5-Flash").facts["name"] == "Step-3.5-Flash"
     monkeypatch.chdir(config(families.MIMO_V2).parent)
     assert open_subject(config=Path("config.json"), group_size=32).facts["name"] == tmp_path.name
 
 
 def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tuple[list[int], list[int]]:
-    """Drafted and accepted per depth when n tokens are generated, by the table alone, cycle by cycle."""
+    """Return drafts and accepted drafts per depth for n tokens, computed from the table of draws alone."""
     drafted, accepted = [0] * k, [0] * k
     position, left = first, n - 1
     while left > 0:
@@ -217,22 +217,22 @@ def expected_lengths(right: list[list[bool]], k: int, first: int, n: int) -> tup
 
 @pytest.fixture
 def drawn(config):
-    """rates -> a subject of three small heads; its targets are drawn, so it matters little what it computes."""
+    """Return a function of rates that creates a subject with three small heads and drawn acceptance."""
     return lambda rates=(): open_subject(config=config(families.MIMO_V2), group_size=32, synth_rates=rates)
 
 
-def test_texts_of_drawn_acceptance_have_no_end():
+def test_texts_of_drawn_acceptance_have_no_stop_tokens():
     assert open_subject(synth_rates=[0.8, 0.6]).stop_tokens == ()  # a draft may be anything
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_as_many_are_accepted_as_were_drawn(drawn, k):
+def test_drafts_are_accepted_as_drawn(drawn, k):
     subject = drawn([0.8, 0.6])
     right = draws([0.8, 0.6], 0).tolist()
     with subject.acceptance():
         text, stats = generated(subject.model, k, 40)
         sampled, stats_sampled = generated(subject.model, k, 40, temp=0.7, seed=3)
-    # The first token stands behind the prompt, the first draft of the first cycle behind that.
+    # The first token follows the prompt; the first cycle's first draft follows the first token.
     expected = expected_lengths(right, k, len(PROMPT) + 1, 40)
     assert (stats.drafted, stats.accepted) == expected
     assert (stats_sampled.drafted, stats_sampled.accepted) == expected
@@ -250,7 +250,7 @@ def test_certain_draws_are_certain_and_the_text_is_the_drafts(drawn):
         assert generated(subject.model, 0)[0] == plain[0]
 
 
-def test_the_rates_are_the_shares_that_results_state_and_fall_on(drawn):
+def test_rates_are_the_shares_in_results_and_continue_to_fall(drawn):
     right = draws([0.9, 0.6], 7)
     shares = right.astype(mx.float32).mean(axis=0).tolist()
     assert shares == pytest.approx([0.9 * (2 / 3) ** depth for depth in range(DEPTHS)], abs=0.02)
@@ -262,10 +262,10 @@ def test_the_rates_are_the_shares_that_results_state_and_fall_on(drawn):
     with subject.acceptance():
         _, stats = generated(subject.model, 3, 400)
     kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
-    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # of some 120 cycles
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # about 120 cycles
 
 
-def test_afterwards_nothing_is_drawn():
+def test_nothing_is_drawn_after_the_block():
     pick = one_step.pick
     with suppress(KeyboardInterrupt), drawn_acceptance([1.0]):
         assert one_step.pick is not pick
@@ -273,7 +273,7 @@ def test_afterwards_nothing_is_drawn():
     assert one_step.pick is pick
 
 
-def test_replayed_cycles_draw_anew(drawn):
+def test_replayed_cycles_use_new_draws(drawn):
     subject = drawn([0.8, 0.6])
     with subject.acceptance():
         _, stats = generated(subject.model, 2, 80, compile_cycles=True)
@@ -281,19 +281,19 @@ def test_replayed_cycles_draw_anew(drawn):
     assert (stats.drafted, stats.accepted) == expected_lengths(draws([0.8, 0.6], 0).tolist(), 2, len(PROMPT) + 1, 80)
 
 
-def test_a_benchmark_leaves_no_costs_behind(drawn, monkeypatch):
+def test_a_benchmark_stores_no_costs(drawn, monkeypatch):
     kept = []
     monkeypatch.setattr(RememberedCosts, "keep", lambda *args: kept.append(args))
     subject = drawn()
     generated(subject.model, 2, 30, adaptive=True)
     assert policy.learned(subject.model).recall(replayed=False) is not None
-    forget(subject.model)
+    reset_costs(subject.model)
     assert policy.learned(subject.model).recall(replayed=False) is None
     assert kept == []
     assert NothingRemembered().recall_compiled() is None
 
 
-def test_the_twin_is_what_mlx_lm_loads():
+def test_the_twin_equals_the_model_that_mlx_lm_loads():
     subject = open_subject()
     theirs, _ = mlx_lm.load(str(demo_path()))
     theirs.set_dtype(mx.float32)
@@ -302,5 +302,5 @@ def test_the_twin_is_what_mlx_lm_loads():
     assert own.keys() == loaded.keys()
     assert all(mx.array_equal(own[name], loaded[name]) for name in own)
     ours = dict(tree_flatten(subject.model.parameters()))
-    assert all(own[name] is ours[name] for name in own)  # no memory of its own
+    assert all(own[name] is ours[name] for name in own)  # shares the arrays
     assert type(twin(subject.model)) is type(theirs)

@@ -1,4 +1,4 @@
-"""Check medians, their intervals, and who takes turns."""
+"""Check medians, their intervals, and the order of turns."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.bench import result, timing
 
 
-def test_the_interval_holds_the_median_with_nine_tenths():
+def test_the_interval_contains_the_median_with_90_percent():
     for n in range(1, 30):
         skip = timing._skipped(n)
         outside = [2 * sum(math.comb(n, j) for j in range(s + 1)) / 2**n for s in (skip, skip + 1)]
@@ -31,7 +31,7 @@ def test_a_ratio_is_within_a_round():
     assert (found.low, found.median, found.high) == (2, 2, 2)
 
 
-def test_contenders_take_turns_and_change_places():
+def test_contenders_take_turns_in_alternating_order():
     order: list[str] = []
     clock = itertools.count()
 
@@ -43,7 +43,7 @@ def test_contenders_take_turns_and_change_places():
     assert found == {"a": [3, 8], "b": [4, 7], "c": [5, 6]}
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path):
+def test_a_written_result_can_be_read(tmp_path):
     found = result.result("verify", {"name": "demo"}, {"rows": 4}, seconds={"1": [0.1]})
     result.write(found, tmp_path / "a.json")
     assert result.read(tmp_path / "a.json", "verify") == found
@@ -52,7 +52,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff", '{"bench": "verify"}', '{"bench": "x", "format": 1}'])
-def test_another_file_is_refused(tmp_path, text):
+def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"a\.json: no result of"):
         result.read(tmp_path / "a.json")

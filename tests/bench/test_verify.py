@@ -1,4 +1,4 @@
-"""Check `bench verify`: chains whose calls wait, the loop's own pass, the model's own parts, and the command."""
+"""Check `bench verify`: dependent chains, the loop's own pass, the model's parts, and the command."""
 
 import itertools
 import json
@@ -31,14 +31,14 @@ TEXT = [(7 * i + i // 5) % 5 for i in range(CONTEXT + 2 * MAX_ROWS)]
 
 
 def evaluated(monkeypatch, calls, steps, start=0):
-    """The operations that a chain has computed at its end."""
+    """Return the operations that a chain has computed at its end."""
     seen = []
     monkeypatch.setattr(timing.mx, "eval", lambda *arrays: seen.append(operations(*arrays)))
     timing.chain_seconds(calls, steps, start)
     return seen[-1]
 
 
-def test_every_call_is_in_the_chain_and_takes_its_turn(monkeypatch):
+def test_every_call_runs_in_its_turn(monkeypatch):
     x = mx.ones((2, 4))
     calls = [
         Call(lambda x: [mx.exp(x), mx.tanh(x)], x),
@@ -70,7 +70,7 @@ def test_a_chain_does_not_change_what_calls_read():
     assert [x.tolist() for x in seen] == [[[0, 1, 2, 3]]] * 3
 
 
-def test_the_time_of_the_links_is_taken_off(monkeypatch):
+def test_the_time_of_the_links_is_subtracted(monkeypatch):
     taken = {"call": 10.0, "link": 4.0}
     calls = [Call(lambda x: [x + 1], mx.zeros(1))] * 2
     turns = []
@@ -88,7 +88,7 @@ def test_the_time_of_the_links_is_taken_off(monkeypatch):
     assert turn() > 0
 
 
-def test_steps_are_whole_turns_of_about_the_time_asked_for(monkeypatch):
+def test_steps_are_whole_turns_of_about_the_requested_time(monkeypatch):
     monkeypatch.setattr(timing, "chain_seconds", lambda calls, steps, start=0: 0.001 * steps)
     calls = [Call(lambda x: [x], mx.zeros(1))] * 10
     assert timing.steps_for(calls, 0.05) == 50
@@ -101,14 +101,14 @@ def test_steps_are_whole_turns_of_about_the_time_asked_for(monkeypatch):
 
 @pytest.fixture(scope="module", params=["step", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "mimo_v2_flash"])
 def both(request, tiny_models, tmp_path_factory):
-    """(our model, mlx-lm's) of one random checkpoint."""
+    """Return (our model, mlx-lm's) of one random checkpoint."""
     if request.param == "step":
         return tiny_models()
     path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
     return mlx_mtp.load_model(path), plain
 
 
-def test_a_pass_is_the_targets_over_the_text_however_often(both):
+def test_repeated_passes_equal_the_pass_of_the_target(both):
     model, plain = both
     expected = mx.argmax(plain(mx.array(TEXT)[None])[0], axis=-1).tolist()
     whole = VerifyPass(model, TEXT, CONTEXT, 11)
@@ -121,7 +121,7 @@ def test_a_pass_is_the_targets_over_the_text_however_often(both):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_pass_computes_all_that_the_next_one_reads(both, monkeypatch, rows):
+def test_a_pass_computes_everything_the_next_one_reads(both, monkeypatch, rows):
     whole, left, real = VerifyPass(both[0], TEXT, CONTEXT, 64), [], time.perf_counter
     monkeypatch.setattr(verify, "perf_counter", lambda: left.append(operations(*whole.d.cache.arrays)) or real())
     whole.run(rows, CONTEXT, 0)
@@ -130,7 +130,7 @@ def test_a_pass_computes_all_that_the_next_one_reads(both, monkeypatch, rows):
     assert not after
 
 
-def test_rows_that_are_slower_show(tiny_models, monkeypatch):
+def test_slower_rows_are_measured_as_such(tiny_models, monkeypatch):
     model = tiny_models()[0]
     real, seconds = mx.eval, {"whole": 0.0}
 
@@ -155,7 +155,7 @@ def test_rows_that_are_slower_show(tiny_models, monkeypatch):
 # The parts
 
 
-def test_projections_are_all_linears_of_the_target_outside_its_experts(both, monkeypatch):
+def test_projections_are_all_linear_layers_outside_experts(both, monkeypatch):
     model = both[0]
     inputs = {id(m): mx.zeros((1, MAX_ROWS, 32)) for m in verify_parts.target_modules(model)}
     parts = {part.name: part for part in verify_parts.parts_of(model, (), inputs)}
@@ -172,7 +172,7 @@ def test_projections_are_all_linears_of_the_target_outside_its_experts(both, mon
     assert sorted(map(id, called)) == sorted(map(id, expected))
 
 
-def test_experts_are_given_what_the_model_gives_them(tiny_models):
+def test_experts_get_the_inputs_of_the_model(tiny_models):
     model = tiny_models()[0]
     blocks = [layer.mlp for layer in model.layers if "switch_mlp" in layer.mlp]
     with verify_parts.expert_inputs(model) as inputs:
@@ -217,7 +217,7 @@ def test_attention_is_over_the_context_and_the_rows(tiny_models, rows, context):
 
 
 def attended(site, x, keys, values, context, window):
-    """Every row to the positions it may see, one row and head at a time."""
+    """Attend every row to its allowed positions, one row and head at a time."""
     form, rows = site.form, x.shape[1]
     q = x.reshape(rows, form.heads, form.head_dim)
     out = mx.zeros((1, form.heads, rows, form.value_dim))
@@ -249,7 +249,7 @@ def test_the_head_chooses_the_targets_tokens(tiny_models):
     assert tokens.flatten().tolist() == mx.argmax(model.logits(hidden), axis=-1).flatten().tolist()
 
 
-# All of it
+# The whole command
 
 
 def test_every_curve_has_every_round(tiny_models):
@@ -262,7 +262,7 @@ def test_every_curve_has_every_round(tiny_models):
         assert min(itertools.chain(*curve["seconds"]["stock"].values())) > 0
 
 
-def test_kernels_go_out_and_come_back():
+def test_kernels_are_switched_off_and_on_again():
     kernels = Kernels.__new__(Kernels)
     kernels.rows = [frozenset({1, 2}), frozenset({4})]
     kernels.sites = [SimpleNamespace(rows=rows) for rows in kernels.rows]
@@ -275,7 +275,7 @@ def test_kernels_go_out_and_come_back():
 
 
 def test_a_side_is_timed_with_its_kernels(tiny_models, monkeypatch):
-    """A stand-in kernel, three times as slow as what it takes the place of."""
+    """A replacement kernel that is three times as slow as stock."""
     model, pause = tiny_models()[0], {"s": 0.0}
     kernels = Kernels(model, "off")
     kernels.sites, kernels.rows = [SimpleNamespace(rows=frozenset({2}))], [frozenset({2})]
@@ -292,7 +292,7 @@ def test_a_side_is_timed_with_its_kernels(tiny_models, monkeypatch):
     assert found["ours"] > 0.02 > found["stock"]
 
 
-def test_a_table_marks_what_is_inconclusive():
+def test_a_table_marks_inconclusive_values():
     seconds = {"stock": {"1": [1.0] * 9, "2": [1.5] * 9}}
     sure = {"name": "whole", "context": 8, "seconds": seconds}
     seconds = {"stock": {"1": [1.0] * 9, "2": [1.5, 2.0, 1.0] * 3}}
@@ -308,10 +308,10 @@ def test_a_table_marks_what_is_inconclusive():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"rows": (1, 17)}, "rows=17: allowed"), ({"contexts": (0,)}, "contexts=0")]
+    ("change", "message"), [({"rows": (1, 17)}, "rows=17: allowed"), ({"contexts": (0,)}, "contexts=0")]
 )
-def test_numbers_out_of_range_are_refused(change, said):
-    with pytest.raises(ValueError, match=said):
+def test_numbers_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
         CurvePlan(**{"rows": (1, 2), "contexts": (8,), "rounds": 1, **change})
 
 
@@ -320,23 +320,22 @@ def test_a_model_without_a_port_is_refused():
         Kernels(nn.Linear(2, 2), None)
 
 
-def test_the_command_ends_with_its_result(tmp_path):
+def test_the_command_writes_its_result(tmp_path):
     few = ("--rows", "2", "--contexts", "16", "--rounds", 1, "--quick", "--out", tmp_path / "v.json")
     few = (*few, "--synth-rates", "0.5")
     done = command_line.call("bench", "verify", *few)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == json.loads((tmp_path / "v.json").read_text())
+    found = json.loads((tmp_path / "v.json").read_text())
     assert [curve["name"] for curve in found["curves"]] == ["whole", "projections", "attention", "experts", "LM head"]
     assert found["options"]["rows"] == [1, 2]
     assert "demo, SYNTHETIC: acceptance drawn at 0.5" in " ".join(done.stdout.split())
     assert [t.title for t in tables_of(found)] == ["T(M)/T(1), demo, SYNTHETIC: acceptance drawn at 0.5, stock"]
     if not mx.metal.is_available():
-        assert "ours = stock modules: kernels need Metal, and there is no Metal GPU here." in done.stdout
+        assert "ours = stock modules: kernels need Metal, and this machine has no Metal GPU." in done.stdout
         assert all(curve["seconds"].keys() == {"stock"} for curve in found["curves"])
 
 
-def test_rows_that_are_no_numbers_are_one_line():
+def test_rows_that_are_not_numbers_are_one_error_line():
     done = command_line.call("bench", "verify", "--rows", "17")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--rows" in done.stderr

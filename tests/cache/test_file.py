@@ -290,7 +290,7 @@ def test_a_cache_there_is_no_memory_for(model, saved, monkeypatch):
     monkeypatch.delenv(machine_memory.IGNORE, raising=False)
     monkeypatch.setattr(machine_memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
     with pytest.raises(
-        ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed beside the model, .* \(a test\); MLX"
+        ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); MLX"
     ):
         load_prompt_cache(saved[0], model)
     load_prompt_cache(saved[0], model, check_memory=False)

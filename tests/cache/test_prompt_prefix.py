@@ -96,7 +96,7 @@ def test_system_prompts_and_variables_are_those_of_the_cache(model, tmp_path):
         with pytest.raises(ValueError, match="the prompt cache was made with"):
             make_session(model, prompt_cache=begun(model, tmp_path, opening=opening), **given)
     cache = begun(model, tmp_path, opening=PromptPrefix(BEGINNING, template=False))
-    with pytest.raises(ValueError, match="does not hold the beginning of a conversation"):
+    with pytest.raises(ValueError, match="does not hold the start of a conversation"):
         make_session(model, prompt_cache=cache)
 
 

@@ -82,7 +82,7 @@ def test_every_tensor_is_needed(tmp_path, target, name):
     if name == "t2d":
         mlx_mtp.load_model(target, draft_model=path)
     elif name == "d2t":
-        refused(target, path, "tensor d2t is missing; it says which the 7 of 13 tokens of the LM head are")
+        refused(target, path, "tensor d2t is missing; it maps the LM head's 7 tokens to the vocabulary of 13")
     elif name in ("fc.weight", "midlayer.hidden_norm.weight"):  # what tells the kinds apart
         refused(target, path, "a drafter is an EAGLE-3 head")
     elif name == "lm_head.weight":
@@ -128,7 +128,7 @@ def test_options_that_contradict(tmp_path, target):
     drafter = drafters.save(tmp_path, drafters.CONFIG, H)
     refused(target, drafter, "not together with mtp=False", mtp=False)
     refused(target, drafter, "not together with mtp_path=x", mtp_path="x")
-    refused(target, drafter, "'head' is not a drafter's; allowed are capture, fee", mtp_overrides={"head": "shared"})
+    refused(target, drafter, "drafters have no 'head'; allowed are capture, fee", mtp_overrides={"head": "shared"})
     assert mlx_mtp.load_model(target, draft_model=drafter, mtp_overrides={"fuse": "he"}).spec.fuse == "he"
     refused(target, drafter, r"capture=\(9,\): .*allowed are integers from 0 to 4", mtp_overrides={"capture": 9})
     refused(

@@ -296,10 +296,10 @@ def test_plans(coded, tmp_path):
 
 def test_flags_that_would_be_without_effect(step, tmp_path):
     for flags, said in (
-        (("--gguf", step[3], "-q"), "--quantize: not of a GGUF file"),
-        (("--gguf", step[3], "--mtp-q-bits", 8), "--mtp-q-bits: not of a GGUF file"),
+        (("--gguf", step[3], "-q"), "--quantize: not for a GGUF file"),
+        (("--gguf", step[3], "--mtp-q-bits", 8), "--mtp-q-bits: not for a GGUF file"),
         (("--gguf", step[3], "--hf-path", step[0]), "--gguf and --hf-path"),
-        (("--hf-path", step[0], "--gguf-exact"), "--gguf-exact: only of a GGUF file"),
+        (("--hf-path", step[0], "--gguf-exact"), "--gguf-exact: only for a GGUF file"),
         ((), "--hf-path or --gguf is missing"),
     ):
         assert said in one_line_error(call("convert", *flags, "--mlx-path", tmp_path / "new"), code=2)

@@ -38,7 +38,7 @@ def test_piped_conversation():
     assert "\x1b" not in result.stdout + result.stderr
     footers = [line for line in result.stdout.splitlines() if " reused · " in line]
     assert len(footers) == 3
-    shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # by what cycles cost here, not every depth is drafted
+    shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # measured costs decide which depths are drafted
     figures = r"20 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
     assert re.fullmatch(figures + shares + r" · [\d.]+ GB", footers[0])
     assert "/cycle" not in footers[1]
@@ -57,12 +57,12 @@ def test_the_text_does_not_depend_on_drafting():
     texts = [call("chat", "-m", 20, "--quiet", "--no-mtp", stdin=plain)]
     texts.append(call("chat", "-m", 20, "--quiet", stdin=switched))
     assert texts[0].stderr == texts[1].stderr == ""
-    said = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
-    assert said == texts[0].stdout.splitlines()
+    printed = [line for line in texts[1].stdout.splitlines() if not line.startswith("MTP o")]
+    assert printed == texts[0].stdout.splitlines()
 
 
-def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(tmp_path):
-    """Drawn, with a system prompt, behind an answer that was forgotten: the seed's draws go on, too."""
+def test_a_loaded_conversation_continues_exactly(tmp_path):
+    """With sampling, a system prompt and an answer dropped by /reset, the draws of the seed continue too."""
     file, command = tmp_path / "talk.json", ["chat", "--quiet", "--temp", 2, "-m", 9]
     lines = ["/system Be  brief.", QUESTIONS[1], "/reset", QUESTIONS[0], f"/save {file}", QUESTIONS[1]]
     whole = call(*command, stdin="\n".join(lines)).stdout.splitlines()
@@ -87,7 +87,7 @@ BAD = {
 }
 
 
-def test_bad_files_leave_the_conversation_as_it_was(tmp_path):
+def test_bad_files_leave_the_conversation_unchanged(tmp_path):
     session = SimpleNamespace(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     for name, (text, why) in BAD.items():
         file = tmp_path / name
@@ -125,8 +125,8 @@ def test_bad_flags(flags):
     assert "Traceback" not in result.stderr
 
 
-def test_an_interrupt_ends_the_answer_and_not_the_chat(monkeypatch):
-    """Pressed in the middle: the lines that wait in the pipe are read on."""
+def test_an_interrupt_ends_the_answer_but_not_the_chat(monkeypatch):
+    """After an interrupt during an answer the chat reads the next lines of the pipe."""
     ask = ChatSession.ask
 
     def pressed(session, *args):
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(monkeypatch):
 
 @sweep
 def test_interrupted_process():
-    endless = [*COMMAND, "-m", "-1", "--temp", "3", "--seed", "4"]  # some 1,400 tokens, so that the signal is in time
+    endless = [*COMMAND, "-m", "-1", "--temp", "3", "--seed", "4"]  # about 1,400 tokens, long enough for the signal
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(endless, text=True, **pipes)
     process.stdin.write("def \n")
@@ -158,11 +158,11 @@ def test_interrupted_process():
     assert "Traceback" not in err
 
 
-READY, BUSY = "\x1b[?2004h", "\x1b[?2004l"  # the line editor asks for marked pastes while it is open
+READY, BUSY = "\x1b[?2004h", "\x1b[?2004l"  # the open line editor requests marked pastes
 
 
 class Terminal:
-    """A chat in a terminal of its own."""
+    """A chat process with its own terminal."""
 
     def __init__(self, *flags, **changes):
         self.screen, end = pty.openpty()
@@ -173,23 +173,23 @@ class Terminal:
         self.text = ""
 
     def wait_for(self, text, after=0):
-        """Read until `text` appears, past the first `after` characters; the position behind it."""
+        """Read until `text` appears after the first `after` characters; return the position after it."""
         while text not in self.text[after:]:
             self.read(f"no {text!r} in {self.text[after:]!r}")
         return self.text.index(text, after) + len(text)
 
     def wait_for_more(self, characters, after):
-        """Read until that many characters follow the first `after`."""
+        """Read until `characters` more characters follow the first `after`."""
         while len(self.text) < after + characters:
             self.read(f"no {characters} characters")
 
     def read(self, otherwise):
-        """Add what the program writes next to the text; it is wrong, as `otherwise` says, if nothing comes."""
+        """Append the program's next output to the text; fail with the message `otherwise` if there is none."""
         assert select.select([self.screen], [], [], 30)[0], otherwise
         self.text += os.read(self.screen, 4096).decode(errors="replace")
 
     def type(self, keys):
-        """Send keys, and return where the text stood."""
+        """Send keys; return the length of the text before them."""
         os.write(self.screen, keys.encode())
         return len(self.text)
 
@@ -212,7 +212,7 @@ def opened():
 
 @pytest.fixture
 def terminal(opened):
-    """The module's one chat, begun anew where it has ended, at an empty prompt; what it wrote before is forgotten."""
+    """The module's shared chat at an empty prompt, restarted if it has ended, without its earlier output."""
     if opened.process.poll() is not None:
         opened.close()
         opened.__init__(*RESTLESS)
@@ -224,7 +224,7 @@ def terminal(opened):
 
 
 def test_in_a_terminal(terminal):
-    terminal.type(f"\x1b[200~{QUESTIONS[0]}\n{QUESTIONS[1] * 200}\x1b[201~")  # a pasted page of two lines
+    terminal.type(f"\x1b[200~{QUESTIONS[0]}\n{QUESTIONS[1] * 200}\x1b[201~")  # a paste of two lines
     since = terminal.type("\r")
     terminal.wait_for("Reading", since)
     terminal.process.send_signal(signal.SIGINT)
@@ -241,15 +241,15 @@ def test_in_a_terminal(terminal):
     terminal.type("half a line\x03\x03")
     terminal.wait_for(READY, terminal.wait_for("/exit, Ctrl-D or another Ctrl-C leaves", since))
     assert "Traceback" not in terminal.text
-    assert "\x1b[6n" not in terminal.text  # a terminal that does not answer this would get a warning
+    assert "\x1b[6n" not in terminal.text  # a terminal without a reply would show a warning
 
 
 def test_keys_of_the_editor(terminal):
     began = terminal.type("\x1b[200~\tif\x1b[201~")
     terminal.wait_for("if", began)
     assert "^I" not in terminal.text
-    began = terminal.type("\x03\x12len")  # Ctrl-C while searching ends the search, not the prompt
-    terminal.wait_for("reverse-i-search", began)
+    start = terminal.type("\x03\x12len")  # Ctrl-C while searching ends the search, not the prompt
+    terminal.wait_for("reverse-i-search", start)
     began = terminal.type("\x03")
     terminal.wait_for(">", began)
     terminal.type("/stats\r")
@@ -261,7 +261,9 @@ def test_a_paste_during_an_answer_is_one_message(terminal):
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     marked = terminal.wait_for(READY, began)
     paste = "\x1b[200~/one\n" + "two " * 1500 + "\n/end\x1b[201~"
-    threading.Thread(target=terminal.type, args=[paste], daemon=True).start()  # it may have to wait for a reader
+    threading.Thread(
+        target=terminal.type, args=[paste], daemon=True
+    ).start()  # writing may block until the chat reads
     ended = terminal.wait_for(" reused", began)
     assert marked < ended
     terminal.wait_for("/end", ended)
@@ -269,7 +271,7 @@ def test_a_paste_during_an_answer_is_one_message(terminal):
     terminal.type("\x03")
 
 
-def test_commands_typed_before_an_answer_is_stopped_are_obeyed(terminal):
+def test_commands_typed_during_an_answer_run_after_it(terminal):
     began = terminal.wait_for(BUSY, terminal.type("def \r"))
     terminal.wait_for_more(20, began)
     terminal.type("/mtp off\r/mtp on\rhalf a line\x03")
@@ -279,8 +281,8 @@ def test_commands_typed_before_an_answer_is_stopped_are_obeyed(terminal):
 
 
 @pytest.mark.parametrize("keys", sampled(["def \r"], ["", "def \r"]))
-def test_terminated_processes_leave_the_terminal_as_it_was(terminal, keys):
-    """At the prompt, and in an answer, which hides what is typed."""
+def test_terminated_processes_restore_the_terminal(terminal, keys):
+    """At the prompt, and during an answer, which hides typed keys."""
     began = terminal.type(keys)
     if keys:
         terminal.wait_for_more(60, terminal.wait_for(BUSY, began))
@@ -302,7 +304,7 @@ def test_plain_terminals(env):
     terminal.close()
 
 
-def test_typed_lines_are_found_after_a_resize():
+def test_the_cursor_is_found_after_a_resize():
     """Two rows of 50 and 30 characters, the cursor at the end of the second, in 20 columns: 3 rows and 2."""
     rows = {0: {i: Char("x") for i in range(50)}, 1: {i: Char("x") for i in range(30)}}
     size = SimpleNamespace(get_size=lambda: Size(rows=24, columns=20))
@@ -312,7 +314,7 @@ def test_typed_lines_are_found_after_a_resize():
 
 
 @pytest.mark.parametrize(("columns", "parts"), [("80", 3), ("30", 2)])
-def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, parts):
+def test_progress_fits_the_terminal_and_shows_a_stop(monkeypatch, columns, parts):
     monkeypatch.setenv("COLUMNS", columns)
     with PromptProgress(shown=True, chunk=8) as progress:
         progress(0, 100)
@@ -323,19 +325,19 @@ def test_progress_fits_the_terminal_and_says_stopping(monkeypatch, columns, part
         assert progress._bar is None
 
 
-def test_stages_are_lines_where_there_is_no_terminal(capsys, monkeypatch):
+def test_stages_are_lines_without_a_terminal(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 7.5, 8.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with stages(quiet=False) as told:
+    with stages(quiet=False) as report:
         for stage, done in (("texts", 0), ("texts", 1), ("texts", 2), ("heads", 0)):
-            told(stage, done, 3)
+            report(stage, done, 3)
     assert capsys.readouterr().err == "1 s: texts, 0 of 3\n8 s: texts, 2 of 3\n8 s: heads, 0 of 3\n"
-    with stages(quiet=True) as told:
-        told("texts", 0, 3)
+    with stages(quiet=True) as report:
+        report("texts", 0, 3)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_stop_is_seen_at_once_and_a_second_does_not_wait():
+def test_a_stop_is_shown_at_once_and_a_second_raises():
     seen, session = threading.Event(), SimpleNamespace(stopping=False)
     with StopOnInterrupt(session, seen.set):
         signal.raise_signal(signal.SIGINT)
@@ -345,7 +347,7 @@ def test_a_stop_is_seen_at_once_and_a_second_does_not_wait():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_footer_says_why_drafting_is_paused_and_only_then():
+def test_a_footer_gives_the_reason_only_if_drafting_is_paused():
     last: Any = SimpleNamespace(generation_tokens=9, generation_tps=5.0)
     turn = Turn(prompt_tokens=3, reused=0)
     assert "paused" not in footer(turn, last)

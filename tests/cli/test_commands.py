@@ -1,4 +1,4 @@
-"""Run the command line, in a process of its own as users do, or in this one where that shows nothing more."""
+"""Run the command line, in a new process if the test needs one, else in this one."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from mlx_mtp.cli import main
 from mlx_mtp.demo import demo_path
 
 
-def test_generate_prints_mlx_lms_layout():
+def test_generate_prints_the_layout_of_mlx_lm():
     result = call("generate", "-p", "What does os.path.join do?", "-m", 12)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_the_text_does_not_depend_on_drafting():
     assert len(texts) == 1
 
 
-def test_sampled_text_is_fixed_by_the_seed():
+def test_the_seed_determines_sampled_text():
     flags = ["--temp", 1, "--top-p", 0.9, "--seed", 3, "--verbose", "False", "-m", 30, "--ignore-chat-template"]
     texts = {call("generate", *flags, "--num-draft-tokens", k, "-p", "def ").stdout for k in (0, 3)}
     assert len(texts) == 1
@@ -114,7 +114,7 @@ def test_failures_are_one_line_and_exit_code_1(monkeypatch, args, message):
     [
         ("{{ raise_exception('no such role') }}", "refuses this conversation (no such role)"),
         ("{% for", "refuses this conversation"),
-        ("{# nothing #}", "the prompt is empty: the chat template makes nothing"),
+        ("{# nothing #}", "the prompt is empty: the chat template renders nothing"),
     ],
 )
 def test_broken_templates(tmp_path, template, message):
@@ -129,7 +129,7 @@ def test_broken_adapters(tmp_path, config):
     assert f"{tmp_path}: no usable adapters (" in one_line_error(call("generate", "--adapter-path", tmp_path))
 
 
-def test_configs_that_are_no_objects(tmp_path):
+def test_configs_that_are_not_objects(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     with pytest.raises(ValueError, match="must be JSON objects"):
@@ -170,15 +170,15 @@ def test_quiet():
     assert (result.stdout, result.stderr) == ("Return the number of items in a container.\n", "")
 
 
-def test_input_that_is_no_text():
+def test_input_that_is_not_text():
     command = [sys.executable, "-m", "mlx_mtp", "generate", "-p", "-"]
     result = subprocess.run(command, input=b"\xff\xfe\x80", capture_output=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr.decode().splitlines()[-1] == "error: the prompt is not valid UTF-8 text"
 
 
-def test_a_long_prompt_and_a_reader_that_leaves_are_no_errors(tmp_path):
-    """Neither has a word said of it, not by the libraries either: of a prompt longer than the model was made for."""
+def test_a_long_prompt_and_a_closed_pipe_print_no_errors(tmp_path):
+    """Neither this program nor a library prints anything, even for a prompt longer than the model supports."""
     path = shutil.copytree(demo_path(), tmp_path / "copy")
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 40}))
@@ -198,8 +198,8 @@ def test_unknown_command_and_help():
     assert run("--version").stdout.startswith("mlx-mtp, version ")
 
 
-def test_a_checkpoint_without_heads_is_said_in_one_line(tmp_path):
-    """Its tokenizer is missing too, which is the error; the warning comes first, once."""
+def test_a_checkpoint_without_heads_warns_in_one_line(tmp_path):
+    """Its missing tokenizer is the error; the warning about heads precedes it, once."""
     path = tiny.save(tmp_path, tiny.CONFIG, tiny.random_weights(tiny.CONFIG, heads=0))
     result = call("generate", "--model", path)
     assert result.stderr.splitlines()[0].startswith("warning: ")
@@ -238,8 +238,8 @@ def test_names_in_files_do_not_write_on_the_terminal(tmp_path, command):
     assert not {"\x1b", "\x9b"} & {*result.output}
 
 
-def test_names_of_the_package_are_found_late(monkeypatch):
-    """In a package that is imported anew."""
+def test_names_of_the_package_are_imported_on_use(monkeypatch):
+    """In a package that is imported again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_mtp"]:
         monkeypatch.delitem(sys.modules, name)
     try:
@@ -256,3 +256,10 @@ def test_names_of_the_package_are_found_late(monkeypatch):
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_mtp"]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_help_describes_every_command_in_a_whole_line(group):
+    commands = call(*group, "--help").stdout.partition("Commands:\n")[2]
+    assert commands.count("\n") > 5
+    assert all(line.endswith(".") and "..." not in line for line in commands.splitlines() if line)

@@ -1,7 +1,7 @@
-"""Damage other files that commands read, at random: a text or one line of error, and nothing half-written.
+"""Damage other files that commands read, at random: a command prints text or one error line and no partial file.
 
-Saved prompt caches, draft vocabularies, adapters, drafters, heads apart from their model, results of benchmarks,
-tasks, and a config.json to draw a model of. Where there is a checksum, some of the damage has a right one.
+The files are saved prompt caches, draft vocabularies, adapters, drafters, separate heads, benchmark results, tasks,
+and a config.json for a random model. For files with a checksum some damaged versions have a correct one.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ COMMANDS = {
 TASKS = b'{"question": "abc?", "answer": "a b"}\n\n{"question": "bc", "answer": 12}\n'
 CHANGED = ["cut_bytes", "flip_bits", "junk", "odd_file", "header_entry", "tensor_values", "entry"]
 QUERY = "model.layers.4.self_attn.q_proj"
-MODELS = ("decode", "verify", "profile", "adapter")  # where usage may be wrong, for what the file says
+MODELS = ("decode", "verify", "profile", "adapter")  # a damaged file may make the usage wrong
 CACHE, ADAPTER_OF_QWEN = COMMANDS["cache"][0], COMMANDS["adapter"][0]
-CORPUS: list[list] = [  # each with the draws that it took
+CORPUS: list[list] = [  # each with its draws
     ["config", COMMANDS["config"][0], ["entry"], "config.json", "moe_top_k", None],
     ["cache", CACHE, ["entry"], "cache.safetensors", "format", None, True],
     ["cache", CACHE, ["entry"], "cache.safetensors", "quantizing", False, True],
@@ -53,7 +53,7 @@ CORPUS: list[list] = [  # each with the draws that it took
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A directory with two whole checkpoints, one of them with no heads of its own."""
+    """A directory with two complete checkpoints, one of them without heads."""
     here, made = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("made")
     damage.put(here / "DIR", damage.build("step3p5", made / "step"))
     families.headless(here / "QWEN", {**drafters.GQA, "model_type": "qwen3", "head_dim": 8})
@@ -63,7 +63,7 @@ def here(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(here, tmp_path_factory):
-    """kind -> the undamaged files, of which the first is the one that a command is told."""
+    """Return kind -> the undamaged files; a command gets the first of them."""
     made = tmp_path_factory.mktemp("files")
     for command in ("cache-prompt -p abcab --prompt-cache-file", "draft-vocab --size 6 --out"):
         name, *options = command.split()
@@ -91,25 +91,25 @@ def whole(here, tmp_path_factory):
 
 
 def entry(draw, files: damage.Files) -> str:
-    """An entry of JSON: of a file that is JSON, of a line of the tasks, of what a prompt cache says of itself."""
+    """Draw an entry of JSON: of a JSON file, a line of tasks, or a prompt cache's metadata."""
     if not files:
         return "nothing"
-    name, said = draw(st.sampled_from(sorted(files))), []
+    name, printed = draw(st.sampled_from(sorted(files))), []
     try:
         if name == "cache.safetensors":
-            files[name] = rewritten(files[name], lambda state: said.append(damage.change_entry(draw, state)))
+            files[name] = rewritten(files[name], lambda state: printed.append(damage.change_entry(draw, state)))
         else:
             first, *others = files[name].split(b"\n") if name == "tasks.jsonl" else [files[name]]
             tree = json.loads(first)
-            said.append(damage.change_entry(draw, tree))
+            printed.append(damage.change_entry(draw, tree))
             files[name] = b"\n".join([json.dumps(tree).encode(), *others])
     except (ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
         return "nothing"
-    return f"{name} {said}"
+    return f"{name} {printed}"
 
 
 def run_case(here, whole, directory, draw) -> None:
-    """One command on one of the files with one or two damages."""
+    """Run one command on one of the files with one or two damages."""
     kind = draw(st.sampled_from(sorted(COMMANDS)))
     files, command = dict(whole[kind]), draw(st.sampled_from(COMMANDS[kind])).split()
     tensors = any(name.endswith(".safetensors") for name in files)
@@ -132,20 +132,20 @@ def run_case(here, whole, directory, draw) -> None:
 
 
 def reseal(file) -> None:
-    """A right checksum, where there is a place for it."""
+    """Write a correct checksum if the file has one."""
     with contextlib.suppress(ValueError, OSError, struct.error):
         sealed(file, file.read_bytes())
 
 
 @profile(40)
 @given(data=st.data())
-def test_damage_is_said_in_one_line(here, whole, tmp_path_factory, data):
+def test_damage_is_one_error_line(here, whole, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")
     run_case(here, whole, directory, data.draw)
     shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("draws", CORPUS, ids=str)
-def test_what_was_once_found(here, whole, tmp_path, draws):
+def test_earlier_findings(here, whole, tmp_path, draws):
     values = iter(draws)
     run_case(here, whole, tmp_path, lambda strategy: next(values))

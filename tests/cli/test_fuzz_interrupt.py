@@ -1,4 +1,4 @@
-"""Press Ctrl-C at any time of a run: exit code 130, not a word, nothing half-written."""
+"""Press Ctrl-C at any time of a run: exit code 130, no output, no partial file."""
 
 import json
 import random
@@ -24,7 +24,7 @@ START = """if True:
 DIR = ["--model", "DIR"]
 FEW = ["--draws", "50", "-m", "2", "--no-diagnose"]
 BENCH = ["bench", "decode", "--rounds", "1", "-m", "2", "--categories", "code_python", "--contexts", "300,400"]
-COMMANDS = {  # OUT is what they write
+COMMANDS = {  # OUT is the file they write
     "generate": ["generate", "-p", "abcab", "-m", "300", "--verbose", "False", *DIR],
     "inspect": ["inspect", "DIR"],
     "draft-vocab": ["draft-vocab", *DIR, "--out", "OUT", "TEXT"],
@@ -34,13 +34,13 @@ COMMANDS = {  # OUT is what they write
     "bench decode": [*BENCH, *DIR, "--out", "OUT"],
     "bench plot": ["bench", "plot", "RESULT", "--html", "OUT"],
 }
-SAME = ("generate", "inspect", "draft-vocab", "convert")  # say the same every time; the others, times
+SAME = ("generate", "inspect", "draft-vocab", "convert")  # equal output every time; the others print times
 
-CODES = (0, 130, -signal.SIGINT)  # done already; the last is a shell's 130, too: Python has ended, and MLX has not
+CODES = (0, 130, -signal.SIGINT)  # 0: already done; -SIGINT: after Python's end, before MLX's, a shell's 130 too
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    """The command in a process that has just taken over from Python's own start."""
+    """Start the command in a process that has just finished Python's own start."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", START, *command], text=True, **pipes)
     assert process.stderr
@@ -50,7 +50,7 @@ def start(command: list[str]) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A directory with a checkpoint, a text, and a result."""
+    """A directory with a checkpoint, a text and a result."""
     here = tmp_path_factory.mktemp("here")
     damage.put(here / "DIR", damage.build("step3p5", tmp_path_factory.mktemp("built")))
     (here / "TEXT").write_text("abcdef" * 10_000)
@@ -59,7 +59,7 @@ def here(tmp_path_factory):
 
 
 def written(here) -> object:
-    """What the command has written, less what differs from time to time; it is removed."""
+    """Return the constant part of the command's output file, and delete the file."""
     out = here / "OUT"
     if out.is_dir():
         found = tree(out)
@@ -87,14 +87,14 @@ def test_interrupted_at_any_time(here, name):
         after = chosen.uniform(0.002, lasts)
         time.sleep(after)
         process.send_signal(signal.SIGINT)
-        said, complaint = process.communicate(timeout=120)
+        printed, complaint = process.communicate(timeout=120)
         assert process.returncode in CODES, (after, process.returncode, complaint)
-        assert name not in SAME or out.startswith(said) or process.returncode == 0, after
+        assert name not in SAME or out.startswith(printed) or process.returncode == 0, after
         assert err.startswith(complaint.rstrip("\n")), (after, complaint)  # click ends the line of "^C"
         assert written(here) in ([whole] if process.returncode == 0 else [whole, None]), after
         assert tree(here) == files, after
         codes.add(process.returncode)
-        lasts = after if process.returncode == 0 else lasts  # the first run may have waited for a busy machine
+        lasts = after if process.returncode == 0 else lasts  # the first run may have been slow on a busy machine
     assert 130 in codes, codes
 
 

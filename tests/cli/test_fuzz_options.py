@@ -1,4 +1,4 @@
-"""Run the command line with odd flags, prompts and input: exit code 0, 1 or 2, and one line for what is wrong."""
+"""Run the command line with odd flags, prompts and input: exit code 0, 1 or 2, and one line per error."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cli import main
 
-# What each command needs to be quick, and to run at all.
+# Arguments that each command needs to run, and to run fast.
 NEEDED = {
     "generate": ["-m", "4"],
     "chat": ["-m", "4"],
@@ -37,7 +37,7 @@ ARGUMENTS = {"path": "DIR", "texts": "TEXT", "before": "RESULT", "after": "RESUL
 NUMBERS = [*("", "-1", "-0", "0", "1", "2", "3", "7", "64", "1.5", "0.5", "1e-40", "1e400", "nan", "-nan", "inf")]
 NUMBERS += ["9" * 30, str(2**31), str(2**63 - 1), str(2**63), "0x10", "1_000", "\u0663", "x", "1,2", "0,", "1,nan"]
 USUAL = ["0", "1", "2", "0.5", "8", "abc", "True"]
-FEW = ["-2", "0", "1", "5", "x", ""]  # tokens, rounds, rows: a text without an end would be no defect
+FEW = ["-2", "0", "1", "5", "x", ""]  # tokens, rounds, rows; an endless text would not be a defect
 TEXTS = [*("", "-", "a", "abcab", "<e>", "<u><a><e>", "a" * 300, "xyz", "é💥", "\udcff", "\0", "\\n\\t", "{", "[]")]
 TEXTS += ["{}", '{"a": 1}', '{"tokenize": true}', "null", "--", "-p", "=", "a=b"]
 ODD = ["", ".", "DIR", "LOOP", "~x", "a\0b", "/dev/null", "/dev/null/x", "none/such"]
@@ -59,7 +59,7 @@ READ_FLAGS = ("--model", "--hf-path", "--mtp-path", "--adapter-path", "--draft-m
 READ_FLAGS += ("--prompt-cache-file", "--tasks", "--compare", "--measured")
 WRITTEN_FLAGS = ("--out", "--mlx-path", "--plot", "--html", "--capture-path")
 WRITTEN_BY = {("cache-prompt", "--prompt-cache-file"), ("convert", "--mtp-path")}
-SLOW_FLAGS = ("--emulate", "--compile", "--diagnose", "--trust-remote-code")  # the last downloads, or would
+SLOW_FLAGS = ("--emulate", "--compile", "--diagnose", "--trust-remote-code")  # the last may download
 STDIN = [b"", b"a", b"\xff\xfe\n", b"abc\n/stats\n\0\n", b"/mtp off\nab\n", b"a" * 300, b"\n" * 50]
 
 
@@ -85,7 +85,7 @@ def command_of(name: str) -> click.Command:
 
 
 def arguments(draw, name: str) -> list[str]:
-    """Some of the command's options with any values, and the rest of what it needs."""
+    """Draw some of the command's options with any values, plus its required arguments."""
     params = [p for p in command_of(name).params if not p.is_eager and not set(p.opts) & set(SLOW_FLAGS)]
     unnamed = {p.name: ARGUMENTS[p.name] for p in params if isinstance(p, click.Argument)}
     given: list[str] = []
@@ -108,7 +108,7 @@ def arguments(draw, name: str) -> list[str]:
 
 
 def values(draw, name: str, flag: str, param: click.Parameter) -> list[str]:
-    """What may be given for an option."""
+    """Draw the values of an option."""
     if flag in WRITTEN_FLAGS or (name, flag) in WRITTEN_BY:
         return WRITTEN
     if flag in READ_FLAGS:
@@ -131,7 +131,7 @@ def check(whole, name: str, given: list[str], stdin: bytes = b"") -> None:
     assert_orderly(result, (0, 1, 2), turns=name == "chat")
     made = tree(whole).keys() - before.keys()
     assert all(path.startswith(MADE) for path in made), made
-    assert not (result.returncode and made) or name.startswith("bench"), made  # whose result is the first of several
+    assert not (result.returncode and made) or name.startswith("bench"), made  # bench writes its result first
     assert Path("/dev/null").is_char_device()
     for path in made:
         shutil.rmtree(whole / path) if (whole / path).is_dir() else (whole / path).unlink(missing_ok=True)
@@ -156,5 +156,5 @@ def test_any_flags(whole, data):
         ("generate", ["--draft-vocab", "/dev/zero", "--model", "DIR", "-m", "1"]),
     ],
 )
-def test_what_was_once_found(whole, name, given):
+def test_earlier_findings(whole, name, given):
     check(whole, name, given)

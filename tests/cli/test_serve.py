@@ -1,4 +1,4 @@
-"""Run `mlx-mtp serve` as users do: it says where it is, answers, and ends with exit code 0; errors are one line."""
+"""Run `mlx-mtp serve` in a process: it prints its address, answers, and exits with 0; errors are one line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def free_port():
 
 
 class Running:
-    """`mlx-mtp serve` in a process of its own, with a directory of prefix files, until the block ends."""
+    """`mlx-mtp serve` in a process, with a directory of prefix files, until the block ends."""
 
     def __init__(self, folder):
         self.port, self.log, self.prompts = free_port(), folder / "log", folder / "prompts"
@@ -41,8 +41,8 @@ class Running:
         self.process.wait()
         self.process.stderr.close()
 
-    def ask(self, said):
-        body = {"model": "anything", "messages": [{"role": "user", "content": said}], "max_tokens": 2}
+    def ask(self, question):
+        body = {"model": "anything", "messages": [{"role": "user", "content": question}], "max_tokens": 2}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
         )
@@ -51,12 +51,12 @@ class Running:
         while True:
             try:
                 return json.load(urllib.request.urlopen(request))
-            except OSError:  # it listens a moment after
+            except OSError:  # it listens slightly later
                 assert time.monotonic() < until
                 time.sleep(0.05)
 
 
-def test_a_killed_server_loses_no_answer_and_a_closed_terminal_ends_it_in_order(tmp_path):
+def test_a_killed_server_keeps_its_prefixes_and_a_closed_terminal_ends_it_cleanly(tmp_path):
     with Running(tmp_path) as server:
         first = server.ask("word " * 70)
         until = time.monotonic() + 20
@@ -76,11 +76,11 @@ def test_a_killed_server_loses_no_answer_and_a_closed_terminal_ends_it_in_order(
     assert "first after" in server.log.read_text()
 
 
-def test_a_model_that_cannot_load_ends_it_with_one_line(tmp_path):
+def test_a_model_that_cannot_load_is_one_error_line(tmp_path):
     one_line_error(call("serve", "--model", tmp_path, "--port", free_port()))
 
 
-def test_a_port_in_use_is_one_line():
+def test_a_port_in_use_is_one_error_line():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -89,5 +89,5 @@ def test_a_port_in_use_is_one_line():
     assert result.stderr.splitlines()[-1].startswith("error: 127.0.0.1:")
 
 
-def test_off_loopback_it_wants_a_key():
+def test_an_address_other_than_loopback_requires_a_key():
     assert "--api-key" in one_line_error(call("serve", "--host", "0.0.0.0"), code=2)

@@ -230,7 +230,7 @@ def test_a_prompt_that_does_not_fit_fails_before_it_starts(tiny_models, machine)
         mlx_mtp.generate_step(huge, model, max_context=64, **options)
     machine(10**6)
     with pytest.raises(
-        ValueError, match=r"prompt: 100000 tokens and max_tokens=-1: .* GB needed beside the model, 0\.0"
+        ValueError, match=r"prompt: 100000 tokens and max_tokens=-1: .* GB needed in addition to the model, 0\.0"
     ):
         mlx_mtp.generate_step(huge, model, max_tokens=-1, **options)
     mlx_mtp.generate_step(huge, model, max_tokens=-1, check_memory=False, **options).close()

@@ -1,4 +1,4 @@
-"""Check the demo's training: what is held out stays apart, the network is the engine's, steps are seeded."""
+"""Check the demo's training: held-out texts stay out, the network equals the engine's, steps are seeded."""
 
 import ast
 import itertools
@@ -57,7 +57,7 @@ def test_an_epoch_depends_on_its_seed_only(corpus, phase):
 
 
 @sweep
-def test_prompts_of_the_self_written_text(corpus):
+def test_prompts_of_the_self_generated_text(corpus):
     drawn = [list(itertools.islice(self_written.prompts(corpus, random.Random(seed)), 30)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(drawn[0])
@@ -72,7 +72,7 @@ def test_batches_overlap_so_that_every_token_is_predicted():
 
 
 def test_the_network_is_the_engines():
-    """Trunk and every depth, teacher-forced: training's layers and the port that decodes give the same logits."""
+    """For trunk and every depth, teacher-forced, the training layers and the decoding port give the same logits."""
     network, engine = checkpoint.load(demo_path()), mlx_mtp.load_model(demo_path())
     mx.random.seed(0)
     tokens = mx.random.randint(0, engine.args.vocab_size, (1, 128 + DEPTHS + 1))
@@ -85,7 +85,7 @@ def test_the_network_is_the_engines():
         rows = head(engine.embed(tokens[:, 1 + depth : 129 + depth], depth), rows, kv)
         decoded.append(engine.draft_logits(depth, rows))
     for ours, theirs in zip(decoded, trained, strict=True):
-        assert mx.abs(ours - theirs).max().item() < 2e-2  # training's exp is good to 2e-5
+        assert mx.abs(ours - theirs).max().item() < 2e-2  # training's exp has an error up to 2e-5
         assert (ours.argmax(axis=-1) == theirs.argmax(axis=-1)).mean().item() > 0.98
 
 
@@ -108,7 +108,7 @@ def test_training_is_seeded_and_learns(loss):
 
 
 @sweep
-def test_token_stream_mixes_in_what_the_trunk_wrote(corpus):
+def test_the_token_stream_includes_text_generated_by_the_trunk(corpus):
     _, tokenizer = mlx_mtp.load(demo_path())
     small = {**corpus, "docs": corpus["docs"][:40], "code": corpus["code"][:8]}
     written = [[7] * 50 for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Every access is seen, whatever its width, and counted once; what lies outside is refused."""
+"""Check that every access is recorded once at any width, and that accesses outside buffers are refused."""
 
 import mlx.core as mx
 import pytest
@@ -10,7 +10,7 @@ from mlx_mtp import emulator
 pytestmark = linux_only
 X = mx.arange(64.0)
 
-# Body, output elements; what is read of `a` and written to `out`: accesses and bytes.
+# Body, output elements, and the reads of `a` and writes of `out`: number of accesses and bytes.
 WIDTHS = {
     "uchar": ("((device uchar*)out)[3] = ((const device uchar*)a)[5];", (1, 1), (1, 1)),
     "half4": ("*(device half4*)out = *(const device half4*)a;", (1, 8), (1, 8)),
@@ -45,7 +45,7 @@ def test_coalescing():
     kernel = emulator.metal_kernel("lines", ["a"], ["out"], body)
     kernel(inputs=[X], grid=(64, 1, 1), threadgroup=(32, 1, 1), output_shapes=[(64,)], output_dtypes=[mx.float32])
     a, out = kernel.traffic["a"], kernel.traffic["out"]
-    # Two simdgroups: 2 lines side by side, 4 lines 16 floats apart, and 1 line for all.
+    # Two simdgroups: 2 adjacent lines, 4 lines 16 floats apart, and 1 line for all lanes.
     assert (a.simd_accesses, a.simd_lines, a.group_lines) == (6, 2 * (2 + 4 + 1), 2 * 4)
     assert (out.simd_accesses, out.simd_lines, out.lines_per_access) == (2, 4, 2.0)
     assert (a.bytes_read, a.distinct_read, a.reread) == (3 * 256, 256, 3.0)
@@ -86,6 +86,6 @@ def test_recursion_ends():
     assert "stack is used up" in fault_of("out[0] = f(int(a[0]) + 100000);", X, header=header, out=(1,))
 
 
-def test_tables_of_the_program_are_read():
+def test_constant_tables_of_the_program_are_read():
     header = "constant float TABLE[] = {1, 2, 3, 4};\n"
     assert launch("out[0] = TABLE[int(a[2])];", X, header=header, out=(1,)).item() == 3

@@ -13,7 +13,7 @@ VALUES = RNG.integers(1, 50, 64).astype(np.float32)
 
 
 def lanes(expression: str, *, count: int = 64, values=VALUES, more: str = "") -> np.ndarray:
-    """`expression` of x (this lane's value) and lane, in two simdgroups."""
+    """Return `expression` of x (a lane's value) and lane, in two simdgroups."""
     body = f"""
         uint i = thread_position_in_grid.x, lane = thread_index_in_simdgroup;
         float x = a[i]; int n = int(x);
@@ -79,8 +79,8 @@ def test_shuffles_and_prefixes():
         assert np.array_equal(row, want.astype(np.float32)), name
 
 
-def test_the_sum_is_the_tree_of_neighbours_first():
-    """mlx-lm's gated delta kernels rely on it: simd_sum is xor 1, 2, 4, 8, 16."""
+def test_simd_sum_adds_neighbours_first():
+    """mlx-lm's gated delta kernels rely on the order of simd_sum: xor 1, 2, 4, 8, 16."""
     x = mx.random.normal((32,))
     body = """
         float y = a[thread_position_in_grid.x];
@@ -118,7 +118,7 @@ def test_ended_lanes_take_no_part():
         ("lane < 7 ? simd_sum(x) : simd_max(x)", "threads 7-31 wait at simd_max"),
     ],
 )
-def test_collectives_that_cannot_be(expression, message):
+def test_invalid_collectives_are_refused(expression, message):
     head = "uint lane = thread_index_in_simdgroup; float x = a[lane];"
     body = f"{head}\nfloat y = {expression};\nout[lane] = y + simd_min(x);"
     text = fault_of(body, mx.ones(32))
@@ -126,7 +126,7 @@ def test_collectives_that_cannot_be(expression, message):
     assert "probe.metal:2" in text
 
 
-def test_a_shuffle_does_not_read_a_lane_that_is_not_there():
+def test_a_shuffle_from_a_missing_lane_is_refused():
     text = fault_of("out[thread_position_in_grid.x] = simd_shuffle_xor(1.0f, 16);", out=(16,))
     assert "reads lane 16, but it takes no part" in text
 
@@ -163,7 +163,7 @@ def test_a_simdgroup_barrier_orders_a_simdgroup_only():
     assert "race" in fault_of(body, x, group=64, template=[("MASK", 32)])
 
 
-def test_matrix_layout_is_apple_s():
+def test_matrix_layout_is_that_of_apple():
     """Lane l holds (row, col) and (row, col + 1) with row = (l/4 & 4) + l/2 % 4, col = (l/4 & 2) * 2 + l % 2 * 2."""
     body = """
         uint l = thread_index_in_simdgroup;

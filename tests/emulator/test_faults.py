@@ -1,4 +1,4 @@
-"""Plant bugs in copies of real kernels: each is caught, and the message says where."""
+"""Plant bugs in copies of real kernels: each is caught, and the message names the place."""
 
 import re
 
@@ -20,7 +20,7 @@ THREAD = r"thread \(\d+, \d+, \d+\) of threadgroup \(\d+, \d+, \d+\)"
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Emulates, and replaces text in the source of an mlx-lm kernel."""
+    """Run emulated, with a function that replaces text in the source of an mlx-lm kernel."""
 
     def replace(kernel: emulator.MetalKernel, old: str, new: str) -> None:
         assert old in kernel.source
@@ -83,7 +83,7 @@ PLANTED = {
     "unwritten element": (
         run_gated_delta, lambda: gated._gated_delta_kernel,
         "if (thread_index_in_simdgroup == 0) {", "if (thread_index_in_simdgroup == 0 && dv_idx != 3) {",
-        r"unwritten: 4 of 32 elements of y that nobody wrote: 3, 11, 19, 27",
+        r"unwritten: 4 of 32 elements of y that no thread wrote: 3, 11, 19, 27",
     ),
     "wrong shuffle mask": (
         lambda: gated.gated_delta_kernel_xtree(*recurrent_128()), lambda: gated._gated_delta_kernel_xtree,
@@ -111,13 +111,13 @@ def recurrent_128():
     return q, k, mx.ones((1, 1, 1, 8)), mx.ones((1, 1, 1)), mx.ones((1, 1, 1)), mx.ones((1, 1, 8, 128))
 
 
-SIMILAR = ("read before the start", "write past the end", "wrong stride")  # to what the off-by-one read shows
+SIMILAR = ("read before the start", "write past the end", "wrong stride")  # similar to the off-by-one read
 
 
 @pytest.mark.parametrize("bug", sampled((bug for bug in PLANTED if bug not in SIMILAR), PLANTED))
 def test_planted_in_mlx_lm(bug, plant):
     run, kernel, old, new, message = PLANTED[bug]
-    run()  # as published: no fault
+    run()  # the published kernel has no fault
     plant(kernel(), old, new)
     with pytest.raises(emulator.KernelFault) as error:
         run()
@@ -129,7 +129,7 @@ def test_planted_in_mlx_lm(bug, plant):
         assert re.search(rf"{kernel().name}\.metal:\d+ `", text)
 
 
-def test_a_wrong_mask_that_stays_inside_changes_the_result(plant):
+def test_a_wrong_mask_within_bounds_changes_the_result(plant):
     data = recurrent_128()
     right = gated.gated_delta_kernel_xtree(*data)
     plant(gated._gated_delta_kernel_xtree, "simd_shuffle_xor(kv_mem, 16)", "simd_shuffle_xor(kv_mem, 8)")
@@ -166,7 +166,7 @@ def test_divergent_barrier():
     assert "threads 32-95 wait at threadgroup_barrier" in text
 
 
-def test_a_thread_that_leaves_before_the_barrier():
+def test_a_thread_that_returns_before_the_barrier():
     body = "if (thread_position_in_grid.x == 5) return;\nthreadgroup_barrier(mem_flags::mem_none);\nout[0] = 1;"
     text = fault_of(body, out=(1,), grid=32)
     assert "threads 0-4 wait at threadgroup_barrier (probe.metal:2" in text
@@ -190,14 +190,14 @@ def test_threadgroup_memory_out_of_bounds_and_too_large():
 
 
 @pytest.mark.parametrize("loop", ["while (true) {}", "for (int i = 0; i < 2; i *= 2) out[0] = i;"])
-def test_loops_without_an_end(loop):
+def test_endless_loops_are_refused(loop):
     options = emulator.Options(max_steps=100_000)
     text = fault_of(f"int x = 1;\n{loop}\nout[0] = x;", out=(1,), options=options)
     assert "does not end: one thread has run 100000 blocks of code" in text
     assert "probe.metal:2" in text
 
 
-def test_the_last_thing_that_a_kernel_does_has_its_line():
+def test_a_fault_in_the_last_statement_has_its_line():
     text = fault_of("int zero = a[0];\nout[0] = 7 / zero;", mx.zeros(2), out=(2,), grid=1)
     assert "probe.metal:2 `out[0] = 7 / zero;`: an integer is divided by zero" in text
     body = "device int* p = out + 2;\n*reinterpret_cast<device atomic<int>*>(p) = {1};"
@@ -211,11 +211,11 @@ def test_the_last_thing_that_a_kernel_does_has_its_line():
 def test_a_race_between_threadgroups():
     text = fault_of("out[0] = threadgroup_position_in_grid.x;", out=(1,), grid=64)
     assert "which a thread of another threadgroup wrote" in text
-    assert launch("out[0] = 7;", out=(1,), grid=64).item() == 7  # the same bytes from everyone are no race
+    assert launch("out[0] = 7;", out=(1,), grid=64).item() == 7  # equal bytes from all threads are not a race
     assert "uninitialised: reads out[0]" in fault_of("if (out[0] == 3) out[1] = 0; out[0] = 1;", out=(2,), grid=1)
 
 
-def test_what_a_caller_lets_pass():
+def test_faults_that_a_caller_allows():
     racy = "out[0] = thread_position_in_grid.x;"
     assert launch(racy, out=(1,), grid=32, options=emulator.Options(allow={"races"})).item() == 31
     partial = launch(
@@ -234,7 +234,7 @@ def test_what_a_caller_lets_pass():
     assert launch(none, out=(32,), options=emulator.Options(allow={"mem_none"})).tolist() == list(range(31, -1, -1))
 
 
-def test_barriers_order_the_memory_that_they_name():
+def test_barriers_order_only_the_memory_they_name():
     body = """
         uint i = thread_position_in_grid.x;
         out[i] = i;
@@ -251,7 +251,7 @@ def test_barriers_order_the_memory_that_they_name():
     assert "which a thread of another threadgroup read" in text
 
 
-def test_options_say_what_they_take():
+def test_invalid_options_list_the_allowed_values():
     for wrong in ({"allow": {"all"}}, {"order": "random"}, {"order": 1}, {"optimize": 4}, {"fp_contract": "no"},
                   {"max_steps": 0}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -287,6 +287,6 @@ def test_any_order_gives_the_same_bits(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_races_are_seen_in_any_order(order):
+def test_races_are_found_in_any_order(order):
     body = "threadgroup float s[64];\nuint i = thread_index_in_threadgroup;\ns[i] = i;\nout[i] = s[63 - i];"
     assert "race" in fault_of(body, out=(64,), group=64, options=emulator.Options(order=order))

@@ -1,4 +1,4 @@
-"""The front end check reports each error that Metal's would, at its line, and nothing else."""
+"""Check that the front end check reports each error that Metal would, at its line, and nothing else."""
 
 import re
 
@@ -28,7 +28,7 @@ def test_planted_errors_are_reported(name):
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_what_metal_accepts_is_accepted(name):
+def test_valid_texts_are_accepted(name):
     assert not reported(CLEAN[name])
 
 
@@ -43,7 +43,7 @@ MLX = {
 
 @pytest.mark.parametrize("header", sampled(["softmax", "sort"], MLX))
 def test_kernels_of_mlx_are_accepted(header):
-    """Apple's compiler has compiled them."""
+    """Apple's compiler accepts them."""
     preamble_text(seen=(seen := set()))
     text = preamble_text(f"mlx/backend/metal/kernels/{header}.h", seen)
     for i, kernel in enumerate(MLX[header]):
@@ -52,7 +52,7 @@ def test_kernels_of_mlx_are_accepted(header):
 
 
 def test_vectors_need_their_namespace():
-    """MLX's preamble opens it; a text without one does not."""
+    """MLX's preamble opens the namespace; a text without the preamble does not."""
     text = "#include <metal_stdlib>\n[[kernel]] void k(device float* o) {\n  {}vec<float, 4> v; o[0] = v.x;\n}\n"
     bare, named = (check(text.replace("{}", space), "k", preamble=False) for space in ("", "metal::"))
     assert [(each.file, each.line) for each in bare] == [("k", 3)]
@@ -61,7 +61,7 @@ def test_vectors_need_their_namespace():
 
 
 @pytest.mark.parametrize("version", ["", "clang version 21.1.0"])
-def test_another_clang_is_refused(version, monkeypatch):
+def test_an_older_clang_is_refused(version, monkeypatch):
     monkeypatch.setattr(opencl, "find_zig", lambda: version and "zig")
     monkeypatch.setattr(opencl, "version_of", lambda *_: version)
     opencl.zig.cache_clear()

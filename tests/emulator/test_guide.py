@@ -1,4 +1,4 @@
-"""Run the worked example of kernels/README.md, as it is printed there."""
+"""Run the worked example of kernels/README.md exactly as printed."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = linux_only
 TEXT = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()
 
 
-def test_the_guide_says_what_happens():
+def test_the_guide_shows_the_actual_output():
     mx.random.seed(0)
     first, *rest = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (message,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)

@@ -18,7 +18,7 @@ pytestmark = linux_only
 
 @pytest.fixture(autouse=True)
 def launches():
-    """The reports of a test's launches; without one the test would compare mx ops with mx ops."""
+    """The reports of a test's launches; there must be some, or the test would compare mx ops with themselves."""
     mx.random.seed(0)
     with emulator.emulated() as launches:
         yield launches
@@ -63,7 +63,7 @@ def test_gated_delta_packed_and_tree_and_plain_give_the_same_bits(launches):
     assert len({launch.kernel for launch in launches}) == 3
 
 
-def test_gated_delta_block_is_its_steps():
+def test_a_gated_delta_block_equals_its_steps():
     q, k, v, g, beta, state = recurrent(64, t=4)
     y, end = gated.gated_delta_kernel(q, k, v, g, beta, state)
     for t in range(4):
@@ -200,8 +200,8 @@ def loss_inputs():
 
 
 @pytest.mark.parametrize("loss", sampled(["kl"], ["kl", "js"]))
-def test_the_losses_kernels_race_as_published(loss, launches):
-    """A simdgroup stores its sum of exponentials where a slower one still has to read the maxima."""
+def test_the_published_loss_kernels_have_a_race(loss, launches):
+    """A simdgroup stores its sum of exponentials where a slower one has not yet read the maxima."""
     kernel = getattr(losses, f"_{loss}_div_loss")
     with pytest.raises(emulator.KernelFault, match=r"race: reads threadgroup array shared\[0\]") as error:
         kernel(*loss_inputs())
@@ -211,7 +211,7 @@ def test_the_losses_kernels_race_as_published(loss, launches):
 
 
 @pytest.mark.parametrize("loss", sampled(["js"], ["kl", "js"]))
-def test_the_losses_kernels_with_their_barriers(loss, monkeypatch):
+def test_the_loss_kernels_with_added_barriers(loss, monkeypatch):
     q, p = loss_inputs()
     kernel = getattr(losses, f"_{loss}_forward_kernel")
     old = "        // Share the sum_exp across the threadgroup\n"
@@ -225,8 +225,8 @@ def test_the_losses_kernels_with_their_barriers(loss, monkeypatch):
 
 @sweep
 @pytest.mark.parametrize("loss", ["kl", "js"])
-def test_the_losses_gradients(loss, monkeypatch):
-    """The backward kernels race like the forward ones, and give the gradient once they have their barriers."""
+def test_the_loss_gradients(loss, monkeypatch):
+    """The backward kernels have the same race, and return the gradient once barriers are added."""
     q, p = loss_inputs()
     cotangent, log_q, log_p = mx.array([1.0, -0.5]), *(x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (q, p))
     kl_q = (mx.exp(log_q) * (log_q - mx.logaddexp(log_q, log_p) + mx.log(mx.array(2.0)))).sum(-1)

@@ -1,4 +1,4 @@
-"""Check the context manager that stands in for Metal, the compile cache and `mlx-mtp emulate`."""
+"""Check the context manager that replaces Metal, the compile cache and `mlx-mtp emulate`."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from mlx_mtp.emulator import compile as compiling
 pytestmark = linux_only
 
 
-def test_the_context_replaces_and_puts_back():
+def test_the_context_replaces_and_restores():
     before = mx.fast.metal_kernel, mx.metal.is_available, mx.default_device, vars(ssm)["_ssm_kernel"]
     with emulator.emulated() as launches:
         assert mx.fast.metal_kernel is emulator.metal_kernel
@@ -33,7 +33,7 @@ def test_the_context_replaces_and_puts_back():
     assert len(launches) == 1
 
 
-def test_the_context_puts_back_after_an_error():
+def test_the_context_restores_after_an_error():
     before = mx.fast.metal_kernel
     with pytest.raises(KeyError), emulator.emulated():
         raise KeyError
@@ -48,7 +48,7 @@ def test_options_of_the_context_are_the_default():
         launch(body, out=(1,), grid=8)
 
 
-def test_inside_compile_the_error_says_what_to_do():
+def test_inside_compile_the_error_names_the_remedy():
     kernel = emulator.metal_kernel("traced", ["a"], ["out"], "out[0] = a[0];")
     call = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.float32]}
 
@@ -63,7 +63,7 @@ def test_inside_compile_the_error_says_what_to_do():
 
 def test_compiled_kernels_are_cached_by_content(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_MTP_EMULATOR_CACHE", str(tmp_path))
-    launch("out[0] = 0;", out=(1,))  # builds the runtime, if nothing has yet
+    launch("out[0] = 0;", out=(1,))  # builds the runtime unless it is cached
     runs = []
     run = compiling._run
     monkeypatch.setattr(compiling, "_run", lambda command, name: (runs.append(name), run(command, name)))
@@ -75,7 +75,7 @@ def test_compiled_kernels_are_cached_by_content(tmp_path, monkeypatch):
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
-def test_which_clang(monkeypatch):
+def test_the_choice_of_clang(monkeypatch):
     compiling.find_clang.cache_clear()
     monkeypatch.setenv("MLX_MTP_CLANG", sys.executable)
     with pytest.raises(ValueError, match="16 or newer"):
@@ -96,7 +96,7 @@ def test_emulate_prints_the_table():
     assert " ms" not in result.output
 
 
-def test_emulate_prints_ours_beside_mlxs():
+def test_emulate_compares_our_kernels_with_mlx():
     result = CliRunner().invoke(main, ["emulate", "--of", "products", "--rows", "2"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     table, name = {}, ""
@@ -106,12 +106,12 @@ def test_emulate_prints_ours_beside_mlxs():
         table.setdefault(name, []).append((float(weights[:-1]), float(x[:-1])))
     for kernel in ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_mma"):
         assert [weights for weights, _ in table[kernel]] == [1.0, 1.0]
-        quarters = [x / 4 + 0.005 for _, x in table["MLX qmv_wide"]]  # of two digits
+        quarters = [x / 4 + 0.005 for _, x in table["MLX qmv_wide"]]  # printed with two digits
         assert all(x <= quarter for (_, x), quarter in zip(table[kernel], quarters, strict=True))
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """The cells of each row; a kernel is named in its first only."""
+    """Return the cells of each row; only a kernel's first row has its name."""
     found, kernel = [], ""
     result = CliRunner().invoke(main, ["emulate", f"--of={table}"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
@@ -145,7 +145,7 @@ def test_experts_are_requested_once_and_no_logits_are_written():
     assert heads["verify_head"] < heads["MLX qmv_wide + argmax"] / 20
 
 
-def test_emulate_says_what_is_wrong():
+def test_emulate_reports_invalid_arguments():
     result = CliRunner().invoke(main, ["emulate", "--stock", "--shape", "64", "100"])
     assert result.exit_code == 2
     assert "64" in result.output

@@ -1,4 +1,4 @@
-"""The emulator generates MLX's signature, binds what MLX binds, and checks what MLX checks."""
+"""Check that the emulator generates MLX's signature, binds MLX's buffers and makes MLX's checks."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ ARGUMENTS = {
 
 
 def text_from_mlx(atomic: bool) -> str:
-    """What mx.fast.metal_kernel prints with verbose=True, in a process of its own: it prints from C++."""
+    """Return the output of mx.fast.metal_kernel with verbose=True, from a process because C++ prints it."""
     code = f"""
 import mlx.core as mx
 k = mx.fast.metal_kernel("probe", ["a", "b", "c"], ["out"], {BODY!r}, atomic_outputs={atomic})
@@ -42,7 +42,7 @@ mx.export_function(lambda *_: None, f, mx.zeros((4, 8), mx.bfloat16), mx.zeros(7
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_generated_source_is_mlx_s(atomic, capsys):
+def test_generated_source_equals_that_of_mlx(atomic, capsys):
     kernel = emulator.metal_kernel("probe", ["a", "b", "c"], ["out"], BODY, atomic_outputs=atomic)
     inputs = [mx.zeros((4, 8), mx.bfloat16), mx.zeros(7, mx.int8), mx.array(1.0)]
     dtype = mx.float32 if atomic else mx.float16
@@ -62,7 +62,7 @@ DTYPES = [*WHOLE, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
 
 
 @pytest.mark.parametrize("dtype", sampled([mx.bool_, mx.int8, mx.uint64, mx.bfloat16, mx.complex64], DTYPES))
-def test_every_dtype_comes_back(dtype):
+def test_every_dtype_is_returned(dtype):
     x = mx.array([0, 1, 3, 100, 7, 1, 0, 5, 9]).astype(dtype)
     y = launch("out[thread_position_in_grid.x] = a[thread_position_in_grid.x];", x, dtype=dtype)
     assert y.dtype == dtype
@@ -186,11 +186,11 @@ def test_wrong_kernels():
     [("int x = 1;\nout[0] = y;", "probe.metal:2"), ("double x = 1;", "probe.metal:1"),
      ("out[0] = a[0];\natomic_thread_fence(mem_flags::mem_device);", "probe.metal:2")],
 )  # fmt: skip
-def test_what_does_not_compile_names_the_line(body, line):
+def test_compile_errors_name_the_line(body, line):
     with pytest.raises(emulator.CompileError, match=line):
         launch(body, mx.zeros(1))
 
 
-def test_the_header_s_lines_are_its_own():
+def test_errors_in_the_header_have_its_lines():
     with pytest.raises(emulator.CompileError, match=r"probe\.h:2"):
         launch("out[0] = a[0];", mx.zeros(1), header="\nfloat f() { return nothing; }\n")

@@ -1,4 +1,4 @@
-"""Compare MLX's own Metal kernels, from the wheel's headers, with float64; count their traffic."""
+"""Compare MLX's own Metal kernels, from the wheel's headers, with float64, and count their traffic."""
 
 import mlx.core as mx
 import numpy as np
@@ -51,7 +51,7 @@ def test_quantized_matvec_in_16_bits(dtype):
     assert relative_error(y, want) < (2**-11 if dtype == mx.float16 else 2**-8)
 
 
-def test_the_kernel_that_mlx_picks():
+def test_the_kernel_chosen_for_one_row():
     assert [stock.chosen(k, 64, b) for k, b in ((64, 4), (128, 3), (512, 4), (768, 4), (256, 8), (256, 6))] == [
         "qmv_quad", "qmv", "qmv_fast", "qmv", "qmv_fast", "qmv_fast"
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_traffic_of_qmv_fast(optimize):
     assert [one[name].reread for name in ("x", "scales", "biases", "w")] == [16.0, 4.0, 4.0, 1.0]
     assert [measured(m, optimize)["w"].reread for m in (1, 2, 4, 8)] == [1.0, 2.0, 4.0, 8.0]
     assert one["y"].bytes_written == one["y"].distinct_written == 64 * 4
-    # A lane reads 2 of its own 8 bytes at a time, and 32 lanes lie side by side: 4 lines.
+    # A lane reads 2 of its own 8 bytes at a time, and 32 lanes are adjacent: 4 lines.
     assert one["w"].lines_per_access == 4.0
     assert (one["w"].group_lines, one["x"].group_lines) == (64 * 512 / 64, 8 * 1024 * 4 / 64)
     assert (one.threads, one.max_barriers, one.max_collectives) == (64 * 8, 0, 4)
@@ -158,7 +158,7 @@ def test_traffic_of_the_others():
     assert kernels["sdpa_vector"](1)["keys"].reread == 4.0  # heads per KV head
 
 
-def test_a_large_product_is_quick():
+def test_a_large_product_is_fast():
     x, w, want = quantized(4, 1024, 1024, 4)
     y, traffic = stock.quantized_matvec(x, *w, group_size=64, bits=4, kernel="qmv_fast")
     assert relative_error(y, want) < 1e-6

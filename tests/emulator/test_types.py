@@ -1,4 +1,4 @@
-"""Compare scalars, vectors and bits of the emulated language with numpy, or values worked out by hand."""
+"""Compare scalars, vectors and bits of the emulated language with numpy or with values computed by hand."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ pytestmark = linux_only
 
 
 def floats(*bodies: str, inputs=(), **more) -> list[float]:
-    """One output element for each expression, computed by one thread."""
+    """Return one output element per expression, computed by one thread."""
     body = "\n".join(f"out[{i}] = {b};" for i, b in enumerate(bodies))
     return launch(body, *inputs, out=(len(bodies),), grid=1, **more).tolist()
 
@@ -125,7 +125,7 @@ def test_mathematics():
     ) == [1.25, 3, 1030, 0, 111, 18, 18, 1, 65505, 2.71875]  # fmt: skip
 
 
-def test_contraction_is_chosen():
+def test_contraction_follows_the_option():
     x = mx.array([1.0 + 2**-13, 1.0 - 2**-13, -1.0])
     body = "out[0] = a[0] * a[1] + a[2];"
     off, on, fast = (
@@ -190,7 +190,7 @@ def test_atomics():
     assert y.tolist() == [96, 95, 192, 255]
 
 
-def test_mlx_s_own_atomics_pack_small_types():
+def test_atomics_of_mlx_pack_small_types():
     header = '#include "mlx/backend/metal/kernels/atomic.h"\n'
     body = """
         uint i = thread_position_in_grid.x;

@@ -3,10 +3,10 @@
 import re
 import shutil
 
-import launches_text
 import mlx.core as mx
 import pytest
 from exact import draw
+from launches import source
 from metal_cases import linux_only
 
 from mlx_mtp import emulator
@@ -149,7 +149,7 @@ def test_the_emulator_compiles_what_mlx_does(op, monkeypatch):
     x = mx.random.normal((max(site.candidates), site.width)).astype(mx.bfloat16)
     mx.eval(launched(x))  # the site's caches, which it makes once
     before = source_held()
-    of_mlx = launches_text.recorded(launched, [x])
+    of_mlx = source.recorded(launched, [x])
     held = source_held() - before
     monkeypatch.setattr(emulator.kernel, "build", lambda *of: compiled.append(compiling.translation_unit(*of[:-1])))
     monkeypatch.setattr(emulator.MetalKernel, "_run", lambda *_: None)
@@ -159,4 +159,4 @@ def test_the_emulator_compiles_what_mlx_does(op, monkeypatch):
         function, _, instance = text.partition("\ntemplate [[host_name")
         assert instance
         assert code_in(function) in code_in(unit)
-    assert held == sum(each.ours + _source.RESERVED for each in launches_text.launches(of_mlx))
+    assert held == sum(each.ours + _source.RESERVED for each in source.launches(of_mlx))

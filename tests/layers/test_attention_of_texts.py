@@ -1,4 +1,4 @@
-"""Check that attention over the slots of a pool is one launch of the kernel, and each text's what it is alone."""
+"""Check that attention on a pool's slots is one kernel launch, and gives each sequence the bits it has alone."""
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ LENGTHS, SLOTS, ROWS = (5, 41, 12), (4, 0, 2), 3
 
 @pytest.fixture(scope="module")
 def attentions(tmp_path_factory):
-    """One of all positions, and one of a window of 8."""
+    """Return two attentions: one with full attention, one with a window of 8."""
     path = tiny.save(tmp_path_factory.mktemp("step"), CONFIG, tiny.random_weights(CONFIG))
     model = mlx_mtp.load_model(path, kernels="off")
     kernel_switch.place(model)
@@ -45,7 +45,7 @@ def pool_of(module):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_texts_of_a_pool_share_a_launch(attentions, layer):
+def test_sequences_of_a_pool_share_a_launch(attentions, layer):
     module = attentions[layer]
     assert module.attention.form.head_dim == 32
     pool, caches = pool_of(module)
@@ -60,8 +60,8 @@ def test_texts_of_a_pool_share_a_launch(attentions, layer):
     assert pool.offset.tolist() == [LENGTHS[1] + ROWS, LENGTHS[2] + ROWS, LENGTHS[0] + ROWS]
 
 
-def test_a_pool_has_the_kernel_where_every_text_would_have_it(attentions):
-    """Texts of any length are in it, so it has to be on for all of them; else MLX's own attends, to the same."""
+def test_a_pool_uses_the_kernel_only_if_each_sequence_would(attentions):
+    """A pool has sequences of any length, so the kernel must be on for all; else MLX attends, with equal bits."""
     module = attentions[0]
     x = mx.random.normal((3, ROWS, CONFIG["hidden_size"]), key=mx.random.key(3))
     found = []

@@ -1,4 +1,4 @@
-"""Several texts' experts are never sorted together; one text's are as mlx-lm has them."""
+"""Check that experts of several sequences are never sorted together, and one sequence's are as in mlx-lm."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +10,7 @@ from mlx_mtp.layers.expert_rows import SORTED, cut_experts
 
 @pytest.mark.parametrize("kind", [switch_layers.SwitchGLU, switch_layers.SwitchMLP])
 @pytest.mark.parametrize(("texts", "rows"), [(7, 5), (3, 40), (1, 40)])
-def test_texts_are_as_alone(monkeypatch, kind, texts, rows):
+def test_sequences_have_the_bits_they_have_alone(monkeypatch, kind, texts, rows):
     model = nn.Sequential(kind(8, 6, 4))
     experts = model.layers[0]
     x = mx.random.normal((texts, rows, 8))

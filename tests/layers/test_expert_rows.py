@@ -1,4 +1,4 @@
-"""Products with chosen experts have the bits of mlx-lm's, and count no rows of their own."""
+"""Check that products with chosen experts have mlx-lm's bits and compute no row indices."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +10,7 @@ from mlx_mtp.layers.expert_rows import NumberedRows, number_rows
 
 
 @pytest.mark.parametrize("kind", [switch_layers.SwitchGLU, switch_layers.SwitchMLP])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 2), (5,), (1, 40)])  # of the last one rows are sorted
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 2), (5,), (1, 40)])  # the last one is sorted
 def test_bits_are_mlx_lms(kind, shape):
     model = nn.Sequential(kind(64, 32, 8))
     nn.quantize(model, group_size=32, bits=4)

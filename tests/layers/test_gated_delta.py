@@ -1,4 +1,4 @@
-"""Roll back verifies of gated-delta layers that are three kernels between projections, and keep their caches."""
+"""Check rollback of gated-delta layers that run three kernels between their projections, and their saved caches."""
 
 import itertools
 
@@ -21,8 +21,7 @@ from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.slots import PooledState
 from mlx_mtp.layers.gated_delta import Recurrence, row_by_row
 from mlx_mtp.models.qwen3_5 import GatedDeltaNet
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_switch
 from mlx_mtp.tuning.kernel_trials import decide
 
 ALL = frozenset(range(1, 100))
@@ -31,12 +30,12 @@ HEADS = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_value_
 
 
 class Fed(GatedDeltaNet):
-    """A layer that takes rows as its projections would leave them, and leaves its own unprojected."""
+    """A layer that takes the outputs of its input projections and returns the input of its output projection."""
 
     def __init__(self, key_dim: int, dtype: mx.Dtype):
         super().__init__(qwen3_5.TextModelArgs.from_dict({**QWEN_TEXT, **HEADS, "linear_key_head_dim": key_dim}))
         self.set_dtype(dtype)
-        self.A_log, self.out_proj = self.A_log - 2, nn.Identity()  # so that it forgets slowly
+        self.A_log, self.out_proj = self.A_log - 2, nn.Identity()  # a slowly decaying state
         self.widths = np.cumsum([self.conv_dim, self.value_dim, self.num_v_heads]).tolist()
 
     def inputs(self, x):
@@ -48,9 +47,10 @@ class Fed(GatedDeltaNet):
 
 
 def roll(layer, cache, x, *, start: int, until: int, seed: int, fused=lambda: True):
-    """The outputs of rows from `start` on, by verifies of which random parts are kept; returns the position reached.
+    """Return outputs of rows from `start` on, from verifies of which random parts are accepted, and the position
+    reached.
 
-    The rows of each verify beyond what it keeps are others than those that come next.
+    The rejected rows of each verify differ from the rows that follow.
     """
     rng, position, outputs = np.random.default_rng(seed), start, []
     cache.seek(mx.array([position]), position)
@@ -74,8 +74,8 @@ def roll(layer, cache, x, *, start: int, until: int, seed: int, fused=lambda: Tr
     ("key_dim", "dtype", "start"),
     sampled([(128, mx.bfloat16, 5)], [(128, mx.bfloat16, 5), (32, mx.float16, 0), (32, mx.float32, 5)]),
 )
-def test_verifies_are_single_rows(key_dim, dtype, start):
-    """After a prompt of `start` rows: bits of reading row by row, and again by a prompt that follows on a tape."""
+def test_verifies_have_the_bits_of_single_rows(key_dim, dtype, start):
+    """After a prompt of `start` rows: the bits of row-by-row steps, also for a prefill after a tape."""
     layer = Fed(key_dim, dtype)
     x, rolled, single = layer.rows(40), RecurrentCache(), RecurrentCache()
     with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)) as launches:
@@ -96,8 +96,8 @@ def test_verifies_are_single_rows(key_dim, dtype, start):
 
 
 @linux_only
-def test_texts_share_the_launches():
-    """Of two one has a prompt behind it, the other a verify too; then both keep different parts of a verify."""
+def test_sequences_share_the_launches():
+    """One sequence follows a prompt, the other also a verify; then they accept different parts of a verify."""
     layer, caches, pool = Fed(128, mx.bfloat16), [RecurrentCache(), RecurrentCache()], PooledState()
     layer.verify_rows, x = ALL, mx.concatenate([layer.rows(12), layer.rows(12)])
     with emulator.emulated(emulator.Options(traffic=False)) as launches:
@@ -119,8 +119,8 @@ def test_texts_share_the_launches():
 
 
 @linux_only
-def test_mlx_lms_path_agrees():
-    """Up to rounding: the CPU's convolution and exponentials are not those of the kernels."""
+def test_mlx_lms_path_gives_the_same_outputs():
+    """Up to rounding: the CPU's convolution and exponentials differ from the kernels'."""
     layer = Fed(128, mx.float32)
     x, fused, plain = layer.rows(30), RecurrentCache(), RecurrentCache()
     with emulator.emulated(emulator.Options(fp_contract="fast", traffic=False)) as launches:
@@ -130,8 +130,8 @@ def test_mlx_lms_path_agrees():
     assert mx.allclose(y, want, rtol=1e-4, atol=1e-5)
 
 
-def test_either_path_follows_the_other():
-    """The kernels' references and mlx-lm's ops in turns, each with the tape of the other behind it."""
+def test_either_path_reads_the_tape_of_the_other():
+    """The kernels' references and mlx-lm's ops alternate, each starting from the other's tape."""
     layer = Fed(32, mx.float32)
     x, single, rolled = layer.rows(60), RecurrentCache(), RecurrentCache()
     want = mx.concatenate([layer(x[:, t : t + 1], None, single) for t in range(60)], axis=1)
@@ -141,7 +141,7 @@ def test_either_path_follows_the_other():
 
 
 def fuse(model, on: bool) -> int:
-    """Sets the switch of every gated-delta layer; how many there are."""
+    """Set the switch of every gated-delta layer; return their number."""
     layers = [m for m in model.modules() if hasattr(m, "verify_rows")]
     for layer in layers:
         layer.verify_rows = ALL if on else frozenset()
@@ -155,7 +155,7 @@ def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
 
 @pytest.mark.parametrize("name", sampled(["qwen3_next"], ["qwen3_5", "qwen3_next"]))
 def test_texts_and_saved_caches(tmp_path, name):
-    """A cache that either path saved is read by both, with the tape that it ended on."""
+    """A cache saved by either path, and the tape in it, can be read by both."""
     path, _, _ = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
     assert fuse(model, False) == 3
@@ -175,16 +175,16 @@ def test_texts_and_saved_caches(tmp_path, name):
 @linux_only
 @sweep
 @pytest.mark.parametrize(("ratio", "rows"), [(2.0, set(range(1, 9))), (0.5, set())])
-def test_a_trial_leaves_no_states_behind(monkeypatch, ratio, rows):
-    """What lies between projections is tried behind rows of their own, on a tape; then these are let go."""
+def test_a_trial_releases_its_states(monkeypatch, ratio, rows):
+    """A trial runs after rows of its own, with a tape, and releases them."""
     layer = Fed(32, mx.float32)
     site = Recurrence(layer, RecurrentCache)
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    tried = switch.trials([site], mx.float32)
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    tried = kernel_switch.trials([site], mx.float32)
     with emulator.emulated(emulator.Options(traffic=False)) as launches, stock_ops():
         verdicts = decide(tried, lane=None, timer=lambda trial: ratio, budget=1e9)
         assert site.before
-        switch.switch([site], verdicts, mx.float32)
+        kernel_switch.switch([site], verdicts, mx.float32)
     assert {trial.key for trial in tried if verdicts[trial.key].right} == {trial.key for trial in tried}
     assert set(KERNELS) < {launch.kernel for launch in launches}
     assert (layer.verify_rows, site.before) == (rows, [])

@@ -1,4 +1,4 @@
-"""Choose tokens without logits: the same text, drafted or not, and the same draws."""
+"""Check choosing tokens without logits: the same tokens with and without drafts, and the same draws."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from mlx_mtp import emulator
 from mlx_mtp.decoding.sampling import Picker, Sampling
 from mlx_mtp.layers import port
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
-from mlx_mtp.tuning import ab_test as trial_run
+from mlx_mtp.tuning import ab_test
 
 PROMPT = [1, 2, 3, 4, 1]
 FILTERS = [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.7, "min_p": 0.05}, {"top_p": 0.02}]
@@ -47,8 +47,8 @@ def text(model, k, **options):
     "options",
     sampled([{"temp": 1.0, "top_k": 5, "top_p": 0.9}], [{}, {"temp": 1.0}, {"temp": 1.0, "top_k": 5, "top_p": 0.9}]),
 )
-def test_the_same_text_however_much_was_drafted(step, heads, options):
-    """Also where the head is on for one number of rows only, and where it is off."""
+def test_drafts_do_not_change_the_tokens(step, heads, options):
+    """Also if the kernel is on for one row count only, or off."""
     expected, kernels = text(step, 0, **options), set()
     for rows in ({1, 3}, {3}):
         for head in heads:
@@ -101,16 +101,16 @@ NEEDING = [
 
 
 @pytest.mark.parametrize("picker", NEEDING)
-def test_what_needs_logits_gets_them(picker):
-    """Processors, logprobs, a user's sampler, and filters that read the whole row."""
+def test_options_that_need_logits_get_them(picker):
+    """Processors, logprobs, a user's sampler, and filters that read the whole distribution."""
     model = SimpleNamespace(logits=NeedsLogits.throw, choice=None)
     with pytest.raises(NeedsLogits):
         picker.pick(model, mx.zeros((1, 1, 4)), 0, [], mx.zeros(0, mx.int32))
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-def test_draws_from_the_top_are_those_from_the_whole_row(filters):
-    """With the filters before top-k, which see the whole distribution: token by token, ties included."""
+def test_draws_from_the_top_equal_draws_from_the_whole_row(filters):
+    """With the filters that precede top-k and read the whole distribution: token by token, ties included."""
     sampling = Sampling(temp=0.8, top_k=6, **filters)
     found, expected = [], []
     for seed in range(60):
@@ -137,8 +137,8 @@ def is_head(path, module):
         [("eagle", 2, True), ("eagle", 2, False), ("mimo", 1, True), ("nemotron_h", 1, False)],
     ),
 )
-def test_drafts_are_chosen_likewise(name, count, quantized, tmp_path):
-    """By a head of the draft's own, one that it shares, and an embedding that is tied to it."""
+def test_drafts_are_chosen_without_logits(name, count, quantized, tmp_path):
+    """By the head's own LM head, a shared one, and a tied embedding."""
     model = build_headed(name, tmp_path)
     if quantized:
         nn.quantize(model, 32, 4, class_predicate=is_head)
@@ -158,7 +158,7 @@ def test_drafts_are_chosen_likewise(name, count, quantized, tmp_path):
 
 
 def test_a_choice_is_two_launches(heads, monkeypatch):
-    """What only a draw reads is not made anew for every choice. Recorded, and not computed."""
+    """Arrays that only a draw needs are not created for a greedy choice. The graph is recorded, not computed."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     names, x = [], mx.zeros((2, 32))
@@ -174,19 +174,19 @@ def test_a_choice_is_two_launches(heads, monkeypatch):
 
 @linux_only
 def test_a_trial_judges_them(step, heads, monkeypatch):
-    monkeypatch.setattr(trial_run, "DRAWS", 2)
+    monkeypatch.setattr(ab_test, "DRAWS", 2)
     head = heads[0]
     assert head.shape == "41x32 float32"
     assert head.candidates == tuple(range(1, 9))
     pairs = [(head.ours, head.stock)]
     with emulator.emulated(emulator.Options(traffic=False)):
         for rows in (1, 4):
-            trial = trial_run.KernelTrial(head.op, head.shape, rows, pairs, head.width, mx.float32)
-            assert trial_run.check(trial) is None
+            trial = ab_test.KernelTrial(head.op, head.shape, rows, pairs, head.width, mx.float32)
+            assert ab_test.check(trial) is None
         wrong = [(lambda x: [mx.maximum(y, 1) for y in head.ours(x)], head.stock)]
-        trial = trial_run.KernelTrial(head.op, head.shape, 4, wrong, head.width, mx.float32)
-        always = trial_run.KernelTrial(
+        trial = ab_test.KernelTrial(head.op, head.shape, 4, wrong, head.width, mx.float32)
+        always = ab_test.KernelTrial(
             head.op, head.shape, 4, [(lambda x: [head.ours(x)[0] + 1], head.stock)], 32, mx.float32
         )
-        assert "differs from one row alone" in str(trial_run.check(always))
-    assert np.isfinite(trial_run.time_pair(trial))
+        assert "differs from one row alone" in str(ab_test.check(always))
+    assert np.isfinite(ab_test.time_pair(trial))

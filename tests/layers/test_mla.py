@@ -1,4 +1,4 @@
-"""Count and time what a further row costs in latent attention, which stays absorbed for the rows of a verify."""
+"""Count and time the cost of one more row in latent attention, which is absorbed for the rows of a verify."""
 
 import importlib
 import math
@@ -22,14 +22,12 @@ from mlx_mtp import emulator
 from mlx_mtp.cache.growing import LinearKVCache
 from mlx_mtp.cache.slots import PooledKV
 from mlx_mtp.layers.mla import ABSORBED_ROWS, LatentAttention, PerHead
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 LENGTH = 4096
 ROWS = range(1, ABSORBED_ROWS + 1)
 PORTS = ["deepseek_v3", "glm4_moe_lite"]
-#: DeepSeek-V3's ratios at an eighth: what is expanded per head is wider than what is cached
+#: DeepSeek-V3's ratios at an eighth of its size: expanded heads are wider than the cached rows
 SIZES = {
     "hidden_size": 128,
     "num_attention_heads": 8,
@@ -44,7 +42,7 @@ VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Split", "Squeeze", "T
 
 
 def layers(port: str, **changes: int) -> tuple[Any, Any]:
-    """Our attention layer and mlx-lm's, which expands the cache for two rows and more, of the same weights."""
+    """Return our attention layer and mlx-lm's, which expands the cache for two or more rows, with equal weights."""
     module = importlib.import_module(f"mlx_mtp.models.{port}")
     args = module.ModelArgs.from_dict({**FAMILIES[port].config, **SIZES, **changes})
     layer = module.Attention(args)
@@ -55,7 +53,7 @@ def layers(port: str, **changes: int) -> tuple[Any, Any]:
 
 
 def attend(layer: Any, x: mx.array, latent: mx.array, k_pe: mx.array) -> mx.array:
-    """Rows `x` after the cached ones."""
+    """Attend rows `x` that follow the cached ones."""
     cache = KVCache()
     cache.update_and_fetch(latent, k_pe)
     mask = create_causal_mask(x.shape[1], latent.shape[2]) if x.shape[1] > 1 else None
@@ -68,7 +66,7 @@ def cached(length: int) -> tuple[mx.array, mx.array]:
 
 
 class Full:
-    """A cache that hands out the rows it was given, so that only attention's own work is counted."""
+    """A cache that returns the rows it was created with, so that only the attention's own work is counted."""
 
     offset = LENGTH
 
@@ -80,7 +78,7 @@ class Full:
 
 
 def work(layer: Any, rows: int) -> tuple[int, int]:
-    """The products' operations, and the elements that every operation on the cache reads and writes, in the graph."""
+    """Return the operations of the graph's products, and the elements that operations on the cache read and write."""
     operations = elements = 0
 
     def visit(entry: dict) -> None:
@@ -101,7 +99,7 @@ def work(layer: Any, rows: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_a_row_more_costs_at_most_half_as_much_again_as_one(port):
+def test_a_second_row_costs_at_most_half_of_the_first(port):
     layer, plain = layers(port)
     costs = [work(layer, rows) for rows in ROWS]
     for less, more in pairwise(costs):
@@ -121,7 +119,7 @@ def test_one_row_reads_the_cache_once_for_all_heads(port):
 
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("rows", [*ROWS, ABSORBED_ROWS + 1])
-def test_absorbed_rows_are_the_expanded_ones(port, rows):
+def test_absorbed_rows_equal_expanded_rows(port, rows):
     layer, plain = layers(port)
     x, past = mx.random.normal((1, rows, SIZES["hidden_size"])), cached(50)
     ours = attend(layer, x, *past)
@@ -131,7 +129,7 @@ def test_absorbed_rows_are_the_expanded_ones(port, rows):
 
 
 def _after(layer: Any, x: mx.array, past: tuple[mx.array, mx.array], i: int) -> mx.array:
-    """Row i of `x` alone, after the rows before it."""
+    """Return row i of `x` computed alone, after the rows before it."""
     cache = KVCache()
     cache.update_and_fetch(*past)
     for j in range(i):
@@ -141,19 +139,21 @@ def _after(layer: Any, x: mx.array, past: tuple[mx.array, mx.array], i: int) -> 
 
 @linux_only
 def test_kernels_around_the_attention(monkeypatch):
-    """Products per head and rotations: rows have the bits of one row, in trials and where the layer calls them."""
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
+    """Per-head products and rotations have the bits of one row, in trials and in the layer's calls."""
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
     layer, _ = layers("deepseek_v3", qk_nope_head_dim=64)
     nn.quantize(layer, 32, 4, class_predicate=lambda path, _: path in ("embed_q", "unembed_out"))
-    found = [site for site in (*sites._latent(layer), *sites._per_head(layer)) if site is not layer.latent]
+    found = [
+        site for site in (*kernel_sites._latent(layer), *kernel_sites._per_head(layer)) if site is not layer.latent
+    ]
     assert [site.op for site in found] == ["norm_rope", "verify_qmm_heads", "verify_qmm_heads"]
-    assert not switch.others_not_exact(layer)
-    assert [line[:31] for line in switch.rows_not_exact(found)] == ["2 layers' verify_qmm_heads at M"]
+    assert not kernel_switch.others_not_exact(layer)
+    assert [line[:31] for line in kernel_switch.rows_not_exact(found)] == ["2 layers' verify_qmm_heads at M"]
     q, out = mx.random.normal((1, 3, 8 * 72)), mx.random.normal((1, 3, 8, 64)).swapaxes(1, 2)
     x = mx.random.normal((1, 3, SIZES["hidden_size"]))
     with stock_ops(), emulator.emulated():
-        assert not any(trial_run.check(trial) for trial in switch.trials(found, mx.float32) if trial.rows == 3)
+        assert not any(ab_test.check(trial) for trial in kernel_switch.trials(found, mx.float32) if trial.rows == 3)
         singly = [calls(layer, q[:, i : i + 1], x[:, i : i + 1], out[:, :, i : i + 1], i) for i in range(3)]
     for site in found:
         site.rows = frozenset(site.candidates)
@@ -173,7 +173,7 @@ def test_kernels_around_the_attention(monkeypatch):
 
 
 def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> list[mx.array]:
-    """Where `layer` rotates queries and keys, and multiplies per head."""
+    """Run the calls in which `layer` rotates queries and keys and multiplies per head."""
     q, q_pe, _, k_pe = layer.placed(q, x, 7 + offset)
     made = [q_pe, k_pe, layer.absorbed(q), layer.unembed_out(out)]
     mx.eval(made)
@@ -181,8 +181,8 @@ def calls(layer: Any, q: mx.array, x: mx.array, out: mx.array, offset: int) -> l
 
 
 @pytest.mark.timing
-def test_time_of_a_row_more():
-    """Best of many runs, and over all rows: a busy machine's single steps say little."""
+def test_time_of_one_more_row():
+    """The minimum of many runs, summed over row counts, because single steps vary on a busy machine."""
     layer, _ = layers("deepseek_v3")
     past = cached(2 * LENGTH)
     best = dict.fromkeys(ROWS, math.inf)
@@ -197,7 +197,7 @@ def test_time_of_a_row_more():
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
-def test_products_of_several_texts_are_those_of_each(heads_first):
+def test_products_of_several_sequences_equal_those_of_each(heads_first):
     module = QuantizedMultiLinear(32, 16, 3, 32, 4, "affine")
     site, x = PerHead(module, heads_first=heads_first), mx.random.normal((2, 4, 3, 40))
     each = mx.concatenate([site.product(x[i : i + 1]) for i in range(2)])

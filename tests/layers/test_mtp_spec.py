@@ -1,4 +1,4 @@
-"""Set every field of the spec to every value, on each kind of heads: drafts change, the text does not."""
+"""Set every field of the spec to every value on each kind of heads: drafts change, tokens do not."""
 
 import warnings
 
@@ -29,7 +29,7 @@ def ours(model, k, n=24):
 @pytest.mark.parametrize(
     "name", sampled(["mimo_v2_flash"], ["glm4_moe", "deepseek_v3", "qwen3_5", "mimo", "mimo_v2_flash"])
 )
-def test_the_text_stays(tmp_path, name):
+def test_tokens_do_not_change(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)
     truth = tiny.greedy(plain, PROMPT, 24)
     tried = []
@@ -37,14 +37,14 @@ def test_the_text_stays(tmp_path, name):
         model = mlx_mtp.load_model(path, mtp_overrides=overrides)
         (field, value), *_ = overrides.items()
         assert getattr(model.spec, field) == value or value == "shared_or_own"
-        if model.spec not in tried:  # half of the values are the family's own
+        if model.spec not in tried:  # half of the values are the family's defaults
             assert ours(model, min(4, model.max_draft_tokens)) == truth, overrides
             tried.append(model.spec)
     assert len(tried) > 3
 
 
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p5"])
-def test_several_heads_recycled_are_the_first(tmp_path, name):
+def test_recycling_several_heads_uses_the_first(tmp_path, name):
     if name == "step3p5":
         weights = tiny.random_weights(tiny.CONFIG)
         path, plain = (
@@ -55,14 +55,14 @@ def test_several_heads_recycled_are_the_first(tmp_path, name):
         path, weights, plain = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path, mtp_overrides={"topology": "recycle"})
     assert (len(model.mtp), model.max_draft_tokens) == (1, 15)
-    assert "more" in str(model.report)  # the other heads' tensors are named as not used
+    assert "more" in str(model.report)  # the report names the other heads' tensors as unused
     for k in (1, 15):
         assert ours(model, k) == tiny.greedy(plain, PROMPT, 24)
     with pytest.raises(ValueError, match="num_draft_tokens=16: allowed is 0 to 15"):
         ours(model, 16)
 
 
-def test_an_lm_head_of_its_own_where_the_family_has_none(tmp_path):
+def test_an_own_lm_head_in_a_family_without_one_is_refused(tmp_path):
     path, _, _ = families.build("qwen3_5", tmp_path / "qwen")
     with pytest.raises(ValueError, match=r"head='own'; this family's heads have none; allowed are shared$"):
         mlx_mtp.load_model(path, mtp_overrides={"head": "own"})

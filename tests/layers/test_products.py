@@ -1,4 +1,4 @@
-"""Share a launch among linears: one copy of their weights, their biases, and MLX's own for other row counts."""
+"""Check linear layers that share a launch: one copy of weights and biases, and MLX's own for other row counts."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,7 @@ from sweep import paired
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
 from mlx_mtp.layers.products import GLU, Dense, Matrices, Stack, VerifyLinear
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_sites, kernel_switch
 
 pytestmark = linux_only
 
@@ -33,7 +32,7 @@ def stacked(modules: list) -> Stack:
     stack.rows = frozenset(range(2, 9))
     for i, module in enumerate(modules):
         module.index = i
-        sites._swap(module, "site", stack, VerifyLinear)
+        kernel_sites._swap(module, "site", stack, VerifyLinear)
     return stack
 
 
@@ -62,7 +61,7 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
         assert all(mx.allclose(a, b, atol=1e-5) for a, b in zip(outputs, plain, strict=True))
         assert stack.read == (None, [])
         other = x + 1
-        first, second = modules[0](other), modules[0](x)  # k and v of `other` are never asked for
+        first, second = modules[0](other), modules[0](x)  # k and v of `other` are never read
         assert mx.allclose(modules[1](x), plain[1], atol=1e-5)
         assert not mx.allclose(modules[2](other), plain[2], atol=1e-2)
         assert mx.allclose(second, plain[0], atol=1e-5)
@@ -71,7 +70,7 @@ def test_a_stack_is_one_launch_and_keeps_nothing():
 
 
 @pytest.mark.parametrize(("changed", "heights"), paired(["all", "a bias", "a first bias"], [(24, 8), (24,)]))
-def test_weights_loaded_after_the_switch_count(heights, changed):
+def test_weights_loaded_later_are_used(heights, changed):
     modules, others = linears(*heights, bias=changed == "a bias"), linears(*heights)
     stack = stacked(modules)
     if changed == "all":
@@ -91,14 +90,14 @@ def test_weights_loaded_after_the_switch_count(heights, changed):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_mlp_with_biases_is_no_single_launch(bias):
+def test_an_mlp_with_biases_is_not_fused(bias):
     gate, up = linears(8, 8, bias=bias)
     stacked([gate, up])
-    assert sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
+    assert kernel_sites._is_stacked(SimpleNamespace(gate_proj=gate, up_proj=up)) != bias
 
 
 @pytest.mark.parametrize("m", [1, 9])
-def test_other_row_counts_are_mlxs(m):
+def test_other_row_counts_use_mlx(m):
     modules, x = linears(24, 8), mx.random.normal((m, 64))
     plain = [linear(x) for linear in modules]
     stacked(modules)
@@ -115,7 +114,7 @@ def test_other_row_counts_are_mlxs(m):
         ((1,), [{"QuantizedMatmul": 1, "Add": 1}, {"CustomKernel": 1, "Add": 1}]),
     ],
 )
-def test_biases_that_all_have_are_no_operations(on_paper, with_bias, counts):
+def test_biases_of_all_layers_add_no_operations(on_paper, with_bias, counts):
     modules = linears(24, 8)
     for i in with_bias:
         modules[i].bias = mx.ones(modules[i].scales.shape[0])
@@ -137,14 +136,14 @@ def test_one_row_of_several_linears_is_one_product(on_paper):
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_linears(bias):
     linear, x = nn.Linear(64, 24, bias=bias), mx.random.normal((1, 3, 64))
-    sites._swap(linear, "site", Dense(linear), VerifyLinear).rows = frozenset({3})
+    kernel_sites._swap(linear, "site", Dense(linear), VerifyLinear).rows = frozenset({3})
     with emulator.emulated() as launches:
         y = linear(x)
     assert [launch.kernel for launch in launches] == ["verify_gemv"]
     assert same_bits(y[0], stock.gemv(x[0], linear.weight, linear.get("bias"))[0])
 
 
-def test_matrices_come_before_exact_products_where_they_are_on():
+def test_matrices_replace_exact_products_if_they_are_on():
     modules = linears(8, 8)
     stack, glu = stacked(modules), GLU(SimpleNamespace(gate_proj=modules[0], up_proj=modules[1]))
     glu.rows, matrices = frozenset({3, 6}), Matrices(stack)
@@ -155,4 +154,4 @@ def test_matrices_come_before_exact_products_where_they_are_on():
     assert [launch.kernel for launch in launches] == ["verify_qmm", "verify_qmm_mma"]
     assert glu.serves(few)
     assert not glu.serves(many)
-    assert switch.rows_not_exact([matrices]) == ("1 layers' verify_qmm_mma at M=6",)
+    assert kernel_switch.rows_not_exact([matrices]) == ("1 layers' verify_qmm_mma at M=6",)

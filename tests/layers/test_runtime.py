@@ -1,4 +1,4 @@
-"""Keep a model's state beside its weights in one object, which whatever builds a model creates."""
+"""A model's state other than its weights is in one object, which every builder of a model creates."""
 
 import re
 from pathlib import Path

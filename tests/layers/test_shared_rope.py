@@ -1,4 +1,4 @@
-"""RoPE whose angles layers share has the bits of MLX's own, at every position and for any rows."""
+"""Check that RoPE with shared angles has the bits of MLX's own at every position and row count."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +32,7 @@ def test_bits(kind, rest):
     assert mx.array_equal(shared(half, offset=3), rope(half, offset=3))
 
 
-def test_only_layers_that_are_alike_share():
+def test_only_equal_layers_share_angles():
     model = nn.Module()
     model.layers = [nn.Module() for _ in range(4)]
     ropes = [nn.RoPE(8), nn.RoPE(8), nn.RoPE(8, base=500.0), nn.RoPE(8, traditional=True)]

@@ -1,4 +1,4 @@
-"""The row counts at which a row may have other bits than alone, as a site's own words tell them."""
+"""Check the row counts at which a row's bits may depend on other rows, as derived from a site's attributes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Check sparse attention: what a row chooses and yields depends on its past alone, and all of it rolls back."""
+"""Check sparse attention: a row's selection and output depend on its past alone, and all of it rolls back."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ from mlx_mtp.models import deepseek_v32, glm_moe_dsa
 from mlx_mtp.tuning import ab_test, kernel_switch
 
 TOPK = families.DSA["index_topk"]
-NAMES = ["deepseek_v32", "glm_moe_dsa_shared"]  # the latter does all that glm_moe_dsa does
+NAMES = ["deepseek_v32", "glm_moe_dsa_shared"]  # the latter covers glm_moe_dsa
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
-    """(our model, mlx-lm's plain model, a prompt, its greedy continuation by a cacheless forward)."""
+    """Return (our model, mlx-lm's plain model, a prompt, its greedy continuation by a cacheless forward)."""
     path, _, plain = families.build(request.param, tmp_path_factory.mktemp("sparse"))
     prompt = np.random.default_rng(1).integers(0, families.V, 12).tolist()
     return mlx_mtp.load_model(path), plain, prompt, tiny.greedy(plain, prompt, 30)
@@ -34,7 +34,7 @@ def family(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
-    """(our attention, mlx-lm's) of one layer."""
+    """Return (our attention, mlx-lm's) of one layer."""
     path, _, plain = families.build("deepseek_v32", tmp_path_factory.mktemp("layer"))
     return mlx_mtp.load_model(path).layers[1].self_attn, plain.layers[1].self_attn
 
@@ -52,8 +52,8 @@ def rows(attention, cache, x: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize(("M", "slack"), paired([1, 2, 5, 8, 9, 12], [700, 0, 200]))
-def test_rows_do_what_they_do_alone(layer, M, slack):
-    """A call of M rows over a buffer with rejected rows and room to spare, against mlx-lm's of all rows at once."""
+def test_rows_do_not_depend_on_other_rows(layer, M, slack):
+    """A call of M rows, on a buffer with rejected rows and free slots, against mlx-lm's call on all rows at once."""
     attention, plain = layer
     x = mx.random.normal((1, 50 + M, families.H))
     expected = plain(x, create_causal_mask(50 + M), None)[:, 50:]
@@ -70,8 +70,8 @@ def test_rows_do_what_they_do_alone(layer, M, slack):
 
 
 @linux_only
-def test_a_kernel_attends_to_chosen_rows(tmp_path, monkeypatch):
-    """In a trial, and in a layer; where nothing is chosen yet it attends to all."""
+def test_the_kernel_attends_to_selected_rows(tmp_path, monkeypatch):
+    """In a trial and in a layer; without a selection it attends to all rows."""
     path, *_ = families.build("deepseek_v32", tmp_path, kv_lora_rank=32, qk_nope_head_dim=32)
     attention = mlx_mtp.load_model(path).layers[1].self_attn
     site = attention.latent = ChosenAttention(attention, TOPK)
@@ -92,21 +92,21 @@ def test_a_kernel_attends_to_chosen_rows(tmp_path, monkeypatch):
 
 
 def chosen_by_sorting(scores: np.ndarray, first: int) -> list[list[int]]:
-    """Row i sees slots up to first + i and takes the best, of equal ones the later."""
+    """Return the slots that row i selects: the best of those up to first + i, the later one of ties."""
     seen = [row[: first + i + 1] for i, row in enumerate(scores)]
     return [sorted(np.lexsort((np.arange(len(row)), row))[-TOPK:].tolist()) for row in seen]
 
 
 @pytest.mark.parametrize(("L", "levels"), paired([1, 8, 130], [1, 2, 4]))
-def test_of_equal_scores_the_later_positions_are_chosen(layer, monkeypatch, L, levels):
-    """However many rows choose at once, and however much of the buffer is empty."""
+def test_ties_go_to_the_later_positions(layer, monkeypatch, L, levels):
+    """For any number of rows at once and any number of empty slots."""
     attention, _ = layer
     first, rng = 20, np.random.default_rng(L)
     scores = rng.integers(0, levels, (L, first + L)).astype(np.float32)
     x, compressed = mx.zeros((1, L, families.H)), mx.zeros((1, L, families.DSA["q_lora_rank"]))
     expected = chosen_by_sorting(scores, first)
     for capacity in (first + L, 256, 1000):
-        empty = rng.integers(0, 2 * levels, (L, capacity - first - L))  # what lies there must not matter
+        empty = rng.integers(0, 2 * levels, (L, capacity - first - L))  # contents of empty slots must not matter
         table = mx.array(np.concatenate([scores, empty], axis=1).astype(np.float32))
         blocks = iter(range(0, L, sparse_mla.SCORED_ROWS))
         monkeypatch.setattr(
@@ -117,8 +117,8 @@ def test_of_equal_scores_the_later_positions_are_chosen(layer, monkeypatch, L, l
         assert got.tolist() == expected
 
 
-def test_indexers_without_an_opinion_leave_a_window(layer):
-    """All scores zero: the later positions are chosen, by rows of a verify as by those of a prompt."""
+def test_equal_scores_select_the_latest_positions(layer):
+    """With all scores zero, rows of a verify and of a prompt select the latest positions."""
     attention, plain = layer
     undecided = mx.zeros_like(attention.indexer.weights_proj.weight)
     kept = [a.indexer.weights_proj.weight for a in layer]
@@ -140,7 +140,7 @@ def test_indexers_without_an_opinion_leave_a_window(layer):
 
 
 def test_a_long_prompt_is_scored_a_few_rows_at_a_time():
-    """The indexer's heads score every pair of rows; what is held at once does not grow with the rows (0.18 here)."""
+    """Indexer heads score every pair of rows, but the memory held at once does not grow with the rows (0.18 here)."""
     L, heads = 2048, 16
     sizes = {"hidden_size": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "num_attention_heads": 4}
     indexer = {"index_n_heads": heads, "index_head_dim": 16, "index_topk": 64}
@@ -156,7 +156,7 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time():
 
 
 @pytest.mark.parametrize(("k", "wrong"), paired([3, 1, 9, 7], ["some", "all", "none"]))
-def test_greedy_text_whatever_is_drafted(family, monkeypatch, k, wrong):
+def test_drafts_do_not_change_greedy_tokens(family, monkeypatch, k, wrong):
     model, _, prompt, truth = family
     text = prompt + truth
     places = {"none": set(), "all": set(range(len(text))), "some": {14, 17, 18, 23, 31, 32, 33, 39}}[wrong]
@@ -167,8 +167,8 @@ def test_greedy_text_whatever_is_drafted(family, monkeypatch, k, wrong):
 
 
 @pytest.mark.parametrize(("k", "stops"), [(0, sampled([4], [1, 4])), (3, sampled([3, 6], range(1, 10)))])
-def test_stops_leave_the_rows_of_decoding_one_by_one(family, monkeypatch, tmp_path, k, stops):
-    """Latent rows, keys and the indexer's keys; from a file as from memory, wherever in an accepted run."""
+def test_caches_after_a_stop_equal_one_by_one_decoding(family, monkeypatch, tmp_path, k, stops):
+    """Latent rows, keys and indexer keys, in memory and from a file, for a stop anywhere in an accepted run."""
     model, _, prompt, truth = family
     for n in stops:
         plainly, drafting = (mlx_mtp.make_prompt_cache(model) for _ in range(2))
@@ -202,8 +202,8 @@ def test_across_the_end_of_a_buffer(family):
 
 
 @pytest.mark.parametrize("topk", sampled([258, 600], [256, 258, 600]))
-def test_where_choosing_begins(tmp_path, topk):
-    """Rows that see fewer positions than may be chosen, over a buffer that holds more, or no more."""
+def test_the_first_rows_that_select(tmp_path, topk):
+    """Rows with fewer positions than may be selected, on a buffer that holds more, or not."""
     path, _, plain = families.build("glm_moe_dsa", tmp_path, index_topk=topk)
     model, prompt = mlx_mtp.load_model(path), np.random.default_rng(3).integers(0, families.V, 250).tolist()
     expected = tiny.greedy(plain, prompt, 12)
@@ -238,7 +238,7 @@ def test_which_layers_have_indexers(tmp_path, given, kinds):
 
 
 def test_the_released_schedule():
-    """GLM-5.2 states its layers' kinds and, alike, every fourth from the third on."""
+    """GLM-5.2 lists its layers' kinds; the list equals every fourth layer from the third on."""
     given = {**families.GLM_DSA, "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     kinds = glm_moe_dsa.ModelArgs.from_dict({**given, "index_topk_pattern": None}).indexers()
     assert [i for i, kind in enumerate(kinds) if kind == "full"] == [0, 1, *range(2, 78, 4)]
@@ -249,10 +249,10 @@ def test_the_released_schedule():
     [
         (["shared", "full", "full"], r"indexer_types\[0\]='shared': allowed are full"),
         (["full", "half", "full"], r"indexer_types\[1\]='half': allowed are full and, but for the first, shared"),
-        (["full", "shared"], r"indexer_types: 2 of them, expected one for each of 3 layers"),
+        (["full", "shared"], r"indexer_types has 2 entries; expected one for each of 3 layers"),
     ],
 )
-def test_indexers_that_cannot_be(tmp_path, kinds, message):
+def test_invalid_indexer_lists_are_refused(tmp_path, kinds, message):
     _, weights, _ = families.build("glm_moe_dsa", tmp_path / "a")
     path = tiny.save(tmp_path / "b", {**families.GLM_DSA, "indexer_types": kinds}, weights)
     with pytest.raises(ValueError, match=message) as error:

@@ -1,4 +1,4 @@
-"""Run `verify-lossless` on a tiny model: it passes what is right, and finds what is planted in the product."""
+"""Run `verify-lossless` on a tiny model: it passes the correct product and finds planted faults."""
 
 import math
 
@@ -20,7 +20,7 @@ from mlx_mtp.lossless.prompts import Prompt, built_in, document, lengths
 from mlx_mtp.lossless.rounding_judge import PASSES, OnePass
 
 V, NEW = 5, 40
-SHORT = 28  # enough to wrap the rings behind the fixtures' prompts
+SHORT = 28  # enough for the rings to wrap after the fixtures' prompts
 FIXED = {"adaptive": False, "prompt_lookup": False}
 
 
@@ -44,12 +44,12 @@ def model(tiny_models):
 
 @pytest.fixture(scope="module")
 def references(model):
-    """Texts without drafts, of the product as it is; the rings, of 40 slots, wrap in all of them."""
+    """References without drafts and without a fault; the rings of 40 slots wrap in all of them."""
     return [Reference(model, Prompt("p", [1, 2, 3, 4, seed] * 5, stops=False), SHORT, ()) for seed in range(3)]
 
 
 def found(references, way: Way) -> Comparison:
-    """What differs, up to the first text that diverges."""
+    """Return the differences up to the first text that diverges."""
     comparison = Comparison(way.name)
     for reference in references:
         if not comparison.diverged:
@@ -65,7 +65,7 @@ def quiet(stage: str, done: int, total: int) -> None:
     assert 0 <= done <= total
 
 
-def test_a_right_product_passes(model):
+def test_a_correct_product_passes(model):
     verdict = verify(model, Letters(), Settings(3, max_tokens=8, draws=10, diagnose=False), quiet)
     names = ["one pass", "1 draft", "2 drafts", "3 drafts", "lookups", "p_min", "adaptive"]
     assert [c.way for c in verdict.greedy] == names
@@ -88,12 +88,12 @@ def test_documents_wrap_the_rings(model):
     for length in lengths(model, 16).values():
         assert len(document(Letters(), length)) == length
         assert length % ring != 0
-        assert length // ring < (length + 16) // ring  # the new text goes past the last slot
+        assert length // ring < (length + 16) // ring  # the new text continues past the last slot
     names = [p.name for p in built_in(model, Letters(), 16)]
     assert len(set(names)) == len(names) >= 6
 
 
-# What is planted in the product, and one way that has to show it.
+# Faults planted in the product, each with a way that must show it.
 
 
 def accept_one_more(drafts, tokens):
@@ -152,7 +152,7 @@ def test_planted_divergences_are_found(references, monkeypatch, name):
     assert all(way in verdict.broken[0] for way in shown)
 
 
-def test_a_wrong_cache_shows_in_logprobs_before_it_shows_in_tokens(references, monkeypatch):
+def test_a_wrong_cache_changes_logprobs_before_tokens(references, monkeypatch):
     assert all(drift(reference, all_ways()[2]).share < 1 for reference in references)
     monkeypatch.setattr(Ring, "mask", one_mask_less)
     verdict = Verdict("float32", drift=drift(references[0], all_ways()[2]))
@@ -164,7 +164,7 @@ def test_a_wrong_cache_shows_in_logprobs_before_it_shows_in_tokens(references, m
     assert (low.broken, len(low.warnings)) == ([], 1)
 
 
-def test_a_text_that_runs_on_is_found(model, monkeypatch):
+def test_an_output_past_its_stop_token_is_found(model, monkeypatch):
     reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=())
     stop = reference.text[NEW // 2]
     reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=(stop,))
@@ -175,8 +175,8 @@ def test_a_text_that_runs_on_is_found(model, monkeypatch):
     assert (difference.plain, difference.position, difference.near_tie) == (None, len(reference.text), False)
 
 
-def test_a_plain_text_that_is_wrong_itself(model, monkeypatch):
-    """Without drafts, too: what decodes token by token is compared with one pass."""
+def test_wrong_plain_output_is_found(model, monkeypatch):
+    """Plain decoding token by token is compared with one pass, too."""
     real = Ring.mask_of_one
     monkeypatch.setattr(Ring, "mask_of_one", lambda ring, positions, n: real(ring, positions[1:], n))
     comparison = Comparison("one pass")
@@ -192,7 +192,7 @@ def drawn(model):
 
 
 @pytest.mark.parametrize("mode", sampled(["coupled"], ["coupled", "greedy"]))
-def test_one_seed_gives_one_text(drawn, mode):
+def test_one_seed_gives_one_output(drawn, mode):
     for way in sampled(all_ways()[mode == "greedy" :: 3], all_ways()):
         assert not found(drawn, way.sampled(0.8, 3, mode)).differences
 
@@ -201,8 +201,8 @@ ELSEWHERE = "draws by another position's noise"
 
 
 @pytest.mark.parametrize("plant", sampled([*[*GREEDY_PLANTS][1::2], ELSEWHERE], [*GREEDY_PLANTS, ELSEWHERE]))
-def test_planted_divergences_of_drawn_texts_are_found(drawn, monkeypatch, plant):
-    """The judge knows the noise of the draw: what another one would have given is no near-tie."""
+def test_planted_divergences_of_sampled_output_are_found(drawn, monkeypatch, plant):
+    """The judge includes the draw's noise, so a token that other noise would choose is not a near-tie."""
     monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (sampling, "key_at", drawn_elsewhere)))
     assert found(drawn, all_ways()[2].sampled(0.8, 3, "greedy")).diverged
 
@@ -212,7 +212,7 @@ def test_planted_divergences_of_drawn_texts_are_found(drawn, monkeypatch, plant)
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
-    """A model of six tokens of which 4 and 5 have the same logits but for rounding."""
+    """A model of six tokens in which 4 and 5 have the same logits up to rounding."""
     import mlx_mtp
 
     config = {**tiny.CONFIG, "vocab_size": 6}
@@ -222,18 +222,18 @@ def twins(tmp_path_factory):
 
 
 def other_twin(model, hidden, position, drafts, members):
-    """Of 4 and 5 always 5 in a cycle with drafts."""
+    """Choose 5 instead of 4 in every cycle with drafts."""
     tokens, logprobs = REAL_PICK(model, hidden, position, drafts, members)
     return (tokens if drafts is None else mx.where(tokens == 4, 5, tokens)), logprobs
 
 
-def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
+def test_the_comparison_continues_after_a_near_tie(twins, monkeypatch):
     texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), NEW, ()) for seed in range(4, 10))
     reference = next(r for r in texts if r.text[1:].count(4) > 3)
     fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
     monkeypatch.setattr(one_step, "pick", other_twin)
     comparison = found([reference], all_ways()[0])
-    # A token that is the first of a run is chosen without drafts.
+    # The first token of a run is chosen without drafts.
     assert {d.position for d in comparison.differences} <= set(fours)
     assert len(comparison.differences) > 1
     assert all(d.near_tie and (d.plain, d.drafted) == (4, 5) for d in comparison.differences)
@@ -256,7 +256,7 @@ def test_behind_a_near_tie_the_comparison_goes_on(twins, monkeypatch):
     assert comparison.diverged
 
 
-def test_the_judge_measures_where_it_doubts(model, monkeypatch):
+def test_the_judge_measures_only_doubtful_positions(model, monkeypatch):
     tokens = [1, 2, 3, 4, 0, 1, 2, 2, 1]
     one_pass, passes = OnePass(model, tokens), []
     read = rounding_judge._read
@@ -268,18 +268,18 @@ def test_the_judge_measures_where_it_doubts(model, monkeypatch):
     assert judgement.gap == pytest.approx(row[best] - row[last])
     assert len(passes) == PASSES
     assert one_pass.floor(6) <= judgement.tolerance < 1e-3 < judgement.gap
-    # Neither of two tokens need be the best: the lower one is compared with it.
+    # Neither token needs to be the best: the lower one is compared with the best.
     assert one_pass.judge(6, (second, last)).gap == pytest.approx(judgement.gap)
     noise = np.zeros(V, np.float32)
     noise[last] = judgement.gap
     assert one_pass.judge(6, (best, last), noise).gap < 1e-5
     assert type(model.model.embed_tokens).__call__(model.model.embed_tokens, mx.array([1])).shape == (1, 32)
-    assert np.array_equal(OnePass(model, tokens).logits(6), row)  # nothing is left changed
+    assert np.array_equal(OnePass(model, tokens).logits(6), row)  # the model is unchanged
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_rounding_is_tolerated(tmp_path, dtype):
-    """What reading in pieces of other sizes, or in float32, changes about the two best logits."""
+    """Other chunk sizes, or float32, change the two best logits by less than the tolerance."""
     import mlx_mtp
 
     config = {**tiny.CONFIG, "vocab_size": 32, "moe_layers_enum": "99"}
@@ -303,10 +303,10 @@ def test_rounding_is_tolerated(tmp_path, dtype):
     assert all(5 * scale < floor < 300 * scale for floor in floors)
 
 
-def test_what_is_broken_is_said(model):
+def test_faults_are_listed(model):
     verdict = Verdict("float32", agreement=[check.LEAST / 2, 0.0])
     conclude(model, verdict)
     assert verdict.broken == [
-        "the first head's guess is the target's token in 1.0% of cases",
-        "depth 2's guess is the target's token in 0.0% of cases",
+        "the first head predicts the target's token in 1.0% of cases",
+        "depth 2 predicts the target's token in 0.0% of cases",
     ]

@@ -1,4 +1,4 @@
-"""Run `verify-lossless` on heads that are wired, stored or converted wrongly: texts stay, only drafts are worse."""
+"""Run `verify-lossless` on heads that are wired, stored or converted wrongly: output stays, drafts get worse."""
 
 import warnings
 
@@ -22,19 +22,19 @@ CHECKPOINTS = {name: trained.checkpoint(name) for name in trained.NAMES}
 
 
 def load(path, config, weights, **options):
-    """(the model, what its loader warned of)"""
-    with warnings.catch_warnings(record=True) as said:
+    """Return (the model, its loader's warnings)."""
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         model = mlx_mtp.load_model(tiny.save(path, config, weights), **options)
-    return model, [str(w.message) for w in said]
+    return model, [str(w.message) for w in messages]
 
 
 def verdict_on(model, count=3):
-    """What the heads' examination comes to, on so many texts that it did not learn."""
+    """Return the verdict on the heads alone, from `count` texts that they were not trained on."""
     texts = []
     for seed in range(1000, 1000 + count):
         one_pass = OnePass(model, trained.text(seed))
-        texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.said))
+        texts.append(Known.of(one_pass.tokens, one_pass.hidden, one_pass.predicted))
     verdict = Verdict("float32")
     examine(model, texts, Settings(2), verdict, lambda *_: None)
     conclude(model, verdict)
@@ -47,11 +47,11 @@ def right_models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", sampled(trained.NAMES[-1:], trained.NAMES))
-def test_right_heads_pass(right_models, name):
-    model, said = right_models[name]
+def test_correct_heads_pass(right_models, name):
+    model, messages = right_models[name]
     verdict = verdict_on(model)
     assert min(verdict.agreement) > 0.6
-    assert (said, verdict.broken, verdict.warnings) == ([], [], [])
+    assert (messages, verdict.broken, verdict.warnings) == ([], [], [])
 
 
 class Tensors(dict):
@@ -61,10 +61,10 @@ class Tensors(dict):
         super().__init__(CHECKPOINTS[name][1])
         layers = model.args.num_hidden_layers
         self.places = {place: n for n in self if (place := model.spec.locate(n, layers))}
-        self.shift = 1 if name == "step3p5" else 0  # norms are stored less one
+        self.shift = 1 if name == "step3p5" else 0  # norms are stored minus one
 
     def change(self, path, function):
-        """Every depth's tensor at paths that begin so becomes function(depth, tensor)."""
+        """Replace every depth's tensors at paths with this prefix by function(depth, tensor)."""
         for (depth, at), n in self.places.items():
             if at.startswith(path):
                 self[n] = function(depth, self[n])
@@ -77,7 +77,7 @@ class Tensors(dict):
 
 
 def unshifted(paths):
-    """A shift by one that was forgotten, or undone."""
+    """Omit or undo a shift by one."""
 
     def plant(tensors):
         for path in paths:
@@ -91,13 +91,13 @@ def other_order(tensors):
 
 
 def behind_the_norm(tensors):
-    """A first depth whose weights belong to the hidden state behind the final norm; it reads the one before."""
+    """Store a first depth trained on the hidden state after the final norm; it reads the one before."""
     norm, shift = tensors["model.norm.weight"] + tensors.shift, tensors.shift
     tensors.change("hnorm", lambda depth, w: w if depth else (w + shift) / norm - shift)
 
 
 def fed_behind_the_norm(tensors):
-    """Depths from the second on whose weights belong to the depth before behind its norm."""
+    """Store later depths trained on the normed output of the previous depth."""
     norms = {d: tensors[n] + 1 for (d, p), n in tensors.places.items() if p == "norm.weight"}
     tensors.change("hnorm", lambda depth, w: (w + 1) / norms[depth - 1] - 1 if depth else w)
 
@@ -111,7 +111,7 @@ NORMS = {
     "last norm": ("norm",),
 }
 FEW_NORMS = {("mimo_v2_flash", "norms"), ("step3p5", "last norm")}
-# What the verdict names; a norm's shift it may name by another norm's, which has the same effect.
+# Expected part of the verdict; a norm's shift may be named by another norm whose shift has the same effect.
 NAMED = {
     "hidden and embedding": "with fuse=",
     "hidden state before the norm": "with capture='post' for 'pre'",
@@ -151,9 +151,9 @@ def test_wrong_heads_are_found(tmp_path, right_models, case):
     name, plant = CASES[case]
     tensors = Tensors(name, right_models[name][0])
     plant(tensors)
-    model, said = load(tmp_path, CHECKPOINTS[name][0], dict(tensors))
-    verdict = verdict_on(model, 3 if name == "step3p5" else FEW_TEXTS)  # of fewer its are not clear enough
-    assert verdict.broken or said
+    model, messages = load(tmp_path, CHECKPOINTS[name][0], dict(tensors))
+    verdict = verdict_on(model, 3 if name == "step3p5" else FEW_TEXTS)  # it needs more texts for a clear result
+    assert verdict.broken or messages
     if why := NAMED.get(case.partition(": ")[2]):
         assert why in verdict.broken[-1]
 
@@ -171,7 +171,7 @@ def shifted(rows):
     return mx.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
 
 
-# The loop's own drafts beside those of a head that reads the whole text.
+# The loop's own drafts compared with those of a head that reads the whole text.
 
 
 class OneRowOff(Heads):
@@ -204,7 +204,7 @@ def test_a_loop_that_drafts_worse_than_its_heads_is_found(right_models, monkeypa
     for reference in references:
         compare(reference, way, comparison)
     assert not comparison.differences
-    own = [right(model, Known.of(p.tokens, p.hidden, p.said), k) for p in (r.one_pass for r in references)]
+    own = [right(model, Known.of(p.tokens, p.hidden, p.predicted), k) for p in (r.one_pass for r in references)]
     verdict = Verdict("float32", kept=_kept(references, own, [comparison] * (k + 1), k))
     conclude(model, verdict)
     assert bool(verdict.broken) == (plant != "right"), verdict.kept

@@ -1,4 +1,4 @@
-"""Check the test of drawn texts' distribution: how often it refuses right draws, how surely wrong ones."""
+"""Check the test of sampled output's distribution: how often it refuses right draws, how surely wrong ones."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ def model(tiny_models):
     ("x", "freedom", "p"),
     [(3.841459, 1, 0.05), (5.991465, 2, 0.05), (18.307038, 10, 0.05), (24.995790, 15, 0.05), (35.0, 9, 6.0e-5)],
 )
-def test_the_tail_of_chi_squared(x, freedom, p):
+def test_the_chi_squared_tail(x, freedom, p):
     assert chi_squared_tail(x, freedom) == pytest.approx(p, rel=1e-5 if p == 0.05 else 2e-2)
     assert chi_squared_tail(0.0, freedom) == 1.0
     if p == 0.05:
         assert quantile(p, freedom) == pytest.approx(x, rel=1e-6)
 
 
-def test_the_tail_of_chi_squared_far_out_and_degenerate():
+def test_the_chi_squared_tail_at_its_limits():
     assert chi_squared_tail(5.0, 0) == 1.0
     assert 0 <= chi_squared_tail(1e6, 3) < 1e-300
     assert 0 <= chi_squared_tail(1e6, 4) < 1e-300
@@ -37,7 +37,7 @@ def test_the_tail_of_chi_squared_far_out_and_degenerate():
 
 @pytest.mark.parametrize("freedom", [1, 3])
 @pytest.mark.parametrize("noncentral", [0.0, 7.0, 60.0, 1e4])
-def test_the_tail_of_noncentral_chi_squared(freedom, noncentral):
+def test_the_noncentral_chi_squared_tail(freedom, noncentral):
     rng = np.random.default_rng(0)
     means = np.zeros(freedom)
     means[0] = np.sqrt(noncentral)
@@ -47,7 +47,7 @@ def test_the_tail_of_noncentral_chi_squared(freedom, noncentral):
 
 
 class Memory:
-    """One pass of a model whose next token has fixed probabilities, given the last token."""
+    """One pass of a model whose next token depends only on the last token."""
 
     rows = np.log(1e-9 + np.random.default_rng(3).dirichlet(np.full(40, 0.3), 40)).astype(np.float32)
 
@@ -59,7 +59,7 @@ class Memory:
 
 
 def markov(n, length, seed, temp=1.0):
-    """n texts of a model as Memory's, behind token 0, drawn by NumPy."""
+    """Return n texts of a model like Memory's after token 0, drawn by NumPy."""
     rng = np.random.default_rng(seed)
     p = np.exp(Memory.rows / temp)
     sums = (p / p.sum(axis=1, keepdims=True)).cumsum(axis=1)
@@ -82,21 +82,21 @@ def test_right_draws_pass_with_uniform_p(memory):
     assert np.abs(ps - (np.arange(100) + 0.5) / 100).max() < 1.95 / np.sqrt(100)
 
 
-def test_power_is_what_it_says(memory):
+def test_power_is_the_share_of_refused_draws(memory):
     found = [fit(None, [0], markov(180, 4, seed, temp=1.25), temp=1.0, mode="x") for seed in range(20)]
-    said = sum(f.power for f in found) / 20
-    assert 0.2 < said < 0.9
-    assert sum(f.refused for f in found) / 20 == pytest.approx(said, abs=0.2)
+    stated = sum(f.power for f in found) / 20
+    assert 0.2 < stated < 0.9
+    assert sum(f.refused for f in found) / 20 == pytest.approx(stated, abs=0.2)
 
 
-def test_what_cannot_be_told_is_said(memory, monkeypatch):
+def test_too_few_draws_have_no_power(memory, monkeypatch):
     monkeypatch.setattr(Memory, "rows", np.where(np.eye(40), 20.0, 0.0).astype(np.float32))
     found = fit(None, [0], [[0] * 4] * 30, temp=1.0, mode="x")
     assert (found.freedom, found.p, found.power) == (0, 1.0, 0.0)
     assert spread(Memory.rows[0], 1.0) < 1e-3 < spread(np.log(np.array([0.5, 0.3, 0.2])), 1.0)
 
 
-# The product's own draws, right and planted.
+# The product's own draws, correct and with planted faults.
 
 REAL_SCORES = sampling.Sampling.scores
 

@@ -1,4 +1,4 @@
-"""Check that errors of a full disk say which file was being written, and no others do."""
+"""Check that only errors of a full disk name the file that was being written."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from mlx_mtp.machine.errors import naming
 FULL = "/dev/full"
 
 
-def test_a_file_that_finds_no_room_is_named(tmp_path):
+def test_a_disk_full_error_names_the_file(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
     for kind in (atomic.file, atomic.directory):
         with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path / 'new'}'$"), kind(tmp_path / "new"):
@@ -38,7 +38,7 @@ def test_small_files_name_a_full_disk(monkeypatch):
             write()
 
 
-def test_remembered_figures_name_their_file(monkeypatch):
+def test_a_full_disk_warns_with_the_name_of_the_figures_file(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Read what limits a process from any system's files; limits of MLX's come back, whatever happens."""
+"""Check the memory limits read from any system's files, and that MLX's cache limit is restored."""
 
 import contextlib
 import resource
@@ -59,7 +59,7 @@ def at(place, files):
 
 MEMINFO = {"proc/meminfo": "MemTotal:       62500000 kB\nMemFree: 1 kB\nMemAvailable:   31250000 kB\n"}
 V2, V1 = {"proc/self/cgroup": "0::/a/b\n"}, {"proc/self/cgroup": "5:cpu:/x\n4:memory:/a/b\n0::/\n"}
-UNLIMITED = 9223372036854771712  # what version 1 says where there is no limit
+UNLIMITED = 9223372036854771712  # version 1's value for no limit
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_what_is_available(system, files, expected, limit):
     assert found.limit.startswith(limit)
 
 
-def test_groups_outside_of_the_mount_are_not_read(system, tmp_path):
+def test_control_groups_outside_the_mount_are_ignored(system, tmp_path):
     root = system({"proc/self/cgroup": "0::/../..\n", "memory.max": "5", "memory.current": "1"})
     assert list(cgroup_rooms(root / "sys/..")) == []
 
 
-def test_free_memory_of_a_mac(monkeypatch):
-    """All but wired, anonymous and compressed pages."""
+def test_free_memory_on_macos(monkeypatch):
+    """Physical memory without wired, anonymous and compressed pages."""
     physical = 16 * 2**30
     expected = physical - 16384 * (150_000 + 395_000 + 120_000)
     assert free_in_vm_stat(VM_STAT, physical) == expected
@@ -130,7 +130,7 @@ def test_a_limit_on_virtual_memory(system, monkeypatch):
     assert available(root).bytes == 64 * GB
 
 
-def test_the_cache_limit_comes_back():
+def test_the_cache_limit_is_restored():
     before = mx.set_cache_limit(12345)
     try:
         for limit, inside in ((777, 777), (0, 0), (None, 12345)):

@@ -1,4 +1,4 @@
-"""Threads take turns in the order in which they ask, and leave nothing behind when they end."""
+"""Check that threads take turns in order of arrival and leave no compiled functions when they end."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ from mlx_mtp.machine.stream import in_turn, in_turns
 
 
 def in_thread(call, *args):
-    """What a call returns in a thread of its own."""
+    """Return the result of a call in a new thread."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call(*args)))
     thread.start()
@@ -20,7 +20,7 @@ def in_thread(call, *args):
     return found[0]
 
 
-def test_what_is_not_computed_yet_is_computed_by_any_thread():
+def test_any_thread_computes_a_lazy_array():
     before = mx.default_stream(mx.cpu)
     with in_turn():
         lazy = mx.arange(4) * 2
@@ -39,12 +39,12 @@ def error_of(array):
         return str(e)
 
 
-def test_who_comes_again_joins_the_line():
+def test_a_thread_queues_again_after_its_turn():
     order = []
     other = threading.Thread(target=in_turn()(lambda: order.append("other")))
     with in_turn():
         other.start()
-        while stream._line.acquire(blocking=False):  # until it stands there
+        while stream._line.acquire(blocking=False):  # until the other thread is queued
             stream._line.release()
             time.sleep(0.001)
     with in_turn():
@@ -53,7 +53,7 @@ def test_who_comes_again_joins_the_line():
     assert order == ["other", "again"]
 
 
-def test_a_generator_goes_on_and_ends_in_any_thread():
+def test_a_generator_continues_and_ends_in_any_thread():
     turns, ended = [], []
 
     def steps():
@@ -75,11 +75,11 @@ def test_a_generator_goes_on_and_ends_in_any_thread():
     assert len(ended) == 2
 
 
-def test_threads_that_end_are_cleaned_up_behind(monkeypatch):
+def test_ended_threads_are_cleaned_up(monkeypatch):
     cleared = []
     monkeypatch.setattr(stream._Cleanup.__del__, "__defaults__", (lambda: cleared.append(threading.get_ident()),))
     here = in_thread(in_turn()(threading.get_ident))
     assert cleared == [here]
-    with in_turn():  # the main thread keeps what it has compiled
+    with in_turn():  # the main thread keeps its compiled functions
         pass
     assert len(cleared) == 1

@@ -1,4 +1,4 @@
-"""The wired limit is set once, at a load, while nothing runs; no generation changes it."""
+"""Check that the wired limit is set once per load while nothing runs, and by no generation."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ GB = 10**9
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What a GPU that recommends 10 GB is asked for, in its order."""
+    """Calls on a GPU that recommends 10 GB, in order."""
     made = []
     monkeypatch.setattr(wired, "working_set", lambda: 10 * GB)
     monkeypatch.setattr(wired, "_set", 0)
@@ -34,7 +34,7 @@ def calls(monkeypatch):
         (GB, 4 * GB, 4 * GB), (12 * GB, 0, 0),
     ],
 )  # fmt: skip
-def test_what_a_load_sets(calls, weights, limit, expected):
+def test_a_load_sets_the_limit(calls, weights, limit, expected):
     assert wire(weights, limit) == expected
     assert calls == (["wait", expected] if expected else [])
 
@@ -60,7 +60,7 @@ def test_limits_that_are_refused(calls, limit):
     assert calls == []
 
 
-def test_a_load_sets_it_and_a_generation_does_not(calls):
+def test_a_generation_does_not_set_the_limit(calls):
     model, tokenizer = mlx_mtp.load(demo_path(), wired_limit=4 * GB)
     assert calls[-2:] == ["wait", 4 * GB]
     calls.clear()
@@ -80,8 +80,8 @@ def test_the_option(calls):
         assert "--wired-limit" in found.output
 
 
-def test_only_a_load_sets_it():
-    """No other code of ours does, nor calls what mlx-lm has for it."""
+def test_only_the_load_calls_mlx():
+    """No other code sets the limit or calls mlx-lm's function for it."""
     package = Path(mlx_mtp.__file__).parent
     found = {
         file.relative_to(package).as_posix()

@@ -1,4 +1,4 @@
-"""Normalise config.json: every way to write a value gives the same arguments, and what is not read is named."""
+"""Check that every spelling of a config.json gives the same arguments, and that unread keys are named."""
 
 import copy
 import dataclasses
@@ -57,11 +57,11 @@ CONFIGS = {
 NEXT = families.FAMILIES["qwen3_next"].config
 CONFIGS["qwen3_next"] = {**NEXT, **{"rope_theta": 5e5, "partial_rotary_factor": 0.5}}
 CONFIGS["qwen3_next"].pop("rope_parameters", None)
-MOVED = ("rope_theta", "partial_rotary_factor")  # into rope_parameters, by transformers 5
+MOVED = ("rope_theta", "partial_rotary_factor")  # transformers 5 moves them into rope_parameters
 
 
 def as_transformers_5(config: dict, kind: str | None = "rope_type") -> dict:
-    """The config with its rotary embeddings in `rope_parameters`, whose type is called `kind`."""
+    """Return the config with its rotary embeddings in `rope_parameters`, whose type is called `kind`."""
     config = dict(config)
     scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
     inside = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
@@ -72,7 +72,7 @@ def as_transformers_5(config: dict, kind: str | None = "rope_type") -> dict:
 
 
 def model_of(config: dict):
-    """The family's model, of which nothing is computed; what it does with positions is that of a load."""
+    """Return the family's model, unevaluated, with its rotary embeddings set up as by a load."""
     normal = normalize(config)
     normal.check("config.json")
     family = find_family(config)
@@ -82,7 +82,7 @@ def model_of(config: dict):
 
 
 def rotations(config: dict) -> list[tuple]:
-    """What each rotary module of the model does."""
+    """Return the parameters of each rotary module of the model."""
     found = []
     for path, module in model_of(config).named_modules():
         if type(module).__name__.endswith("RoPE"):
@@ -95,20 +95,20 @@ def rotations(config: dict) -> list[tuple]:
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rotary_embeddings_as_transformers_5_saves_them(name, kind):
+def test_rotary_embeddings_saved_by_transformers_5(name, kind):
     hub = CONFIGS[name]
     expected, newer = rotations(hub), as_transformers_5(hub, kind)
     assert rotations(newer) == expected
     agreeing = {**newer, **{n: hub[n] for n in (*MOVED, "rope_scaling") if n in hub}}
     assert rotations(agreeing) == expected
-    assert rotations({**newer, "rope_theta": 17.0}) == expected, "rope_parameters count before what is beside them"
+    assert rotations({**newer, "rope_theta": 17.0}) == expected, "rope_parameters override the top level"
     assert rotations({**newer, "rope_theta": None, "rope_scaling": None}) == expected
     assert rotations(normalize(newer).config) == expected, "normalising twice is normalising once"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_theta_scaling_and_parts_are_applied(name):
-    """Every value is applied: another one makes another model."""
+def test_theta_scaling_and_rotated_part_are_applied(name):
+    """Changing any value changes the model."""
     hub = CONFIGS[name]
     before = rotations(hub)
     changes = [{"rope_theta": 123.0}]
@@ -121,8 +121,8 @@ def test_theta_scaling_and_parts_are_applied(name):
             assert rotations(write({**hub, **change})) != before, change
 
 
-def test_scaling_of_each_kind_reaches_a_model_that_leaves_it_out():
-    """mlx-lm's models of these families read `rope_scaling` and rotate without it."""
+def test_scaling_is_applied_to_models_that_ignore_it():
+    """mlx-lm's models of these families read `rope_scaling` but rotate without it."""
     for name in ("qwen3_moe", "glm4_moe"):
         for scaling, kind in ((YARN, YarnRoPE), (LLAMA3, Llama3RoPE), (LINEAR, nn.RoPE)):
             of_layers = [found for _, found, _, _ in rotations({**CONFIGS[name], "rope_scaling": scaling})]
@@ -160,8 +160,8 @@ def test_types_of_layers():
         rotations({**flat, "rope_parameters": both})
 
 
-def test_a_step_config_by_types_of_layers():
-    """transformers writes the lists of Step-3.5, one item per layer, as values by type of layer."""
+def test_a_step_config_with_values_per_layer_type():
+    """transformers writes Step-3.5's per-layer lists as values per layer type."""
     hub = {**tiny.CONFIG, "layer_types": ["full_attention", *["sliding_attention"] * 6]}
     newer = {name: value for name, value in hub.items() if name not in (
         "rope_theta", "rope_scaling", "partial_rotary_factors", "yarn_only_types", "attention_other_setting",
@@ -187,7 +187,7 @@ def test_a_step_config_by_types_of_layers():
 
 
 def arguments(config: dict) -> dict:
-    """The family's arguments, of a wrapper those of its text model."""
+    """Return the family's arguments; for a wrapper those of its text model."""
     normal = normalize(config).config
     family = find_family(config)
     text = normal.get("text_config") or normal
@@ -217,7 +217,7 @@ def test_every_spelling(config):
     assert tried > 10
 
 
-def test_null_is_what_it_is_derived_from():
+def test_null_is_replaced_by_its_derived_value():
     config = CONFIGS["qwen3_moe"]
     assert arguments({**config, "head_dim": None})["head_dim"] == 8
     assert arguments({**config, "num_key_value_heads": None})["num_key_value_heads"] == 4
@@ -250,9 +250,9 @@ def test_a_text_model_in_a_wrapper():
     for change in ({"tie_word_embeddings": True}, {"rope_parameters": faster}):
         assert arguments({**hub, "text_config": text | change}) != arguments(hub)
     plain = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
-    beside = {**hub, "text_config": plain, "tie_word_embeddings": True, "dtype": "bfloat16"}
-    assert arguments(beside)["tie_word_embeddings"] is True
-    assert normalize(beside).config["torch_dtype"] == "bfloat16"
+    wrapped = {**hub, "text_config": plain, "tie_word_embeddings": True, "dtype": "bfloat16"}
+    assert arguments(wrapped)["tie_word_embeddings"] is True
+    assert normalize(wrapped).config["torch_dtype"] == "bfloat16"
     strange = normalize({**hub, "frobnicate": 1, "text_config": {**text, "whatever": 2}})
     assert strange.unread == ["text_config.whatever", "frobnicate"]
 
@@ -283,7 +283,7 @@ def test_harmless_keys_are_silent_and_others_make_one_warning(name, tmp_path):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_load_and_a_conversion_warn_once(plain, tmp_path):
+def test_a_load_and_a_conversion_each_warn_once(plain, tmp_path):
     strange = {"frobnicate": 3, "gyre": 4}
     config = {**(portless.CONFIGS["gpt_oss"] if plain else CONFIGS["qwen2"]), **strange}
     path, _ = families.headless(tmp_path / "model", config)
@@ -318,7 +318,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "change"), REFUSED)
-def test_what_changes_the_output_and_cannot_be_applied_is_refused(name, change):
+def test_unsupported_values_that_change_the_output_are_refused(name, change):
     with pytest.raises(ValueError, match=rf"^config\.json: .*{next(iter(change))}") as caught:
         model_of({**CONFIGS[name], **change})
     assert "\n" not in str(caught.value)
@@ -346,9 +346,9 @@ def test_released_configs_are_read_without_a_warning(file):
     assert normalize(normal.config).config == normal.config
 
 
-# mlx-lm's Gemma 2 attends to all positions: its text is another one behind 4,096 tokens.
+# mlx-lm's Gemma 2 attends to all positions, which changes its output after 4,096 tokens.
 WARNED = {"gemma2": ["sliding_window"]}
-NO_TEXT = ("pixtral",)  # a vision tower's config
+NO_TEXT = ("pixtral",)  # the config of a vision tower
 ROOMS = (*mlx_lm.models.__path__, *mlx_mtp.models.__path__)
 FAMILIES = {file.stem for room in ROOMS for file in Path(room).glob("*.py")}
 KNOWN = sorted(name for name in {*CONFIG_MAPPING} - {*NO_TEXT} if REMAPPED.get(name, name) in FAMILIES)
@@ -366,12 +366,12 @@ def test_defaults_of_transformers_are_read_without_a_warning(model_type):
 
 
 def untagged(found: dict):
-    """What mlx-lm makes of a float that JSON does not have."""
+    """Convert mlx-lm's representation of floats that JSON lacks."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_users_values_count_before_the_files(name):
+def test_a_users_values_override_the_file(name):
     newer = as_transformers_5(CONFIGS[name])
     scaled = [{"rope_scaling": LINEAR}] if CONFIGS[name].get("rope_scaling") else []
     for change in ({"rope_theta": 11.0}, {"rope_scaling": None}, *scaled):
@@ -398,7 +398,7 @@ def test_bad_values_are_one_line(tmp_path):
 
 
 def test_a_converted_config_is_read_by_mlx_lm(tmp_path):
-    """What is inside is then also beside, under the names that mlx-lm reads."""
+    """Values inside `rope_parameters` are also written at the top level, under the names that mlx-lm reads."""
     hub = {**CONFIGS["qwen2"], "dtype": "float16"}
     path, _ = families.headless(tmp_path / "old", hub)
     (path / "config.json").write_text(json.dumps(as_transformers_5(hub)))
@@ -411,15 +411,15 @@ def test_a_converted_config_is_read_by_mlx_lm(tmp_path):
     assert {w.dtype for w in weights.values()} == {mx.float16}
 
 
-def test_frequencies_with_bounds_between_dimensions():
-    """`truncate: false` is what GPT-OSS is released with; MLX's module rounds."""
+def test_yarn_frequencies_without_rounded_bounds():
+    """GPT-OSS is released with `truncate: false`; MLX's module rounds."""
     changes = {}, {"truncate": False}
     rounded, exact = ({**CONFIGS["gpt_oss"], "rope_scaling": {**YARN, **change}} for change in changes)
     assert rotations(rounded) != rotations(exact)
 
 
 def test_a_window_of_every_layer(tmp_path):
-    """Mistral's window is all layers'; tokens are those of a forward over the whole sequence with mlx-lm's mask."""
+    """In Mistral every layer has a window; tokens equal those of a full forward pass with mlx-lm's mask."""
     config = CONFIGS["mistral"]
     path, _ = families.headless(tmp_path, {**config, "mlx_lm": "llama"})
     (path / "config.json").write_text(json.dumps(config))
@@ -427,7 +427,7 @@ def test_a_window_of_every_layer(tmp_path):
     prompt = [i % 13 for i in range(1, 12)]
     expected = tiny.greedy(model, prompt, 12)
     assert [t for t, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=12)] == expected
-    far = [[5, *prompt], [6, *prompt]]  # 4 layers of 6 positions reach 20 back, one more than the prompt has
+    far = [[5, *prompt], [6, *prompt]]  # 4 layers with windows of 6 reach back 20 positions, one beyond the prompt
     rows = [model(mx.array([tokens]))[0] for tokens in far]
     assert not mx.allclose(rows[0][0], rows[1][0])
     (path / "config.json").write_text(json.dumps({**config, "sliding_window": 2, "num_hidden_layers": 4}))
@@ -436,7 +436,7 @@ def test_a_window_of_every_layer(tmp_path):
     assert mx.array_equal(*rows), "four layers of two positions reach four back"
 
 
-def test_a_drawn_model_of_a_config_as_transformers_5_saves_it(tmp_path):
+def test_a_random_model_from_a_transformers_5_config(tmp_path):
     hub = CONFIGS["glm4_moe"]
     found = []
     for config in (hub, as_transformers_5(hub)):

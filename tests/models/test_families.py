@@ -1,4 +1,4 @@
-"""Decode every family: the text is that of a cacheless forward, drafts are those of a recomputation from scratch."""
+"""Decode every family: tokens equal a cacheless forward's, drafts equal those recomputed from scratch."""
 
 import functools
 
@@ -13,9 +13,9 @@ from sweep import paired, sampled
 
 import mlx_mtp
 
-# Loading has tests of these too; decoding them does nothing that a variant of theirs does not do.
+# Tests of the load cover these too; decoding them exercises nothing that a variant of theirs does not.
 SIMPLER = ("glm4_moe_untied", "glm_moe_dsa", "nemotron_h")
-# A prompt whose texts go on past the end of a ring of 40 slots, and show it when a row is not where it belongs.
+# A prompt whose output runs past a ring of 40 slots and changes if a row is in the wrong slot.
 LONG = np.random.default_rng(0).integers(0, families.V, 36).tolist()
 
 
@@ -24,14 +24,14 @@ NAMES = [name for name in sorted(families.FAMILIES) if name not in SIMPLER]
 
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
-    """(our model, mlx-lm's plain model) of one random checkpoint."""
+    """Return (our model, mlx-lm's plain model) of one random checkpoint."""
     path, _, plain = families.build(request.param, tmp_path_factory.mktemp("family"))
     return mlx_mtp.load_model(path), plain
 
 
 @pytest.fixture(scope="module")
 def truth(family):
-    """Greedy text of a prompt by a cacheless forward, computed once."""
+    """Return greedy tokens from a cacheless forward, computed once per prompt."""
     return functools.cache(lambda prompt: tiny.greedy(family[1], list(prompt), 20))
 
 
@@ -44,7 +44,7 @@ def ours(model, prompt, n, k, **options):
 
 
 def in_families(name: str, values: list, few: list = NAMES):
-    """Each family, or few, with one of the values; in a sweep each with all."""
+    """Parametrize each family, or those in `few`, with one of the values; in a sweep with all."""
     return pytest.mark.parametrize(("family", name), paired(sampled(few, NAMES), values), indirect=["family"])
 
 
@@ -83,7 +83,7 @@ def test_drafts_equal_recomputation(family, monkeypatch, length):
 
 @in_families("stop", [(3, 2), (0, 4), (3, 9), (3, 1), (3, 4)], [*NAMES[1::3], NAMES[-1]])
 def test_stop_anywhere_save_and_continue(family, truth, monkeypatch, tmp_path, stop):
-    """A cache left in the middle of an accepted run, and its copy from a file, go on as if decoded one by one."""
+    """A cache that ends inside an accepted run, and its copy from a file, continue as after one-by-one decoding."""
     (model, _), (k, stop), prompt = family, stop, LONG
     expected = truth(tuple(prompt))[: stop + 8]
     cache = mlx_mtp.make_prompt_cache(model)

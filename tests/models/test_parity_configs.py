@@ -1,6 +1,6 @@
-"""Load what transformers' `save_pretrained` writes: logits are its own, and those of the hub's older form.
+"""Load what transformers' `save_pretrained` writes: logits equal its own and those of the hub's older form.
 
-Tiny models of every family that both have, with random weights. `hub_form` writes a config as transformers 4 did.
+Tiny random models of every family that both support. `hub_form` writes a config as transformers 4 did.
 """
 
 import copy
@@ -45,7 +45,7 @@ DSA = {**MLA, "index_topk": 64, "index_n_heads": 4, "index_head_dim": 16}
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 WINDOWS = {"sliding_window": 6, "layer_types": ALTERNATE}
 THIRD = {"partial_rotary_factor": 0.334}
-# "family" or "family, variant": what transformers' config is made of.
+# "family" or "family, variant": arguments of transformers' config.
 CONFIGS = {
     "llama": {"rope_parameters": PLAIN, "attention_bias": True, "mlp_bias": True},
     "llama, linear": {"rope_parameters": LINEAR},
@@ -122,10 +122,10 @@ SKIPPED = {
 
 
 def saved_by_transformers(name: str, path):
-    """(transformers' model, what it saved at `path`) with random weights: norms near one, all else of some size."""
+    """Save transformers' model at `path` with random weights, norms near one; return it and the saved config."""
     family, kind = name.split(",")[0], transformers.CONFIG_MAPPING[name.split(",")[0]]
     values = {**BASE, **copy.deepcopy(CONFIGS[name])}
-    if family == "nemotron_h":  # it has a layer for each of its types
+    if family == "nemotron_h":  # one layer of each type
         del values["num_hidden_layers"]
     config = kind(**values)
     config._attn_implementation = "eager"
@@ -143,24 +143,24 @@ def saved_by_transformers(name: str, path):
 
 
 def hub_form(config: dict) -> dict:
-    """The config as transformers 4 wrote it: theta, scaling and the rotated part side by side."""
+    """Return the config in transformers 4's form: theta, scaling and rotated part at the top level."""
     inside = config.get("rope_parameters")
     if not inside:
         return config
-    beside = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    outer = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
     if "full_attention" in inside:
-        beside["rope_local_base_freq"] = beside["swa_rope_theta"] = inside["sliding_attention"]["rope_theta"]
+        outer["rope_local_base_freq"] = outer["swa_rope_theta"] = inside["sliding_attention"]["rope_theta"]
         inside = inside["full_attention"]
     own = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in inside.items() if name not in (*own, "rope_type")}
-    beside["rope_scaling"] = None if inside["rope_type"] == "default" else {**scaling, "type": inside["rope_type"]}
-    return beside | {name: inside[name] for name in own if name in inside}
+    outer["rope_scaling"] = None if inside["rope_type"] == "default" else {**scaling, "type": inside["rope_type"]}
+    return outer | {name: inside[name] for name in own if name in inside}
 
 
 def logits(path) -> np.ndarray:
-    """The logits [T, V] of our model of a text."""
+    """Return our model's logits [T, V] for a fixed sequence."""
     model, tokens = mlx_mtp.load_model(path, mtp=False, kernels="off"), mx.array([TOKENS])
-    if not hasattr(model, "normed"):  # no port
+    if not hasattr(model, "normed"):  # not a port
         return np.array(model(tokens)[0])
     return np.array(model.logits(model.hidden(tokens, mlx_mtp.make_prompt_cache(model).layers))[0])
 
@@ -176,7 +176,7 @@ ONLY_NEW = (
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *SKIPPED])
-def test_what_transformers_saves_has_its_logits_and_those_of_the_hubs_form(name, tmp_path):
+def test_a_saved_model_has_the_logits_of_transformers_and_of_the_hub_form(name, tmp_path):
     if name in SKIPPED:
         pytest.skip(SKIPPED[name])
     theirs, path = saved_by_transformers(name, tmp_path)
@@ -195,7 +195,7 @@ def test_what_transformers_saves_has_its_logits_and_those_of_the_hubs_form(name,
 
 
 def resaved(config: dict, path) -> dict:
-    """The hub's config as transformers writes it again."""
+    """Return the hub's config after transformers has saved it again."""
     (path / "config.json").write_text(json.dumps(config))
     transformers.AutoConfig.from_pretrained(path).save_pretrained(path)
     return json.loads((path / "config.json").read_text())
@@ -203,7 +203,7 @@ def resaved(config: dict, path) -> dict:
 
 @pytest.mark.parametrize("name", [*families.FAMILIES, "step3p5"])
 def test_the_hubs_config_saved_again_has_the_same_logits(name, tmp_path):
-    """Of every port with heads, their tensors and the hub's names included."""
+    """For every port with heads, including their tensors and the hub's names."""
     if name == "mimo":
         pytest.skip(SKIPPED[name])
     if name == "step3p5":
@@ -223,7 +223,7 @@ def test_the_hubs_config_saved_again_has_the_same_logits(name, tmp_path):
     before = run()
     newer = resaved(config, tmp_path)
     assert newer != config
-    if name == "mimo_v2_flash":  # of its window transformers counts one position more
+    if name == "mimo_v2_flash":  # transformers' window counts one position more
         newer["sliding_window"] = newer["sliding_window_size"]
     (tmp_path / "config.json").write_text(json.dumps(newer))
     for old, new in zip(before, run(), strict=True):

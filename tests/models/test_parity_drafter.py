@@ -1,6 +1,6 @@
-"""Compare an EAGLE-3 head with PyTorch: transformers' Llama layer with widened projections, as it is trained with.
+"""Compare an EAGLE-3 head with PyTorch: transformers' Llama layer with widened projections, as in its training.
 
-transformers has no EAGLE-3, and speculators, which has, wants an older transformers: the wiring here is ours.
+transformers has no EAGLE-3, and speculators, which does, needs an older transformers; so the wiring is written here.
 """
 
 import drafters
@@ -39,7 +39,7 @@ class TorchDrafter:
 
     @torch.no_grad()
     def __call__(self, embeddings, hidden):
-        """(output rows [1, n, H], logits [n, Vd])"""
+        """Return (output rows [1, n, H], logits [n, Vd])."""
         n, layer = hidden.shape[1], self.layer
         positions = self.rotary(hidden, torch.arange(n)[None])
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
@@ -67,7 +67,7 @@ def test_target_rows_and_every_draft(tmp_path, length):
     with torch.no_grad():
         out = theirs(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
     close(model.logits(rows)[0], out.logits[0])
-    # After 2, N/2 and N-3 layers; hidden_states[i] is the stream after i of them.
+    # After 2, N/2 and N-3 layers; hidden_states[i] is the stream after i layers.
     captured = torch.cat([out.hidden_states[i] for i in (2, 3, 3)], dim=-1)
     close(rows[..., H:], captured)
     hidden = captured[:, :-1] @ reference.fc.T

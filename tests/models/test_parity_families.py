@@ -1,7 +1,7 @@
-"""Compare ports with Hugging Face transformers: the same checkpoint in PyTorch, fp32, trunk and every draft.
+"""Compare ports with Hugging Face transformers on one checkpoint: PyTorch in float32, trunk and every draft.
 
-transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding, so the checkpoints here have none of
-their own; it has no MiMo-7B, for which Qwen2 stands in with its tensors renamed.
+transformers' generic MTP (`MtpModel`) shares the target's LM head and embedding, so these checkpoints have no own
+ones. It lacks MiMo-7B; Qwen2 with renamed tensors replaces it.
 """
 
 import copy
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 
 def nextn_checkpoint(name: str, path, **changes) -> None:
-    """The family's checkpoint without the head's copies of embedding and LM head."""
+    """Save the family's checkpoint without the head's copies of embedding and LM head."""
     _, weights, _ = families.build(name, path, **changes)
     shared = {
         n: w for n, w in weights.items() if not n.endswith(("shared_head.head.weight", "0.embed_tokens.weight"))
@@ -36,34 +36,34 @@ def nextn_checkpoint(name: str, path, **changes) -> None:
 
 
 class TorchFamily:
-    """transformers' model of a checkpoint and its generic MTP."""
+    """transformers' model of a checkpoint, and its generic MTP."""
 
     def __init__(self, path, *, depths: int = 1, kind: str = "full_attention", mlp: str = "sparse"):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = self.model.config
         config.num_mtp_layers = depths
         config.mtp_layer_types, config.mtp_mlp_layer_types = [kind] * depths, [mlp] * depths
-        # It knows heads by the number of layers of the released checkpoints only.
+        # It finds heads only by the number of layers of the released checkpoints.
         heads = range(config.num_hidden_layers, config.num_hidden_layers + depths)
         self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{i}\." for i in heads]
         self.mtp = modeling_layers.MtpModel.from_pretrained(self.model)
 
     @torch.no_grad()
     def trunk(self, tokens: list[int]):
-        """(rows after the final norm [1, T, H], logits [T, V])"""
+        """Return (rows after the final norm [1, T, H], logits [T, V])."""
         out = self.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
         return out.hidden_states[-1], out.logits[0]
 
     @torch.no_grad()
     def head(self, hidden, following: list[int], depth: int = 0):
-        """(fed back rows [1, n, H], logits [n, V]) for rows [1, n, H] and the token after each."""
+        """Return (rows to feed back [1, n, H], logits [n, V]) for rows [1, n, H] and the token after each."""
         positions = torch.arange(1, len(following) + 1)[None]
         rows = self.mtp.forward_layer(depth, hidden, positions, None, input_ids=torch.tensor([following]))
         return rows, self.model.lm_head(rows)[0]
 
 
 class TorchSparse(TorchFamily):
-    """Where layers have indexers: its MTP makes no mask for them, and keeps what GLM's return beside their rows."""
+    """For layers with indexers: transformers' MTP builds no mask for them and keeps GLM's extra outputs."""
 
     def __init__(self, path):
         super().__init__(path, kind="indexed_attention")
@@ -85,13 +85,13 @@ def assert_close(ours: mx.array, theirs):
 
 
 def rows_in_chunks(model, cache, tokens: list[int], cuts: list[int]) -> mx.array:
-    """The target's rows [1, T, H], read in chunks that end at the cuts."""
+    """Return the target's rows [1, T, H] from a prefill in chunks that end at the cuts."""
     bounds = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
     return mx.concatenate([model.hidden(mx.array(tokens[a:b])[None], cache.layers) for a, b in bounds], axis=1)
 
 
 def assert_recycled_drafts(model, theirs, cuts: list[int]) -> None:
-    """The trunk read in chunks, the head on committed rows, and three times on its own output."""
+    """Compare a trunk prefilled in chunks, the head on committed rows, and three drafts from its own output."""
     tokens = np.random.default_rng(0).integers(0, families.V, 24).tolist()
     cache = mlx_mtp.make_prompt_cache(model)
     rows = rows_in_chunks(model, cache, tokens, cuts)
@@ -114,7 +114,7 @@ def assert_recycled_drafts(model, theirs, cuts: list[int]) -> None:
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_untied", "deepseek_v3", "glm4_moe_lite"])
 def test_nextn_families(tmp_path, name, cuts):
-    """Chunks of one, of a few and of many rows: latent attention is absorbed up to eight."""
+    """Chunks of one, a few and many rows: latent attention is absorbed for up to eight."""
     nextn_checkpoint(name, tmp_path)
     model, theirs = mlx_mtp.load_model(tmp_path), TorchFamily(tmp_path)
     assert_recycled_drafts(model, theirs, cuts)
@@ -126,14 +126,14 @@ def test_nextn_families(tmp_path, name, cuts):
 def test_sparse_families(tmp_path, name, topk, cuts):
     """24 positions, of which a row attends to all or to five.
 
-    With few indexer heads many scores are exactly zero, and transformers leaves open which of equals it takes.
+    With few indexer heads many scores are exactly zero, and transformers does not define the order of ties.
     """
     nextn_checkpoint(name, tmp_path, index_topk=topk, index_n_heads=16)
     assert_recycled_drafts(mlx_mtp.load_model(tmp_path), TorchSparse(tmp_path), cuts)
 
 
 def with_nextn_names(weights: dict[str, mx.array], prefix: str, names: dict[str, str], layers: int) -> dict:
-    """The checkpoint with its heads `prefix`0, 1, .. as layers after the last, and their tensors renamed."""
+    """Return the checkpoint with heads `prefix`0, 1, .. renamed to layers after the last one."""
     renamed = {}
     for name, w in weights.items():
         if name.startswith(prefix):
@@ -145,7 +145,9 @@ def with_nextn_names(weights: dict[str, mx.array], prefix: str, names: dict[str,
 
 
 def test_mimo(tmp_path):
-    """transformers feeds rows after the final norm, so ours must be told to; [hidden, embedding] is MiMo's order."""
+    """transformers reads rows after the final norm, so our spec is set to that; MiMo's order is [hidden,
+    embedding].
+    """
     path, weights, _ = families.build("mimo", tmp_path / "mimo")
     names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj"}
     names["final_layernorm"] = "shared_head.norm"
@@ -157,9 +159,9 @@ def test_mimo(tmp_path):
 
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
 def test_mimo_v2_flash(tmp_path, cuts):
-    """Its window counts the query's own position here and in mlx-lm, but not in transformers.
+    """The window counts the query's own position here and in mlx-lm, but not in transformers.
 
-    Every depth reads the target's rows; transformers would chain them, so each is called singly.
+    Every depth reads the target's rows; transformers would chain them, so each is called separately.
     """
     path, weights, _ = families.build("mimo_v2_flash", tmp_path / "ours")
     kinds = [
@@ -187,9 +189,9 @@ def test_mimo_v2_flash(tmp_path, cuts):
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_qwen(tmp_path, name, cuts):
-    """transformers reads the text model's own layout: no `language_model`, its head a layer after the last.
+    """transformers reads the text model's layout: no `language_model`, the head as a layer after the last one.
 
-    With seed 0 a recurrent row is so near zero that its norm magnifies rounding, in mlx-lm's own model as in ours.
+    With seed 0 a recurrent row is so near zero that its norm magnifies rounding, in mlx-lm's model as in ours.
     """
     path, weights, _ = families.build(name, tmp_path / "ours", seed=1)
     config = families.FAMILIES[name].config
@@ -213,10 +215,11 @@ def test_qwen(tmp_path, name, cuts):
 
 
 class TorchNemotron:
-    """transformers' trunk, and a head put together from its blocks.
+    """transformers' trunk, and a head assembled from its blocks.
 
-    Its generic MTP makes one layer of the trunk's kind per depth, where this head is two; projection, blocks and norm
-    are joined here as vLLM's port joins them.
+    Its generic MTP has one layer of the trunk's kind per depth, but this head has two. Projection, blocks and norm
+    are
+    connected here as in vLLM's port.
     """
 
     def __init__(self, path, weights: dict[str, mx.array]):
@@ -253,7 +256,7 @@ class TorchNemotron:
 
     @torch.no_grad()
     def blockwise(self, hidden, following: list[int]):
-        """Rows [1, n, H] after the projection, after each block, and after the norm."""
+        """Return rows [1, n, H] after the projection, after each block, and after the norm."""
         embedded = self.model.model.embeddings(torch.tensor([following]))
         x = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1) @ self.eh_proj.T
         mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
@@ -269,7 +272,7 @@ class TorchNemotron:
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17], [18]])
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
 def test_nemotron_h(tmp_path, name, cuts):
-    """Chunks of up to 16 rows are stepped, longer ones read at once."""
+    """Chunks of up to 16 rows are stepped row by row; longer ones use the chunked form."""
     path, weights, _ = families.build(name, tmp_path)
     model, theirs = mlx_mtp.load_model(path), TorchNemotron(path, weights)
     assert_recycled_drafts(model, theirs, cuts)

@@ -1,11 +1,11 @@
-"""Compare the Step-3.5 port with Hugging Face transformers: the same checkpoint directory, in PyTorch, fp32.
+"""Compare the Step-3.5 port with Hugging Face transformers on one checkpoint directory, PyTorch in float32.
 
-What transformers 5.23 does differently, and what is done about it here:
-- it has the text model only inside the Step-3.7 wrapper: a random vision tower is built and not used;
-- it loses the MTP blocks' number of sliding heads unless `mtp_per_layer_config` says it;
-- its name map misses the norm under `transformer.shared_head`, and it never reads the heads' own LM heads;
-- it chains the heads after their norm and starts from the target's: here blocks are called singly;
-- the MTP blocks, numbered from 0, take `swiglu_limits_shared` of the trunk's first layers: they are 0 here.
+Differences in transformers 5.23, and how these tests handle them:
+- It has the text model only inside the Step-3.7 wrapper: a random vision tower is created and not used.
+- It loses the MTP blocks' number of sliding heads unless `mtp_per_layer_config` states it.
+- Its name map lacks the norm under `transformer.shared_head`, and it never reads the heads' own LM heads.
+- It chains the heads after their norm and starts from the target's norm: here blocks are called separately.
+- The MTP blocks, numbered from 0, use `swiglu_limits_shared` of the trunk's first layers: they are 0 here.
 """
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", "5.23", reason="parity needs 
 modeling_layers = pytest.importorskip("transformers.modeling_layers")
 loading = pytest.importorskip("transformers.core_model_loading")
 
-# Limits low enough to clamp, and a RoPE scaling that changes frequencies which matter, at these sizes.
+# Limits low enough to clamp, and RoPE scaling that changes frequencies that matter at these sizes.
 CONFIG = {
     **tiny.CONFIG,
     "rope_scaling": {**tiny.CONFIG["rope_scaling"], "original_max_position_embeddings": 64},
@@ -32,7 +32,7 @@ SEEDS = [0, 1, 2]
 
 
 class TorchStep:
-    """transformers' model of a checkpoint: rows before the final norm, and heads as Step-3.5 has them."""
+    """transformers' model of a checkpoint: rows before the final norm, and heads wired as in Step-3.5."""
 
     def __init__(self, path, config: dict, weights: dict[str, mx.array]):
         vision = {"width": 8, "layers": 1, "heads": 2, "image_size": 28}
@@ -45,7 +45,7 @@ class TorchStep:
         assert not [name for name in unread if "vision_model" not in name and "multi_modal" not in name]
         infix = loading.WeightRenaming(r"\.mtp_block\.transformer\.post_norm\.", ".post_norm.")
         self.model._weight_conversions.append(infix)
-        self.mtp = modeling_layers.MtpModel.from_pretrained(self.model)  # raises where a weight is missing
+        self.mtp = modeling_layers.MtpModel.from_pretrained(self.model)  # raises if a weight is missing
         for layer in self.mtp.layers:
             layer.use_post_norm = False
         names = [f"model.layers.{LAYERS + k}.transformer.shared_head.output.weight" for k in range(DEPTHS)]
@@ -67,7 +67,7 @@ class TorchStep:
 
     @torch.no_grad()
     def block(self, depth: int, hidden, tokens: list[int]):
-        """Depth's output [1, n, H] for rows [1, n, H] whose first slot reads tokens[1 + depth]."""
+        """Return a depth's output [1, n, H] for rows [1, n, H] whose first slot reads tokens[1 + depth]."""
         first, n = 1 + depth, hidden.shape[1]
         following, positions = torch.tensor([tokens[first : first + n]]), torch.arange(first, first + n)[None]
         return self.mtp.forward_layer(depth, hidden, positions, None, input_ids=following)
@@ -79,7 +79,7 @@ class TorchStep:
 
 @pytest.fixture(scope="module", params=SEEDS)
 def pair(request, tmp_path_factory):
-    """(our model, transformers') of one checkpoint directory."""
+    """Return (our model, transformers' model) of one checkpoint directory."""
     weights = tiny.random_weights(CONFIG, seed=request.param)
     path = tiny.save(tmp_path_factory.mktemp("parity"), CONFIG, weights)
     return mlx_mtp.load_model(path), TorchStep(path, CONFIG, weights)
@@ -112,14 +112,14 @@ def test_trunk_logits(pair, cuts):
 
 @pytest.mark.parametrize("cut", [0, 13])
 def test_every_depth(pair, cut):
-    """Each side chains its own rows: all depths read a text of five windows, whole or in two chunks."""
+    """Each side chains its own rows: all depths read a sequence of five windows, whole or in two chunks."""
     model, theirs = pair
     tokens = a_text(40)
     cache = mlx_mtp.make_prompt_cache(model)
     ours = model.capture(our_hidden(model, cache, [tokens[:-1]]))
     expected = theirs.hidden(tokens[:-1])
     for depth, (head, kv) in enumerate(zip(model.mtp, cache.heads, strict=True)):
-        n = ours.shape[1] - (depth > 0)  # the last slot of the depth before has no next token here
+        n = ours.shape[1] - (depth > 0)  # the last slot of the previous depth has no next token here
         following = mx.array(tokens[1 + depth : 1 + depth + n])[None]
         kv.seek(depth, depth)
         spans = [slice(lo, hi) for lo, hi in ((0, cut), (cut, n)) if hi > lo]
@@ -133,7 +133,7 @@ def test_every_depth(pair, cut):
 
 @pytest.mark.parametrize("length", [3, 20])
 def test_greedy_text(pair, length):
-    """Drafting with all depths yields what transformers finds by recomputing the text for each token."""
+    """Drafting with all depths gives the tokens that transformers computes without a cache."""
     model, theirs = pair
     prompt, stats = a_text(length), mlx_mtp.Stats()
     text = list(prompt)

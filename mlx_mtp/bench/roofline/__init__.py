@@ -1,1 +1,1 @@
-"""Predict what a pass has to read and multiply, what that takes on a chip, and how far times are from it."""
+"""Predict the bytes and instructions of a pass, its time on a chip, and the distance of measured times."""

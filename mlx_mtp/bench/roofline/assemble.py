@@ -1,4 +1,4 @@
-"""Assemble the result of `mlx-mtp bench model`: floors, predictions, times of other results, documents, errors."""
+"""Assemble the result of `mlx-mtp bench model`: floors, predictions, measured times, documents, errors."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +24,13 @@ from .phases import CYCLE, DRAFT, PLAIN, ROWS, VERIFY, floors, kernels, predicte
 Found = dict[str, Any]
 Time = tuple[int, str, int, str, float]  # context, phase, rows M, side, seconds
 DEMO = "demo"
-ALIKE = 0.8  # of the other's bytes a model has to have to be the same; vectors are not counted here
-NEAR = 256  # tokens, which change no floor by much; prompts differ in length, and a profile does not tell its own
+ALIKE = 0.8  # minimum ratio of bytes of two models that count as the same; vectors are not counted here
+NEAR = 256  # tokens by which contexts may differ: prompts vary in length, and a profile does not store its own
 
 
 @dataclass(frozen=True)
 class FloorSubject:
-    """A model whose floor is asked for, and where its operations come from."""
+    """A model and the source of its operations."""
 
     name: str
     source: str
@@ -38,10 +38,10 @@ class FloorSubject:
 
 
 def find_model(name: str | None = None, config: Path | None = None, *, on_chip: bool) -> FloorSubject:
-    """Find a released model by its name, the demo, a checkpoint's directory, or a config.json; weights are not read.
+    """Return a released model by name, the demo, a checkpoint's directory, or a config.json, without its weights.
 
-    on_chip: unquantized weights and caches are counted in 16 bits, as a Mac keeps them; else as they are here.
-    Raises ValueError, in one line, for anything else.
+    on_chip: unquantized weights and caches are counted in 16 bits, as on a Mac; otherwise as on this machine.
+    Raises a one-line ValueError for anything else.
     """
     width = 2 if on_chip else None
     if config is not None:
@@ -54,9 +54,11 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
         return FloorSubject(known, "released, 4 bits", MODELS[known])
     path = demo_path() if name == DEMO else Path(name).expanduser()
     if not path.is_dir():
-        raise ValueError(f"model={name}: neither a directory nor known; allowed are {', '.join((*MODELS, DEMO))}")
+        raise ValueError(
+            f"model={name}: neither a directory nor a known model; allowed are {', '.join((*MODELS, DEMO))}"
+        )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of heads that are missing: the floor then has no drafts
+        warnings.simplefilter("ignore")  # about missing heads: the floor then has no drafts
         found = load_model(path, lazy=True)
     if not isinstance(found, Port):
         raise ValueError(f"model={name}: a family without a port; allowed are released models and families with one")
@@ -64,7 +66,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
 
 
 def find_chip(name: str | None) -> Chip | None:
-    """Find a chip of CHIPS with its two fitted constants; ValueError for a name that is not there."""
+    """Return a chip of CHIPS with its two fitted constants; ValueError for an unknown name."""
     if name is None:
         return None
     known = _known(name.lower().removeprefix("apple "), CHIPS) or find(name.title())
@@ -74,7 +76,7 @@ def find_chip(name: str | None) -> Chip | None:
 
 
 def measured_model(found: Found) -> str | None:
-    """Name the model that a result is of, if `find_model` knows it by that name."""
+    """Return the name of a result's model if `find_model` accepts it."""
     return _known(found["model"]["name"], (*MODELS, DEMO))
 
 
@@ -90,19 +92,20 @@ def bench_model(
     results: Sequence[Found] = (),
     ranks: int = 1,
 ) -> Found:
-    """Make the result: floors in bytes, and with a chip seconds of these, predicted times and what kernels take off.
+    """Return the result: floors in bytes, and with a chip their seconds, predicted times and savings of kernels.
 
-    results: of `bench decode`, `verify` or `profile` of the same model, whose times at about this context are set
-    beside. ValueError where one is of another model, or at no such context. ranks: that are to share the model.
+    results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added;
+    ValueError for another model or context. ranks: number of ranks that share the model.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
     facts |= {"max_draft_tokens": model.max_drafts, "target_bytes": model.total_bytes, "synthetic": None}
     for other in results:
-        there, here = other["model"].get("target_bytes"), model.total_bytes
-        if there and not ALIKE < there / here < 1 / ALIKE:
-            what = f"bench {other['bench']} of {other['model']['name']}, {there / 1e9:.3g} GB of weights"
-            raise ValueError(f"measured: {what}; {subject.name} has {here / 1e9:.3g} GB: say --model or --config")
+        their_bytes, our_bytes = other["model"].get("target_bytes"), model.total_bytes
+        if their_bytes and not ALIKE < their_bytes / our_bytes < 1 / ALIKE:
+            what = f"bench {other['bench']} of {other['model']['name']}, {their_bytes / 1e9:.3g} GB of weights"
+            own = f"{subject.name} has {our_bytes / 1e9:.3g} GB"
+            raise ValueError(f"measured: {what}; {own}: set --model or --config")
     found: Found = {"floors": floors(model, context, rows)}
     if chip is not None:
         fitted_to = fitted["chips"][chip.name]["fitted_to"]
@@ -116,7 +119,7 @@ def bench_model(
 
 
 def nearest(found: Found, context: int) -> list[Found]:
-    """Take a result's times at the context that is meant: within NEAR tokens, or a tenth; else ValueError."""
+    """Return a result's times at this context, within NEAR tokens or a tenth; else ValueError."""
     taken = times(found)
     known = list(dict.fromkeys(time["context"] for time in taken))
     near = min(known, key=lambda other: abs(other - context))
@@ -127,9 +130,9 @@ def nearest(found: Found, context: int) -> list[Found]:
 
 
 def times(found: Found) -> list[Found]:
-    """Take a result's times: context (tokens), phase, rows M of the verify, drafts k, side, seconds.
+    """Return a result's times: context (tokens), phase, rows M of the verify, drafts k, side, seconds.
 
-    A context is about the middle of a text where prompts were short. Raises ValueError for a result without times.
+    For short prompts the context is about the middle of a text. Raises ValueError for a result without times.
     """
     taken = TAKEN.get(found["bench"])
     if taken is None:
@@ -142,7 +145,7 @@ def times(found: Found) -> list[Found]:
 
 
 def _of_loops(found: Found) -> Iterator[Time]:
-    """Take whole cycles of the loop, host included."""
+    """Yield whole cycles of the loop, host included."""
     for setting in settings(found):
         entries = [e for e in found["entries"] if e["context"] == setting[0]]
         length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)
@@ -165,7 +168,7 @@ def _of_passes(found: Found) -> Iterator[Time]:
 
 
 def _of_phases(found: Found) -> Iterator[Time]:
-    """Take phases one after the other; a verify with what its acceptance takes, a cycle with the host in between."""
+    """Yield phases in sequence; a verify includes its acceptance, a cycle the host in between."""
     context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
     parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}

@@ -1,4 +1,4 @@
-"""List what a roofline needs to know of Apple's chips, published and fitted; find the one that this machine has."""
+"""List published and fitted figures of Apple's chips; find the one of this machine."""
 
 import csv
 import json
@@ -14,14 +14,14 @@ from ..result import gpu_cores
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip's figures, and the two shares that are fitted: of the bandwidth, and of the issue rate."""
+    """A chip's figures, and two fitted shares: of the bandwidth and of the issue rate."""
 
     name: str
     generation: int
     gbps: float
     tflops: float
-    memory: int  # GB at most
-    usable: float = 0.85  # of the bandwidth, where nothing is published
+    memory: int  # maximum GB
+    usable: float = 0.85  # share of the bandwidth if none is published
     issue: float = 1.0
 
     @property
@@ -44,23 +44,23 @@ CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_
 
 
 def read_fitted() -> dict[str, Any]:
-    """Read what `python -m bench.cost_model.fit` made of published times.
+    """Return the output of `python -m bench.cost_model.fit` on published times.
 
-    chips: by name usable, issue, fitted_to. validation: as a result has it. summary: what is printed of it.
+    chips: usable, issue, fitted_to by name. validation: as in a result. summary: the printed lines.
     """
     return json.loads(FILE.read_text())
 
 
 def fitted_chips() -> dict[str, Chip]:
-    """Give all of CHIPS with their two fitted shares."""
+    """Return all of CHIPS with their two fitted shares."""
     found = read_fitted()["chips"]
     return {name: replace(c, usable=found[name]["usable"], issue=found[name]["issue"]) for name, c in CHIPS.items()}
 
 
 def find(device: str, gpu_cores: int | None = None) -> str | None:
-    """Find the name in CHIPS of a device such as "Apple M3 Max"; None for one that is not there.
+    """Return the name in CHIPS of a device such as "Apple M3 Max"; None if it is missing.
 
-    gpu_cores: decides where a chip was sold with two GPUs; None takes the larger.
+    gpu_cores: selects the variant of a chip sold with two GPUs; None selects the larger.
     """
     match = re.search(r"\bM\d+(?: (?:Pro|Max|Ultra))?\b", device)
     name = match[0] if match else ""
@@ -71,5 +71,5 @@ def find(device: str, gpu_cores: int | None = None) -> str | None:
 
 
 def at_hand() -> str | None:
-    """Find the name in CHIPS of this machine's chip; None where it is not there, as on Linux."""
+    """Return the name in CHIPS of this machine's chip; None if it is missing, as on Linux."""
     return find(str(mx.device_info().get("device_name", "")), gpu_cores())

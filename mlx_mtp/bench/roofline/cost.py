@@ -1,16 +1,18 @@
-"""Cost a pass on a chip: bytes from memory and instructions of every operation, launches, and its seconds.
+"""Cost a pass on a chip: bytes from memory and instructions of every operation, launches, and seconds.
 
-One operation: form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass: their sum over
-all layers, plus its launches. An instruction is what a lane of a GPU core issues, a fused multiply-add is one; the
-peak issue rate is fp32 TFLOPS / 2. Instructions per weight are read off the kernels' inner loops, not fitted.
+An operation takes form(bytes / usable bandwidth, instructions / usable issue rate), see FORMS; a pass takes their sum
+over all layers, plus its launches. An instruction is one that a lane of a GPU core issues (a fused multiply-add is
+one); the peak issue rate is fp32 TFLOPS / 2. Instructions per weight are counted in the kernels' inner loops, not
+fitted.
 
-Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV
-come from memory once a pass on either side: caches serve what a launch requests again. Ours is a plan until a Mac
-has timed it.
+Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV are
+read from memory once per pass on either side; caches serve repeated requests of a launch. The costs of our kernels
+are
+a plan until a Mac has timed them.
 
-Launches are those that were counted in recorded graphs: `launches.csv`, which `python bench/launches.py --out
-mlx_mtp/bench/roofline/launches.csv` writes. The constants were fitted to the file that is there, which counts what
-mx.compile fuses singly; the script counts it fused by now.
+Launches are counted in recorded graphs: `python -m bench.launches --out mlx_mtp/bench/roofline/launches.csv` writes
+`launches.csv`. The constants were fitted to the present file, which counts operations that mx.compile fuses
+separately; the script now counts them as fused.
 """
 
 import csv
@@ -26,32 +28,32 @@ from .chips import Chip
 from .ops import AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps, Op, StateOp
 
 FORMS: dict[str, Callable] = {
-    "max": np.maximum,  # the two overlap fully
-    "max + a third": lambda a, b: np.maximum(a, b) + np.minimum(a, b) / 3,  # a third of the shorter is not hidden
-    "root of squares": np.hypot,  # they overlap the less the nearer they are
+    "max": np.maximum,  # full overlap
+    "max + a third": lambda a, b: np.maximum(a, b) + np.minimum(a, b) / 3,  # two thirds of the shorter overlap
+    "root of squares": np.hypot,  # less overlap the closer they are
     "sum": np.add,  # no overlap
 }
 FORM = "max + a third"
 
-# Instructions per weight: (once for the rows that share it, for each row). Loads are not counted.
-QMV = 0.0, 3.94  # mask, convert, multiply-add; of x, for 4 outputs, convert, scale, sum; 3 more for 16 weights
-WIDE = 3.0, 2.125  # mask, convert, scale; per row convert x, multiply-add, 1 for a chunk of 8
-OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # as QMV, mask and convert once; x for 2 outputs from 7 rows on
-WIDE_ROWS, OURS_ROWS = 5, 8  # most rows that share what is read and decoded
+# Instructions per weight: (once for all rows that share it, per row). Loads are not counted.
+QMV = 0.0, 3.94  # mask, convert, multiply-add; per 4 outputs of x: convert, scale, sum; 3 per 16 weights
+WIDE = 3.0, 2.125  # mask, convert, scale; per row: convert x, multiply-add, 1 per chunk of 8
+OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # QMV with mask and convert once; x for 2 outputs from 7 rows on
+WIDE_ROWS, OURS_ROWS = 5, 8  # maximum rows that share reads and decoding
 TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
 # Instructions per cached value, query head and row: converts, multiply-adds, sums over lanes, rescaling.
-SDPA, SDPA_OURS = 3.6, 2.6  # ours converts a value once for all rows and heads
-GEMV = 2.125  # a row of a product with values in 16 bits
+SDPA, SDPA_OURS = 3.6, 2.6  # our kernel converts a value once for all rows and heads
+GEMV = 2.125  # per row of a product with 16-bit values
 SCORES = 12  # bytes of traffic per score of unfused attention: 6 passes in 16 bits
 
-# One launch on the GPU, 1.2 us (two reports), and its share of a command buffer: 20 us for 50. Not fitted.
+# A launch on the GPU, 1.2 us (two reports), and its share of a command buffer: 20 us for 50. Not fitted.
 LAUNCH = 1.2e-6 + 20e-6 / 50
 UNFUSED_LAUNCHES = 3
-STEP_LAUNCHES = 3  # of a pass beside its layers: embedding, last norm, head
-DRAFT_LAUNCHES = 16  # of a draft beside its head's block: norms, choice, bookkeeping; 14 to 22 were counted
+STEP_LAUNCHES = 3  # per pass in addition to its layers: embedding, last norm, head
+DRAFT_LAUNCHES = 16  # per draft in addition to its head's block: norms, choice, bookkeeping; 14 to 22 were counted
 
-# The kernels that take the place of stock MLX, by what of a pass they change.
+# Kernels that replace stock MLX, by the part of a pass that they change.
 KERNELS = {
     "products": ("verify_qmm", "verify_glu", "verify_gemv", "verify_qmm_heads"),
     "experts": ("verify_moe",),
@@ -63,7 +65,7 @@ KERNELS = {
 ALL = frozenset(KERNELS)
 
 FILE = Path(__file__).with_name("launches.csv")
-# By kind of layer, then by what is on ("none", a kind of KERNELS, "all"): launches at one row, and at more.
+# By kind of layer and active kernels ("none", a kind of KERNELS, "all"): launches at one row, and at more.
 LAUNCHES: dict[str, dict[str, tuple[int, int]]] = {}
 for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
     if _line["kind"]:
@@ -72,18 +74,18 @@ for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
 
 @dataclass(frozen=True)
 class PassShape:
-    """M rows after `context` tokens, with the kinds of our kernels that are `on`, else by stock MLX."""
+    """M rows after `context` tokens, with the kinds of our kernels in `on`, else with stock MLX."""
 
     m: int
     on: frozenset[str] = frozenset()
     context: int = 4096
     overlap: str = "independent"
     mlx: float = 0.32
-    caches: bool = True  # serve what a launch requests more than once; else memory does
+    caches: bool = True  # whether caches serve repeated requests of a launch; else memory does
 
 
 class Cost(NamedTuple):
-    """An operation's bytes, instructions, how often its launch requests the bytes, and launches its layer lacks."""
+    """An operation's bytes, instructions, number of requests for the bytes, and launches not counted in its layer."""
 
     name: str
     nbytes: float
@@ -93,18 +95,18 @@ class Cost(NamedTuple):
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Look up those of one layer with no kernels on, with one kind of them, or with all."""
+    """Return the launches of one layer with no kernels on, one kind of them, or all."""
     name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
     return LAUNCHES[kind][name][int(rows > 1)]
 
 
 def tile(chip: Chip) -> float:
-    """Count instructions per weight of a product padded to a tile, at the matrix units' rate (`issue` cancels)."""
-    return TILE_ROWS / MATRIX * chip.issue / (4 if chip.generation >= 17 else 1)  # M5's have four times the rate
+    """Return instructions per weight of a product padded to a tile, at the matrix units' rate (`issue` cancels)."""
+    return TILE_ROWS / MATRIX * chip.issue / (4 if chip.generation >= 17 else 1)  # M5's units are four times as fast
 
 
 def batch_limit(chip: Chip, n: int, k: int) -> int:
-    """Give the rows from which MLX takes its matrix kernels."""
+    """Return the number of rows from which MLX uses its matrix kernels."""
     size = 0 if max(n, k) <= 2048 else 1 if max(n, k) <= 4096 else 2
     if "Ultra" in chip.name:
         return (32, 18, 12)[size]
@@ -112,9 +114,9 @@ def batch_limit(chip: Chip, n: int, k: int) -> int:
 
 
 def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
-    """Choose the kernel, which says how often weights are requested, and its instructions for each of them."""
+    """Cost a product: the kernel determines how often weights are requested and the instructions per weight."""
     ours = ("head" if op.name == "lm_head" else "products") in at.on
-    if op.group is None:  # not quantized: a row at a time, or for stock MLX from two rows on a padded tile
+    if op.group is None:  # unquantized: one row at a time, or in stock MLX a padded tile from two rows on
         counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
         return Cost(op.name, op.nbytes, op.weights * counted)
     once, each, passes = *QMV, at.m
@@ -128,7 +130,7 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
-    """Read an expert in stock MLX for every (token, expert) pair, in ours every distinct expert once."""
+    """Cost experts: stock MLX reads one for every (token, expert) pair, ours every distinct expert once."""
     pairs = at.m * op.top
     if "experts" not in at.on or at.m == 1:
         return Cost(op.name, pairs * op.nbytes, pairs * op.weights * QMV[1])
@@ -138,10 +140,10 @@ def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
 
 
 def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
-    """Read K and V of each KV head: stock MLX requests them for every query head and row, ours once.
+    """Cost attention: stock MLX requests K and V of a KV head for every query head and row, ours once.
 
-    Stock MLX's fused kernel takes rows x (query heads of a KV head) up to 32. Else scores go through memory, between
-    a product with K (a row at a time from M3 on, else padded to a tile) and one with V (padded).
+    Stock MLX's fused kernel supports rows x (query heads per KV head) up to 32. Beyond it scores pass through memory
+    between a product with K (one row at a time from M3 on, else padded to a tile) and one with V (padded).
     """
     values, nbytes = op.values(at.context), op.cached(at.context)
     group = op.heads // op.kv
@@ -155,7 +157,7 @@ def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
-    """Let all heads read the latent cache (absorbed); mlx-lm at 2 rows or more first expands all of it to heads."""
+    """Cost absorbed MLA: all heads read the latent cache; from 2 rows on mlx-lm first expands it to heads."""
     length, nbytes = op.length(at.context), op.cached(at.context)
     scores = op.heads * at.m * length * SCORES
     if "attention" in at.on or at.m == 1:
@@ -167,7 +169,7 @@ def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def state(op: StateOp, at: PassShape, _: Chip) -> Cost:
-    """Read and write a state once; each row takes a decay, two sums and two updates of a value in 4 bytes."""
+    """Cost a state, read and written once; each row takes a decay, two sums and two updates per 4-byte value."""
     return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)
 
 
@@ -180,7 +182,7 @@ def cost(op: Op, at: PassShape, chip: Chip) -> Cost:
 
 
 class PassCosts(NamedTuple):
-    """A pass, as arrays over its operations: how many of each, bytes from memory, bytes requested, instructions."""
+    """A pass as arrays over its operations: number of each, bytes from memory, bytes requested, instructions."""
 
     names: list[str]
     count: np.ndarray
@@ -191,7 +193,7 @@ class PassCosts(NamedTuple):
 
 
 def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, launched: float) -> PassCosts:
-    """Cost (count, operation, rows) of a pass; to `launched` come the operations' own launches."""
+    """Cost a pass of (count, operation, rows); the operations' own launches are added to `launched`."""
     lines = [(count, *cost(op, replace(at, m=rows), chip)) for count, op, rows in work]
     counts, names, *columns = zip(*lines, strict=True)
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
@@ -207,7 +209,7 @@ def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
 
 
 def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
-    """Cost k drafts behind a verify of k + 1 rows; `at.m` is not looked at."""
+    """Cost k drafts after a verify of k + 1 rows; `at.m` is ignored."""
     passes = model.draft_passes(k)
     ops = [(head, op, rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)]
     work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
@@ -221,10 +223,10 @@ def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
 
 
 def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
-    """Predict the seconds of each operation, all that are `count`ed together."""
+    """Predict the seconds of each operation, times its `count`."""
     return costs.count * FORMS[form](costs.nbytes / chip.bandwidth, costs.instructions / chip.rate)
 
 
 def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
-    """Predict the seconds of a pass, its launches included."""
+    """Predict the seconds of a pass, including its launches."""
     return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH

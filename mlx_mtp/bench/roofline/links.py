@@ -1,7 +1,8 @@
-"""Predict what ranks that share a model send each other in a cycle, and how long that takes over a link.
+"""Predict the messages between ranks that share a model in a cycle, and their time over a link.
 
-A layer has two sums over ranks, of its attention and of its MLP or experts, whose parts every rank gathers; a cycle
-has one more, of a few numbers, in which rank 0 decides. Drafts add rows to the sums, and none to their number.
+A layer has two sums over ranks, of its attention and of its MLP or experts; every rank gathers their parts. A cycle
+has
+one more sum of a few numbers, in which rank 0 decides. Drafts add rows to the sums but no sums.
 """
 
 from collections.abc import Iterable
@@ -11,14 +12,14 @@ from typing import Any
 from .ops import ModelOps
 from .phases import CYCLE, PLAIN
 
-SUMS = 2  # a layer
-AGREEMENT = 24  # bytes of a rank's numbers
+SUMS = 2  # per layer
+AGREEMENT = 24  # bytes of a rank's numbers per cycle
 VALUE = 2  # bytes of a value in a sum
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between machines: seconds of a small message, bytes a second, and whether parts go round a ring."""
+    """A connection between machines: seconds per small message, bytes per second, and whether it is a ring."""
 
     name: str
     latency: float
@@ -46,12 +47,12 @@ LINKS = (
 
 
 def collectives(model: ModelOps) -> int:
-    """Count those of a cycle."""
+    """Return the number of collectives in a cycle."""
     return SUMS * sum(layer.count for layer in model.layers) + 1
 
 
 def sent(model: ModelOps, rows: int, ranks: int) -> int:
-    """Count the bytes that each rank sends in a cycle that verifies so many rows."""
+    """Return the bytes that each rank sends in a cycle that verifies `rows` rows."""
     return (ranks - 1) * ((collectives(model) - 1) * rows * model.head.k * VALUE + AGREEMENT)
 
 

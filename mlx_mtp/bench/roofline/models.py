@@ -1,4 +1,4 @@
-"""List the operations of a model: walk a port's modules, or take a released one by its name."""
+"""List the operations of a model: from a port's modules, or from a table of released models."""
 
 import math
 from collections import Counter
@@ -17,16 +17,16 @@ from ...layers.port import Port
 from ...layers.sparse_mla import SparseMLA
 from .ops import AttentionOp, DraftHeadOps, ExpertsOp, LatentOp, LayerOps, LinearOp, ModelOps, Op, StateOp
 
-TOP = ("top_k", "num_experts_per_tok", "moe_top_k")  # what mlx-lm's routers call the experts of a token
+TOP = ("top_k", "num_experts_per_tok", "moe_top_k")  # names of the number of experts per token in mlx-lm's routers
 SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
-OUTSIDE = ("head", "embed_tokens")  # of a draft head's modules: LM head, and an embedding that is looked up
+OUTSIDE = ("head", "embed_tokens")  # modules of a draft head that are not in its block
 
 
 def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
-    """List the operations of a port's model, whose weights are not read.
+    """Return the operations of a port's model without reading its weights.
 
-    float_bytes: of a weight that is not quantized, and of a value in the caches; None takes what the model has.
-    Vectors (norms, biases) are left out, and so is an embedding that is only looked up.
+    float_bytes: bytes of an unquantized weight and of a value in the caches; None uses the model's type.
+    Vectors (norms, biases) and embeddings that are only looked up are excluded.
     """
     width = float_bytes or model.no_hidden().dtype.size
     windows = {id(layer): w for layer, w in zip(model.cached_layers(), model.windows(), strict=True)}
@@ -44,7 +44,7 @@ def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
 
 
 def kind_of(ops: tuple[Op, ...]) -> str:
-    """Choose the kind of layer, of those whose launches were counted, that is most like one of these operations."""
+    """Return the most similar kind of layer among those whose launches were counted."""
     kinds = {type(op) for op in ops}
     experts = " experts" if ExpertsOp in kinds else ""
     if StateOp in kinds:
@@ -53,7 +53,7 @@ def kind_of(ops: tuple[Op, ...]) -> str:
 
 
 def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
-    """List the operations of a module and all inside it."""
+    """Yield the operations of a module and its submodules."""
     modules: dict[str, Any] = dict(block.named_modules())
     for path, module in modules.items():
         yield from _mixer(model, module, window, width)
@@ -64,7 +64,7 @@ def _ops(model: Port, block: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
-    """List what a module that mixes positions does beside its projections."""
+    """Yield the operations of a module that mixes positions, except its projections."""
     kind = type(module)
     if kind in {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}:
         form = Form.of(module)
@@ -72,7 +72,7 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
     elif issubclass(kind, AbsorbedMLA):
         sizes = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim, module.v_head_dim
         top = model.args.index_topk if issubclass(kind, SparseMLA) else None
-        index = module.indexer.head_dim if "indexer" in module else 0  # layers may share what one of them chose
+        index = module.indexer.head_dim if "indexer" in module else 0  # layers may share the selection of one of them
         yield LatentOp(module.num_heads, *sizes, top=top, index=index, value_bytes=width)
     elif issubclass(kind, GatedDelta):
         yield StateOp(module.num_v_heads * module.head_v_dim * module.head_k_dim * 4)
@@ -81,7 +81,7 @@ def _mixer(model: Port, module: Any, window: Any, width: int) -> Iterator[Op]:
 
 
 def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
-    """Describe a module that holds an MLP's matrices for all experts, inside the block that routes to it."""
+    """Describe a module with an MLP's matrices for all experts, inside the block that routes to it."""
     made = [child for child in module.children().values() if isinstance(child, SWITCHES)]
     shapes = [_shape(child) for child in made]
     total, n, k = shapes[0]
@@ -89,7 +89,7 @@ def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     owners = (block, block.get("gate"))
     tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
-        raise ValueError(f"config.json: {' or '.join(TOP)} must say how many experts a token visits")
+        raise ValueError(f"config.json: {' or '.join(TOP)} must state the number of experts per token")
     return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 
@@ -99,13 +99,13 @@ def _linear(name: str, module: Any, width: int) -> LinearOp:
 
 
 def _shape(module: Any) -> tuple[int, int, int]:
-    """Give how many matrices, N, K."""
+    """Return the number of matrices, N and K."""
     *many, n, k = module.weight.shape
     return math.prod(many), n, module.scales.shape[-1] * module.group_size if "scales" in module else k
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
-    """Give bits of a weight, and the group that has as many bytes of scales as there are; None: not quantized."""
+    """Return the bits of a weight, and the group size that matches the bytes of scales; None: not quantized."""
     quantized = [module.bits for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
@@ -120,7 +120,7 @@ Ops = tuple[Op, ...]
 
 
 def gqa(h: int, heads: int, kv: int, dim: int, *, window: int | None = None, gate: int = 0) -> Ops:
-    """Describe attention with its projections; `gate` rows more for gates of heads or values."""
+    """Describe attention with its projections; `gate` extra rows are for gates of heads or values."""
     queries = LinearOp("q", heads * dim + gate, h)
     keys_values = LinearOp("k", kv * dim, h), LinearOp("v", kv * dim, h)
     return queries, *keys_values, AttentionOp(heads, kv, dim, window), LinearOp("o", h, heads * dim)
@@ -132,7 +132,7 @@ def mlp(h: int, width: int, name: str = "mlp") -> Ops:
 
 
 def moe(h: int, width: int, total: int, top: int) -> Ops:
-    """Describe router, routed experts and one shared expert of the same width."""
+    """Describe a router, its routed experts and one shared expert of the same width."""
     return LinearOp("router", total, h, bits=8), ExpertsOp(h, width, total, top), *mlp(h, width, "shared")
 
 
@@ -152,10 +152,10 @@ def mla(h: int, heads: int, q_rank: int, rank: int, rope: int, nope: int, value:
 
 
 def released(lm_head: LinearOp, *kinds: tuple[str, int, Ops, Ops], like: int = -1, heads: int = 1) -> ModelOps:
-    """Describe a model by kinds of layers: a row of launches.csv, how many, mixer, and MLP.
+    """Describe a model by kinds of layers: a row of launches.csv, the number of layers, mixer, and MLP.
 
-    heads: so many, each behind the product that joins its inputs a layer `like` that, are chained; one alone is fed
-    its own output again.
+    heads: the number of chained heads, each a projection of its inputs and a layer like number `like`; a single head
+        is recycled.
     """
     layers = tuple(LayerOps(kind, count, (*mixer, *ffn)) for kind, count, mixer, ffn in kinds)
     joining = LinearOp("eh_proj", lm_head.k, 2 * lm_head.k)

@@ -1,19 +1,19 @@
-"""Describe what a forward pass of a model reads and multiplies: layers as lists of a few kinds of operations."""
+"""Describe the reads and multiplications of a model's forward pass: layers as lists of operations."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-# How alike tokens in a row choose their experts. A published count of real routing, 39 distinct of 64 visits at 8
-# rows of 8 of 256 experts, is as if rows drew from this share of all experts.
+# Similarity of the experts of adjacent tokens. A published count of real routing, 39 distinct of 64 visits by 8 rows
+# with 8 of 256 experts, matches rows that draw from this share of all experts.
 OVERLAPS = ("independent", "published", "shared")
 PUBLISHED_POOL = 0.2105
 
 
 def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> float:
-    """Expect so many distinct experts to be visited by `rows` tokens: pool x (1 - (1 - top / pool)^rows).
+    """Return the expected number of distinct experts for `rows` tokens: pool x (1 - (1 - top / pool)^rows).
 
-    independent: the pool is all experts. published: PUBLISHED_POOL of them, never fewer than `top`. shared: all
-    tokens choose the same.
+    independent: the pool is all experts. published: PUBLISHED_POOL of them, at least `top`. shared: all tokens visit
+        the same experts.
     """
     pools = {"independent": total, "published": max(top, PUBLISHED_POOL * total), "shared": top}
     pool = pools[overlap]
@@ -22,7 +22,7 @@ def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> f
 
 @dataclass(frozen=True)
 class LinearOp:
-    """x [M, K] times weights [N, K]; group None: not quantized, else each has a scale and a bias of 16 bits."""
+    """x [M, K] times weights [N, K]; group None: not quantized, else each group has a 16-bit scale and bias."""
 
     name: str
     n: int
@@ -41,7 +41,7 @@ class LinearOp:
 
 @dataclass(frozen=True)
 class ExpertsOp:
-    """Gate, up and down (or as many matrices as there are) of `top` of `total` experts a token; bytes: of one."""
+    """Gate, up and down (`matrices` of them) of `top` of `total` experts per token; bytes are those of one expert."""
 
     hidden: int
     width: int
@@ -61,13 +61,13 @@ class ExpertsOp:
         return LinearOp(self.name, self.matrices * self.width, self.hidden, self.bits, self.group).nbytes
 
     def visited(self, rows: int, overlap: str) -> float:
-        """Count the bytes of the distinct experts that `rows` tokens visit."""
+        """Return the bytes of the distinct experts that `rows` tokens visit."""
         return distinct(self.total, self.top, rows, overlap) * self.nbytes
 
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Rows of `heads` queries over the cache of `kv` heads; `value_bytes` of each number in it."""
+    """Rows of `heads` queries on the cache of `kv` heads; each number in it has `value_bytes`."""
 
     heads: int
     kv: int
@@ -78,7 +78,7 @@ class AttentionOp:
     value_bytes: float = 2
 
     def values(self, context: int) -> int:
-        """Count keys and values together."""
+        """Return the number of keys and values."""
         return min(context, self.window or context) * self.kv * (self.dim + (self.value_dim or self.dim))
 
     def cached(self, context: int) -> float:
@@ -87,9 +87,9 @@ class AttentionOp:
 
 @dataclass(frozen=True)
 class LatentOp:
-    """MLA's attention over a cache of rank + rope values a token, shared by all heads.
+    """MLA's attention on a cache of rank + rope values per token, shared by all heads.
 
-    top: of the positions before, only so many are read, chosen by keys of `index` values each.
+    top: number of positions that are read, selected by keys of `index` values each.
     """
 
     heads: int
@@ -111,7 +111,7 @@ class LatentOp:
 
 @dataclass(frozen=True)
 class StateOp:
-    """A recurrent state in float32, read and written once a pass whatever M is."""
+    """A recurrent state in float32, read and written once per pass at any M."""
 
     nbytes: int
     name: str = "state"
@@ -129,7 +129,7 @@ class LayerOps:
 
 @dataclass(frozen=True)
 class DraftHeadOps:
-    """A depth of the MTP heads: what joins its inputs and its block, and the LM head that it drafts with."""
+    """A depth of the MTP heads: the projection of its inputs and its block, and the LM head that it drafts with."""
 
     block: LayerOps
     lm_head: LinearOp
@@ -137,7 +137,7 @@ class DraftHeadOps:
 
 @dataclass(frozen=True)
 class ModelOps:
-    """A target and its draft heads; recycled: the one head is fed its own output for any further draft."""
+    """A target and its draft heads; recycled: a single head reads its own output for further drafts."""
 
     layers: tuple[LayerOps, ...]
     head: LinearOp
@@ -145,35 +145,36 @@ class ModelOps:
     recycled: bool = False
 
     def ops(self) -> list[tuple[int, Op]]:
-        """List (count, operation) of a pass of the target."""
+        """Return (count, operation) pairs of a pass of the target."""
         return [(1, self.head), *((layer.count, op) for layer in self.layers for op in layer.ops)]
 
     @property
     def shared_bytes(self) -> float:
-        """Of weights that every step reads; the embedding is not among them."""
+        """Bytes of weights that every step reads; the embedding is excluded."""
         return sum(count * op.nbytes for count, op in self.ops() if isinstance(op, LinearOp))
 
     @property
     def routed_bytes(self) -> float:
-        """Of the experts that one token visits."""
+        """Bytes of the experts that one token visits."""
         return sum(count * op.top * op.nbytes for count, op in self.ops() if isinstance(op, ExpertsOp))
 
     @property
     def total_bytes(self) -> float:
-        """Of all weights but the draft heads'; the embedding is as large as the head."""
+        """Bytes of all weights except the draft heads'; the embedding counts like the head."""
         routed = sum(count * op.total * op.nbytes for count, op in self.ops() if isinstance(op, ExpertsOp))
         return self.shared_bytes + self.head.nbytes + routed
 
     @property
     def max_drafts(self) -> int:
-        """Of a cycle, as far as a verify of 8 rows goes."""
+        """Maximum drafts of a cycle whose verify has at most 8 rows."""
         return 7 if self.recycled else min(7, len(self.drafts))
 
     def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:
-        """List the passes of a draft head that draft k tokens, one each: (head, rows).
+        """Return the passes of draft heads for k drafts, one each: (head, rows).
 
-        As the decode loop has them: each of k depths reads the k + 1 rows of the last verify and the drafts before
-        it; a recycled head reads one row more for each further draft.
+        As in the decode loop, each of k depths reads the k + 1 rows of the last verify and the earlier drafts; a
+        recycled head
+        reads one more row for each further draft.
         """
         if not 0 <= k <= self.max_drafts:
             raise ValueError(f"{k} drafts; allowed are 0 to {self.max_drafts}")
@@ -182,12 +183,12 @@ class ModelOps:
         return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
     def stored(self, bits: float, group: float | None, value_bytes: float) -> "ModelOps":
-        """Give the same with all weights, and all values of the caches, in one format."""
+        """Return the same model with all weights, and all values of the caches, in one format."""
         return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes})
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:
-    """Replace every field of these names in a dataclass, and in those inside it."""
+    """Replace all fields of these names in a dataclass and in nested dataclasses."""
     if isinstance(part, tuple):
         return tuple(_formatted(inner, formats) for inner in part)
     if not isinstance(part, Op | LayerOps | DraftHeadOps | ModelOps):

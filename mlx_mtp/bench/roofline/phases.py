@@ -1,4 +1,4 @@
-"""Give each phase of a cycle the bytes that it has to read, which bound its time at batch 1, and predicted times."""
+"""Compute each phase's minimum bytes, which bound its time at batch 1, and its predicted times."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from .ops import OVERLAPS, AttentionOp, ExpertsOp, LatentOp, LinearOp, ModelOps,
 ROWS = range(2, 9)
 PLAIN, DRAFT, VERIFY, CYCLE = PHASES = "plain step", "draft", "verify", "cycle"
 STOCK, OURS = "stock MLX", "ours"
-SHOWN_OVERLAP = "published"  # the one that tables show where they show one
+SHOWN_OVERLAP = "published"  # the overlap that tables show if they show only one
 
 
 class Bytes(NamedTuple):
@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 
 
 def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> Bytes:
-    """Count what `count` such operations over so many rows read at least; a state is written as well."""
+    """Return the minimum bytes of `count` such operations over `rows` rows; a state is also written."""
     match op:
         case LinearOp(name="lm_head"):
             return Bytes(head=count * op.nbytes)
@@ -45,18 +45,18 @@ def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> B
 
 
 def pass_floor(model: ModelOps, rows: int, context: int, overlap: str) -> Bytes:
-    """Count those of a pass of the target: a plain step for one row, else a verify."""
+    """Return the floor of a pass of the target: a plain step for one row, else a verify."""
     return _sum(floor_of(op, rows, context, overlap, count) for count, op in model.ops())
 
 
 def draft_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
-    """Count those of k drafts behind a verify of k + 1 rows, each read anew: kernels run one after another."""
+    """Return the floor of k drafts after a verify of k + 1 rows; each draft reads its weights again."""
     passes = [(op, rows) for head, rows in model.draft_passes(k) for op in (head.lm_head, *head.block.ops)]
     return _sum(floor_of(op, rows, context, overlap) for op, rows in passes)
 
 
 def cycle_floor(model: ModelOps, k: int, context: int, overlap: str) -> Bytes:
-    """Count those of k drafts and the verify of k + 1 rows."""
+    """Return the floor of k drafts and a verify of k + 1 rows."""
     return _sum((draft_floor(model, k, context, overlap), pass_floor(model, k + 1, context, overlap)))
 
 
@@ -65,15 +65,15 @@ def _sum(parts: Iterable[Bytes]) -> Bytes:
 
 
 def phases_with(model: ModelOps, rows: Iterable[int]) -> list[tuple[str, int]]:
-    """List (phase, rows M of the verify): a plain step, each verify, and what drafts for it as far as heads can."""
+    """Return (phase, rows M of the verify): a plain step, each verify, and drafts and cycles that heads support."""
     verifies = [(phase, m) for m in rows for phase in (VERIFY, DRAFT, CYCLE)]
     return [(PLAIN, 1), *((phase, m) for phase, m in verifies if phase == VERIFY or m - 1 <= model.max_drafts)]
 
 
 def floors(model: ModelOps, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
-    """Give the floor of every phase: phase, rows M of the verify, drafts k, overlap, bytes by what they are of.
+    """Return the floor of every phase: phase, rows M of the verify, drafts k, overlap, and bytes by kind.
 
-    A phase that has no routed experts has the same bytes at every overlap.
+    A phase without routed experts has the same bytes at every overlap.
     """
     found = []
     for overlap, (phase, m) in product(OVERLAPS, phases_with(model, rows)):
@@ -87,7 +87,7 @@ def floors(model: ModelOps, context: int, rows: Iterable[int] = ROWS) -> list[di
 def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = ROWS) -> list[dict[str, Any]]:
     """Predict every phase: phase, rows M of the verify, drafts k, side, overlap, seconds, launches.
 
-    Stock MLX reads an expert for each token that visits it, so that its times are the same at every overlap.
+    Stock MLX reads an expert for each token that visits it, so its times are equal at every overlap.
     """
     sides, found = {STOCK: frozenset[str](), OURS: ALL}, []
     for overlap, side, (phase, m) in product(OVERLAPS, sides, phases_with(model, rows)):
@@ -100,15 +100,15 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
 
 
 def shown_times(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
-    """Index seconds, predicted or measured, by side, phase and rows M, of one overlap; the first counts."""
+    """Index seconds, predicted or measured, by side, phase and rows M for one overlap; the first entry counts."""
     shown = [line for line in lines if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP]
     return {(line["side"], line["phase"], line["rows"]): line["seconds"] for line in reversed(shown)}
 
 
 def kernels(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
-    """Predict what kernels of each kind, and all together, take off a pass of stock MLX, experts routed as published.
+    """Predict the savings of each kind of kernels, and of all, in a pass of stock MLX with published routing.
 
-    A line: kernels, ops, rows, stock's seconds, and those that come off.
+    A line has kernels, ops, rows, stock's seconds, and the seconds saved.
     """
     found = []
     for m in rows:

@@ -1,4 +1,4 @@
-"""Lay the result of `mlx-mtp bench model` out as tables, and sum up what the cost model is worth."""
+"""Format the result of `mlx-mtp bench model` as tables, and summarise the accuracy of the cost model."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,7 +20,7 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Show floors, the gap to them, what kernels take off, and the documents where they are this model's."""
+    """Yield tables of floors, the gap to them, savings of kernels, and the documents if they are this model's."""
     yield floor_table(found)
     if "predicted" in found or found.get("measured"):
         yield gap_table(found)
@@ -34,7 +34,7 @@ def tables(found: Found) -> Iterator[Table]:
 
 
 def summary(found: Found) -> list[str]:
-    """Say the constants of the chip, errors of all rows of M >= 3 by kind, and those that are badly off."""
+    """Return the chip's constants, errors of all rows of M >= 3 by kind, and the largest errors."""
     stored, chip = read_fitted()["summary"], found.get("chip")
     if chip is None:
         return stored
@@ -53,25 +53,25 @@ def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]
 
 
 def label(phase: str, rows: int) -> tuple[str, str]:
-    """Say a phase and its size, as a row begins."""
+    """Return a phase and its size as the first cells of a row."""
     return phase, "" if phase == PLAIN else f"M={rows}" if phase == VERIFY else f"k={rows - 1}"
 
 
 def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float] | float) -> str:
-    """Say a part's figures over `size` at all overlaps, or the one where they are alike."""
+    """Format a part's figures over `size` at all overlaps, or one figure if they are equal."""
     sizes = size if isinstance(size, dict) else dict.fromkeys(OVERLAPS, size)
     shown = [f"{floors[o][part] / sizes[o]:.2f}" for o in OVERLAPS]
     return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
 
 
 def floor_table(found: Found) -> Table:
-    """Show the bytes that each phase has to read."""
+    """Return a table of the minimum bytes of each phase."""
     index = floors_of(found)
     plain, last = {overlap: nbytes["total"] for overlap, nbytes in index[PLAIN, 1].items()}, dict(index.keys())
     unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)
     name, context = found["model"]["name"], found["options"]["context"]
     title = f"byte floor: {name}, {context} tokens of context, {unit}"
-    caption = "experts that the rows of a pass visit: routed independently / as published / all alike"
+    caption = "experts that the rows of a pass visit: routed independently / as published / all equal"
     columns = "phase", "", "shared", "experts", "LM head", "KV", "state", "all", "over a plain step"
     table = new_table(title, *columns, left=2, caption=caption)
     for (phase, rows), floors in index.items():
@@ -81,14 +81,14 @@ def floor_table(found: Found) -> Table:
 
 
 def gap_table(found: Found) -> Table:
-    """Show times of each phase beside its floor: predicted of stock MLX and of ours, and measured ones."""
+    """Return a table of each phase's times relative to its floor: predicted for stock MLX and ours, and measured."""
     chip = found.get("chip")
     sides = dict.fromkeys((line["side"], kind) for kind in ("predicted", "measured") for line in found.get(kind, []))
     where, caption = "", "bytes of the floor over the measured time: GB/s"
     if chip:
         where, used = f" on {chip['name']}", f"{chip['bandwidth'] / 1e9:.0f} of {chip['gbps']:g} GB/s"
-        over = "times the phase's floor; over the side's plain step"
-        caption = f"floor: bytes over the {used} that are usable; ({over})"
+        ratios = "times the phase's floor; over the side's plain step"
+        caption = f"floor: bytes over the {used} usable; ({ratios})"
     title = f"the gap to the floor: {found['model']['name']}{where}, {SHOWN_OVERLAP} routing"
     columns = "phase", "", *["floor ms"] * bool(chip), *(f"{side}, {kind} ms" for side, kind in sides)
     table = new_table(title, *columns, left=2, caption=caption)
@@ -100,8 +100,8 @@ def gap_table(found: Found) -> Table:
         cells = [f"{floor * 1e3:.2f}"] if floor else []
         for side, kind in sides:
             seconds, plain = times[kind].get((side, phase, rows)), times[kind].get((side, PLAIN, 1))
-            over = f"; {seconds / plain:.2f}" if seconds and plain and phase != PLAIN else ""
-            gap = seconds and (f"{seconds / floor:.2f}x{over}" if floor else f"{nbytes / seconds / 1e9:.2f} GB/s")
+            relative = f"; {seconds / plain:.2f}" if seconds and plain and phase != PLAIN else ""
+            gap = seconds and (f"{seconds / floor:.2f}x{relative}" if floor else f"{nbytes / seconds / 1e9:.2f} GB/s")
             cells.append(f"{seconds * 1e3:.2f} ({gap})" if seconds else "")
         if chip or any(cells):
             table.add_row(*label(phase, rows), *cells, end_section=rows == last[phase])
@@ -109,7 +109,7 @@ def gap_table(found: Found) -> Table:
 
 
 def links_table(found: Found) -> Table:
-    """Show what ranks send each other in a cycle, and how long that is predicted to take."""
+    """Return a table of the messages between ranks in a cycle, and their predicted time."""
     lines = found["links"]
     title = f"predicted, not measured: {found['model']['name']} on {lines[0]['ranks']} ranks, a cycle's messages"
     caption = "; ".join(f"{link.name}: {link.source}" for link in LINKS)
@@ -123,10 +123,10 @@ def links_table(found: Found) -> Table:
 
 
 def kernels_table(found: Found) -> Table:
-    """Show what each kind of kernels takes off a pass of stock MLX."""
+    """Return a table of the savings of each kind of kernels in a pass of stock MLX."""
     rows = sorted({line["rows"] for line in found["kernels"]})
-    title = f"predicted to come off a pass of stock MLX on {found['chip']['name']}, ms"
-    caption = "each kind alone, and all together; in brackets the share of the pass; until a Mac times it a plan"
+    title = f"predicted savings in a pass of stock MLX on {found['chip']['name']}, ms"
+    caption = "each kind alone, and all together; in brackets the share of the pass; not yet timed on a Mac"
     table = new_table(title, "kernels", "", *(f"M={m}" for m in rows), left=2, caption=caption)
     kinds = [kind for kind in KERNELS if any(x["seconds"] for x in found["kernels"] if x["kernels"] == kind)]
     for kind in (*kinds, "all"):
@@ -137,17 +137,17 @@ def kernels_table(found: Found) -> Table:
 
 
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
-    """Show how far the published engine was from its machine's limit; None: all machines."""
+    """Return a table of the published engine's distance to its machine's limit; None: all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
     table = new_table(
-        f"another engine's {found['model']['name']} over its byte floor: {machine or 'all that is published'}",
+        f"another engine's {found['model']['name']} over its byte floor: {machine or 'all published rows'}",
         *("weights", "KV", "context", "k", "plain ms", "floor", "cycle ms", "floor", "speed-up", "at the floor"),
         left=2,
         caption=f"(times the floor; a cycle's: {', '.join(OVERLAPS)} routing); floor ms: {SHOWN_OVERLAP} routing. "
-        f"At the floor: speed-up if plain steps and cycles both were. {MAC}: taken as an {CHIP}",
+        f"At the floor: speed-up if plain steps and cycles both were. {MAC}: assumed to be an {CHIP}",
     )
-    for _, alike in groupby(lines, itemgetter("machine", "weights", "context")):
-        for line in alike:
+    for _, group in groupby(lines, itemgetter("machine", "weights", "context")):
+        for line in group:
             plain, cycle, floor, floors = (line[x] for x in ("plain", "cycle", "plain_floor", "cycle_floor"))
             kv = ", ".join(filter(None, (line["kv_cache"], line["mtp_kv_cache"])))
             weights = line["weights"] if machine else f"{line['machine']} {line['weights']}"
@@ -163,23 +163,23 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
 
 
 def same_work_table(found: Found) -> Table:
-    """Show the documents' experiment as predicted on their Mac, stock MLX and ours, beside what was published."""
+    """Return a table of the documents' experiment as predicted for their Mac, next to the published speed-ups."""
     title = f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing"
     ours = [f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")]
     columns, caption = ("context", "k", "published speed-up", *ours), "speed-ups with the published tokens per cycle"
     table = new_table(title, *columns, left=0, caption=caption)
     lines = [line for line in found["documents"] if line["predicted"]]
     for work in sorted({(line["context"], line["drafts"]) for line in lines}):
-        alike = [line for line in lines if (line["context"], line["drafts"]) == work]
-        cells = [f"{work[0] // 1024}k", str(work[1]), " / ".join(f"{line['speedup']:.2f}" for line in alike)]
+        same = [line for line in lines if (line["context"], line["drafts"]) == work]
+        cells = [f"{work[0] // 1024}k", str(work[1]), " / ".join(f"{line['speedup']:.2f}" for line in same)]
         for side in (STOCK, OURS):
-            plain, cycle = (alike[0]["predicted"][side][kind] for kind in ("plain", "cycle"))
-            gain = median(speed_up(line, plain, cycle) for line in alike)  # weights differ, so does acceptance
+            plain, cycle = (same[0]["predicted"][side][kind] for kind in ("plain", "cycle"))
+            gain = median(speed_up(line, plain, cycle) for line in same)  # acceptance differs with the weights
             cells += [f"{plain * 1e3:.1f}", f"{cycle * 1e3:.1f}", f"{gain:.2f}"]
         table.add_row(*cells)
     return table
 
 
 def speed_up(line: Found, plain: float, cycle: float) -> float:
-    """Divide plain by MTP decoding at these times of a step and a cycle, with the published tokens per cycle."""
+    """Return plain over MTP decoding time at these times of a step and a cycle, with published tokens per cycle."""
     return line["tokens_per_cycle"] * plain / cycle

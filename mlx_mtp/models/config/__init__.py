@@ -1,1 +1,1 @@
-"""Read config.json into the fields that a family has, and apply of it what a family leaves out."""
+"""Translate config.json into the fields of a family, and apply values that the family's implementation ignores."""

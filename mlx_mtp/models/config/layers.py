@@ -1,4 +1,4 @@
-"""Translate lists with one word per layer, which transformers 5 writes, into the patterns that families read."""
+"""Translate transformers 5's lists of layer types into the patterns that families read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,18 +8,18 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def interval(kinds: list[str]) -> int | None:
-    """Return n where each n-th layer, and no other, has full attention; None for another order."""
+    """Return n if every n-th layer, and no other, has full attention; None for any other order."""
     first = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
     return first if [(i + 1) % first == 0 for i in range(len(kinds))] == [kind == FULL for kind in kinds] else None
 
 
 def letters(kinds: list[str]) -> str | None:
-    """Return a letter per layer, "G" for full attention and "L" for a window; None where no layer has one."""
+    """Return one letter per layer, "G" for full attention and "L" for a window; None if no layer has a window."""
     return "".join("G" if kind == FULL else "L" for kind in kinds) if {*kinds} - {FULL} else None
 
 
 def leading_dense(kinds: list[str]) -> int | None:
-    """Return the number of dense layers where all of them come first; None for another order."""
+    """Return the number of dense layers if all of them come first; None for any other order."""
     count = kinds.count(DENSE)
     return count if kinds[:count] == [DENSE] * count else None
 
@@ -30,7 +30,7 @@ def dense_layers(kinds: list[str]) -> list[int]:
 
 
 LETTERED = "sliding_window_pattern"  # a number, or in some families letters
-# A field that families read: the list that it is derived from, and how; None where it cannot hold that list.
+# Field of a family: the list that it is derived from, and the function that derives it (None: not expressible).
 PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
     LETTERED: ("layer_types", interval),
     "full_attention_interval": ("layer_types", interval),
@@ -41,7 +41,7 @@ PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
 
 
 def same_layers(name: str, kinds: Any, config: dict[str, Any], read: set[str]) -> bool:
-    """Whether a field that is read holds what the list `kinds`, called `name`, says."""
+    """Return whether a field in `read` already holds the value of the list `kinds`, which is called `name`."""
     fields = [field for field, (source, _) in PATTERNS.items() if source == name and field in read]
     if not isinstance(kinds, list):
         return False

@@ -1,12 +1,12 @@
-"""List the names of config.json: spellings of one value, keys that change no logits, and keys that do.
+"""List names in config.json: spellings of one value, keys that do not change logits, and keys that do.
 
-The tables hold names that families share. Which of them a family reads is derived from its dataclass.
+The tables cover all families. The keys that one family reads are derived from its dataclass.
 """
 
 import re
 from typing import Any
 
-# Each line is one value. A name that the family reads takes the value of one that it does not read.
+# One value a line. A name that the family reads takes the value of a name that it does not read.
 SPELLINGS = (
     ("hidden_size", "n_embd", "d_model", "model_dim"),
     ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers"),
@@ -59,12 +59,12 @@ SPELLINGS = (
     ("torch_dtype", "dtype"),
 )
 
-COMMON = ("num_hidden_layers", "vocab_size", "max_position_embeddings")  # reports look for these names
+COMMON = ("num_hidden_layers", "vocab_size", "max_position_embeddings")  # reports read these names
 WINDOW, TIES = (
     next(group for group in SPELLINGS if name in group) for name in ("sliding_window", "tie_word_embeddings")
 )
 
-# Keys that change no logits of a text decoded alone: training, files, other modalities, the program that saved them.
+# Keys that do not change the logits of a single sequence: training, files, other modalities, the exporting program.
 HARMLESS = """
 _attn_implementation _attn_implementation_internal _commit_hash _name_or_path architectures attention_chunk_size
 attention_softmax_in_fp32 attn_implementation auto_map boi_token_index bos_token_id chunk_size_feed_forward
@@ -87,7 +87,7 @@ HARMLESS_PATTERN = re.compile(
     r"|.*(_dtype|fp32.*)|.*_mtp_.*|transformers\..*|block_(mlp|out|norm|use)_.*"
 )
 
-# Keys that change logits, with the values under which they do not. Unread and of another value they are refused.
+# Keys that change logits, with their neutral values. An unread key with any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
@@ -144,7 +144,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_shared_experts": (0,),
     "norm_topk_prob": (),
     "routed_scaling_factor": (1,),
-    "scoring_func": ("sigmoid", "softmax"),  # of families with one of the two
+    "scoring_func": ("sigmoid", "softmax"),  # each family implements one of the two
     "topk_method": (),
     "n_group": (1,),
     "topk_group": (1,),
@@ -156,7 +156,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_moe_block": (False,),
     "moe_latent_size": (),
 }
-# Of these a port's loader decides by the tensors that are there.
+# Keys that a port's loader decides from the tensors in the checkpoint.
 BY_TENSORS = """
 add_qkv_bias attention_bias attn_bias lm_head_bias mlp_bias qk_layernorm qk_norm qkv_bias tie_embedding
 tie_embeddings tie_word_embeddings use_bias use_qk_norm use_qkv_bias

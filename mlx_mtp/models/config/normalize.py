@@ -1,8 +1,8 @@
-"""Normalise config.json before a family's dataclass reads it, and find what that dataclass does not read.
+"""Normalise config.json before a family's dataclass reads it, and find the keys that the dataclass does not read.
 
-Each value takes the name that the dataclass reads: other spellings, rotary embeddings as transformers 5 writes them,
-null where the dataclass needs a value, and patterns of layers. `Normalized.check` refuses what changes logits and
-cannot be applied; `Normalized.warn` names what else is not read.
+Each value takes the name that the dataclass reads. This covers other spellings, transformers 5's rotary embeddings,
+null where the dataclass needs a value, and layer patterns. `Normalized.check` refuses unread values that change
+logits; `Normalized.warn` names the other unread keys.
 """
 
 import copy
@@ -22,13 +22,13 @@ from .unread import Reader
 
 Config = dict[str, Any]
 TEXT = "text_config"
-SHARED = ("torch_dtype", "eos_token_id")  # of a text model inside, which readers look for outside
+SHARED = ("torch_dtype", "eos_token_id")  # fields of text_config that readers expect at the top level
 MISREAD = (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Normalized:
-    """A config in the names that its family reads.
+    """A config with the names that its family reads.
 
     wrong: why the config cannot be read. unsupported: values that change logits and that the family cannot apply.
     unread: other keys that the family does not read.
@@ -40,7 +40,7 @@ class Normalized:
     unread: Sequence[str] = ()
 
     def check(self, file: Path) -> None:
-        """Raise ValueError, which names `file`, for values that change logits and cannot be applied."""
+        """Raise ValueError, naming `file`, if the config is invalid or has unsupported values that change logits."""
         if self.wrong:
             raise ValueError(f"{file}: {self.wrong}")
         if self.unsupported:
@@ -51,7 +51,7 @@ class Normalized:
             )
 
     def warn(self, file: Path, stacklevel: int) -> None:
-        """Name, in one warning, the keys that are not read."""
+        """Emit one warning that names the unread keys."""
         if self.unread:
             family = f"the implementation of model_type {self.config['model_type']!r}"
             text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
@@ -59,7 +59,7 @@ class Normalized:
 
 
 def normalize(config: Config) -> Normalized:
-    """Return a config in the names that its family reads; the same config where no family is known."""
+    """Return a config with the names that its family reads; unchanged if the family is unknown."""
     family = find_family(config)
     if family is None:
         return Normalized(config)
@@ -83,16 +83,16 @@ def _of_family(family: ModuleType, config: Config) -> Normalized:
     unread, unsupported = reader.unread_keys(normal, unplaced)
     if not nested:
         return Normalized(normal, unsupported=unsupported, unread=unread)
-    beside = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
+    rest = {name: value for name, value in config.items() if not isinstance(value, dict) and name not in NEUTRAL}
     unread = [f"{TEXT}.{name}" for name in unread]
-    unread += Reader(config["model_type"], outer | read | {TEXT}, family).unread_keys(beside, {})[0]
+    unread += Reader(config["model_type"], outer | read | {TEXT}, family).unread_keys(rest, {})[0]
     shared = {name: normal[name] for name in SHARED if normal.get(name) is not None}
     stated = {name: value for name, value in config.items() if value is not None or name not in shared}
     return Normalized(_with_dtype({**shared, **stated, TEXT: normal}), unsupported=unsupported, unread=unread)
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
-    """Return a config with a user's values, which also take precedence over those inside `rope_parameters`."""
+    """Return a config with a user's values, which also override those inside `rope_parameters`."""
     inside = config.get("rope_parameters")
     if isinstance(inside, dict) and "rope_parameters" not in overrides:
         config = config | {"rope_parameters": _without(inside, overrides)}
@@ -109,7 +109,7 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
-    """Return the config in the names of `read`, and its rotary embeddings' values that have no field there."""
+    """Return the config with the names of `read`, and the rotary values that no field can hold."""
     rope, unplaced = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
     lettered = str in get_args(get_type_hints(args).get(LETTERED))
@@ -123,7 +123,7 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
 
 
 def _spelled(config: Config, read: set[str]) -> Config:
-    """Add the names that are read of values that have another name."""
+    """Copy each value to the name that the family reads, if only another spelling is set."""
     found = dict(config)
     for group in SPELLINGS:
         ours = [name for name in group if name in read]
@@ -136,13 +136,13 @@ def _spelled(config: Config, read: set[str]) -> Config:
 
 
 def _with_dtype(config: Config) -> Config:
-    """Add the name that transformers 4 has for the type of the weights."""
+    """Add transformers 4's name for the type of the weights."""
     dtype = config.get("torch_dtype") or config.get("dtype")
     return config | ({"torch_dtype": dtype} if isinstance(dtype, str) else {})
 
 
 def _without_nulls(config: Config, args: Any) -> Config:
-    """Replace null where the dataclass takes no None: head sizes by what they are derived from, else its default."""
+    """Replace null values of fields that do not accept None: derive head sizes, drop the others to their default."""
     hints, found = get_type_hints(args), dict(config)
     derived = {"num_key_value_heads": config.get("num_attention_heads")}
     derived |= dict.fromkeys(WINDOW, config.get("max_position_embeddings"))  # null is no window

@@ -1,8 +1,8 @@
 """Normalise the rotary embeddings of config.json into the fields that a family's dataclass reads.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters` with both inside, for all
-layers or for each type of layer. Where a file has both and they disagree, `rope_parameters` decides on theta and the
-rotated part, `rope_scaling` on the scaling, as in transformers.
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, which contains both,
+for all layers or for each layer type. If a file has both forms and they disagree, theta and the rotated part come
+from `rope_parameters` and the scaling from `rope_scaling`, as in transformers.
 """
 
 import math
@@ -10,12 +10,12 @@ from typing import Any
 
 Config = dict[str, Any]
 THETA = ("rope_theta", "rotary_emb_base", "rope_base", "rope_freq_constant", "rope_embedding_base", "theta")
-LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  # of layers with a window
+LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta", "rope_local_theta")  # of sliding-window layers
 PARTIAL = ("partial_rotary_factor", "rotary_pct")
 KEYS = {"rope_parameters", "rope_scaling", *THETA, *LOCAL_THETA, *PARTIAL}
 FULL, SLIDING = "full_attention", "sliding_attention"
 RENAMED_TYPES = {"su": "longrope"}
-# Types of scaling, with the keys that MLX's modules read.
+# Types of scaling, and the keys that MLX's modules read for each.
 LENGTH = "original_max_position_embeddings"
 YARN = {"factor", LENGTH, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 TYPES = {
@@ -36,7 +36,7 @@ HAVE_LENGTH = {"llama3", "yarn", "longrope"}
 
 
 class Rope:
-    """Rotary embeddings of a config: `kinds` maps a type of layer, "" for all, to its parameters."""
+    """Rotary embeddings of a config: `kinds` maps a layer type, or "" for all layers, to its parameters."""
 
     def __init__(self, config: Config):
         parameters, scaling = (_object(config, name) for name in ("rope_parameters", "rope_scaling"))
@@ -50,22 +50,22 @@ class Rope:
 
     @property
     def main(self) -> Config:
-        """Parameters of layers that attend to all positions; of a model without such layers, its only ones."""
+        """Parameters of full-attention layers; of a model without such layers, its only parameters."""
         return self.kinds.get("") or self.kinds.get(FULL) or next(iter(self.kinds.values()))
 
     @property
     def local(self) -> Config:
-        """Parameters of layers with a window, the main ones where they are not told apart."""
+        """Parameters of sliding-window layers; the main ones unless they are stated separately."""
         return self.kinds.get(SLIDING, self.main)
 
     def unread(self) -> list[str]:
-        """List the keys inside the parameters that no module reads."""
+        """List the keys of the parameters that no module reads."""
         names = (name for p in self.kinds.values() for name in p if name not in ALWAYS | TYPES[p["rope_type"]])
         return sorted(set(names))
 
 
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
-    """Return a config's rotary embeddings in the names of `fields`, and by name what these cannot hold."""
+    """Return a config's rotary values under names in `fields`, and the values that no such field can hold."""
     rope, found, unsupported = Rope(config), {}, {}
     if not rope.stated:
         return {}, {}
@@ -93,12 +93,12 @@ def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
 
 
 def scaled(parameters: Config) -> bool:
-    """Whether parameters scale positions or frequencies."""
+    """Return whether the parameters scale positions or frequencies."""
     return parameters.get("rope_type", "default") not in ("default", "mrope")
 
 
 def usual(config: Config) -> Config | None:
-    """Return the rotary embeddings that a family has by default, none where transformers has it without any."""
+    """Return a family's default rotary embeddings; None if transformers' family has none."""
     parameters = config.get("rope_parameters") or {}
     if config and not parameters:
         return None
@@ -113,7 +113,7 @@ def _object(config: Config, name: str) -> Config:
 
 
 def _parameters(config: Config, given: Config, scaling: Config) -> Config:
-    """Merge what is inside with what is beside; null is absent."""
+    """Merge values inside `rope_parameters` with values next to it; null counts as absent."""
     inside = {n: v for n, v in given.items() if v is not None and not isinstance(v, dict)}
     scaling = {n: v for n, v in scaling.items() if v is not None}
     merged = {**inside, **scaling, **{n: inside[n] for n in ("rope_theta", "partial_rotary_factor") if n in inside}}
@@ -124,9 +124,9 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
         raise ValueError(f"rope_scaling: type {kind!r} is unknown; allowed are {', '.join(TYPES)}")
     merged |= {"rope_type": kind, "type": kind}
     for name, names in (("rope_theta", THETA), ("partial_rotary_factor", PARTIAL)):
-        beside = next((config[n] for n in names if config.get(n) is not None), None)
-        if beside is not None:
-            merged.setdefault(name, beside)
+        outer = next((config[n] for n in names if config.get(n) is not None), None)
+        if outer is not None:
+            merged.setdefault(name, outer)
     if kind in HAVE_LENGTH:
         length = config.get(LENGTH) or merged.get(LENGTH) or config.get("max_position_embeddings")
         merged |= {LENGTH: length} if length else {}
@@ -138,7 +138,7 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
 
 
 def _check_longrope(parameters: Config, longest: int | None) -> None:
-    """Raise ValueError for another factor of attention than the one that MLX's module computes of two lengths."""
+    """Raise ValueError unless the attention factor is the one that MLX's module derives from two lengths."""
     length = parameters.get(LENGTH)
     if length and longest:
         factor = longest / length
@@ -151,23 +151,24 @@ def _check_longrope(parameters: Config, longest: int | None) -> None:
 
 
 def _with_mscale(parameters: Config) -> Config:
-    """State what YaRN multiplies queries and keys by as the `mscale` that makes MLX's module do so.
+    """Convert YaRN's factor on queries and keys to the `mscale` from which MLX's module computes the same factor.
 
-    It is `attention_factor`, else a ratio of `mscale` and `mscale_all_dim` where both are there, else by the factor.
+    The factor is `attention_factor`; else the ratio of `mscale` and `mscale_all_dim` if both are set; else it follows
+    from the scaling factor.
     """
     factor, both = parameters.get("factor", 1), ("mscale", "mscale_all_dim")
     scales = [bool(parameters.get(name)) for name in both]
     if "attention_factor" not in parameters and scales[0] == scales[1]:
         return parameters
     step = 0.1 * math.log(max(factor, 1))
-    wanted = parameters.get("attention_factor", step + 1)
+    stated = parameters.get("attention_factor", step + 1)
     if not step:
-        if wanted != 1:
-            raise ValueError(f"rope_scaling: attention_factor={wanted} needs a factor above 1")
+        if stated != 1:
+            raise ValueError(f"rope_scaling: attention_factor={stated} needs a factor above 1")
         return parameters
-    mscale = (wanted * (step * parameters.get("mscale_all_dim", 0) + 1) - 1) / step
+    mscale = (stated * (step * parameters.get("mscale_all_dim", 0) + 1) - 1) / step
     # attention_factor is set too, so that a second pass computes the same mscale.
-    return {**parameters, "mscale": mscale, "attention_factor": wanted}
+    return {**parameters, "mscale": mscale, "attention_factor": stated}
 
 
 def _scaling(parameters: Config) -> Config:
@@ -175,7 +176,7 @@ def _scaling(parameters: Config) -> Config:
 
 
 def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
-    """Write how much of a head is rotated; `unsupported` is extended where that differs by type of layer."""
+    """Return the rotated share of a head; extend `unsupported` if it differs between layer types."""
     part = main.get("partial_rotary_factor")
     if part is None:
         return {}

@@ -1,4 +1,4 @@
-"""Apply config.json's rotary scaling and partial rotation to a model whose implementation leaves them out."""
+"""Apply config.json's rotary scaling and partial rotation to models whose implementation ignores them."""
 
 import math
 from typing import Any
@@ -12,16 +12,16 @@ from .. import field_names, find_family, text_args
 from .rope import LENGTH, Rope, scaled
 
 SCALED = tuple(kind for name, kind in vars(rope_utils).items() if isinstance(kind, type) and name.endswith("RoPE"))
-APPLIED = ("linear", "dynamic", "llama3", "yarn")  # where the rest of a layer need not change
+APPLIED = ("linear", "dynamic", "llama3", "yarn")  # types that need no other change of a layer
 NOT_APPLIED = "the implementation of this family does not apply them"
 KEYS = {"rope_scaling", "rope_parameters"}
-Place = tuple[nn.Module, str, Any]  # a module, the name of a part of it, and the part
+Place = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, and the part
 
 
 def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
-    """Change a model's plain rotary modules where `config` scales or rotates a part of a head, and none does so.
+    """Replace plain rotary modules by scaled or partial ones if `config` asks for them and the model ignores that.
 
-    Raises ValueError where that cannot be applied.
+    Raises ValueError if a setting cannot be applied.
     """
     text = config.get("text_config") or config
     rope = Rope(text)
@@ -41,7 +41,7 @@ def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> None:
-    """Let modules that rotate whole heads rotate the first `part` of them."""
+    """Make modules that rotate whole heads rotate only the share `part` of each head."""
     size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     for module in modules:
         if module.dims == size:
@@ -49,7 +49,7 @@ def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> No
 
 
 def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | None) -> None:
-    """Scale the plain modules where nothing is scaled yet, and set bounds of YaRN that MLX's module rounds."""
+    """Scale plain modules if none is scaled yet; replace YaRN's rounded bounds if `truncate` is false."""
     kind, differ = rope.main["rope_type"], scaled(rope.main) != scaled(rope.local)
     if plain and not others:
         if differ or kind not in APPLIED:
@@ -66,7 +66,7 @@ def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | Non
 
 
 def _untruncated(dims: int, parameters: dict[str, Any]) -> mx.array:
-    """Compute YaRN's frequencies [dims / 2] with bounds between dimensions, which MLX's module rounds."""
+    """Compute YaRN's frequencies [dims / 2] without rounding its bounds to whole dimensions, unlike MLX's module."""
     base, factor, length = (parameters[name] for name in ("rope_theta", "factor", LENGTH))
     rotations = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
     low, high = (dims * math.log(length / (n * 2 * math.pi)) / (2 * math.log(base)) for n in rotations)

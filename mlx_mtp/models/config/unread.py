@@ -1,4 +1,4 @@
-"""Find the keys of a normalised config.json that its family does not read, and which of them change logits."""
+"""Find the keys of a normalised config.json that its family does not read, and those that change logits."""
 
 import copy
 import logging
@@ -18,16 +18,16 @@ DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
 
 @dataclass(frozen=True)
 class Reader:
-    """The keys that a family reads: its dataclass's fields, and those whose only supported value it implements."""
+    """Keys that a family reads: its dataclass's fields and keys of which it implements the only supported value."""
 
     model_type: str
     read: set[str]
     family: ModuleType
 
     def unread_keys(self, config: Config, unplaced: Config) -> tuple[list[str], list[str]]:
-        """List the unread keys: those to warn of, and as text those that change logits.
+        """Return the unread keys to warn about, and "name=value" of the unread keys that change logits.
 
-        unplaced: values of rotary embeddings that have no field. The family's defaults count as implemented.
+        unplaced: rotary values that no field holds. Values equal to the family's defaults count as implemented.
         """
         left = {name: value for name, value in config.items() if self._matters(name, value, config)}
         warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
@@ -55,7 +55,7 @@ class Reader:
         ]
 
     def _matters(self, name: str, value: Any, config: Config) -> bool:
-        """Whether a key is unread and may change the model."""
+        """Return whether a key is unread and may change the model's output."""
         read = self.read
         if name in read or value is None or name in rotary.KEYS:
             return False
@@ -77,7 +77,7 @@ class Reader:
 
 
 def _windowed(config: Config) -> bool:
-    """Whether some layer attends to fewer positions than the model has."""
+    """Return whether some layer attends to fewer positions than the model supports."""
     window = next((config[name] for name in WINDOW if config.get(name) is not None), None)
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if window is None or config.get("use_sliding_window") is False:
@@ -92,9 +92,9 @@ def _windowed(config: Config) -> bool:
 
 
 def _as_transformers_has_it(model_type: str, known: Config) -> Config:
-    """Return all keys as transformers derives them from the known ones; empty where it has no such family.
+    """Return all keys as transformers derives them from the known ones; empty if it lacks the family.
 
-    An unread key with such a value is harmless: the family's implementation was written for these defaults.
+    An unread key with its derived value is harmless: the family's implementation was written for these defaults.
     """
     from transformers import CONFIG_MAPPING  # seconds to import
 
@@ -103,7 +103,7 @@ def _as_transformers_has_it(model_type: str, known: Config) -> Config:
     logger.setLevel(logging.CRITICAL)
     try:
         for values in (known, {}):
-            with suppress(Exception):  # of many kinds, where values do not go together
+            with suppress(Exception):  # invalid combinations raise many types
                 return CONFIG_MAPPING[model_type](**copy.deepcopy(values)).to_dict()
     finally:
         logger.setLevel(level)
@@ -111,7 +111,7 @@ def _as_transformers_has_it(model_type: str, known: Config) -> Config:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value as JSON represents it."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return {str(name): _plain(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -1,5 +1,5 @@
-"""State what converters of GGUF files made of each family: names, changed values, metadata, and undo it.
+"""Describe how GGUF converters changed each family (names, values, metadata), and undo it.
 
-A file here holds families that are alike; `family.py` says what each states, `table.py` lists them by a file's
+A file here contains similar families; `family.py` defines the description of one, `table.py` lists them by a file's
 `general.architecture`. Source: llama.cpp's `conversion/*.py`.
 """

@@ -62,7 +62,7 @@ def rotary(meta: Meta, **more: Any) -> dict[str, Any]:
 
 
 def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
-    """Read how many experts there are (`count` names that), how many are used and their size."""
+    """Return the number of experts (as `count`), the number that a token uses, and their size."""
     return {
         count: meta.size("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),

@@ -127,7 +127,7 @@ def _ends(inside: str, head: str) -> dict[str, str]:
 
 
 def ends(inside: str, head: str, **others: str) -> dict[str, str]:
-    """Say where the embedding, the last norm and the LM head are, inside of these modules."""
+    """Return the paths of the embedding, the last norm and the LM head inside these modules."""
     return {**_ends(inside, head), **{name: f"{inside}{path}" for name, path in others.items()}}
 
 

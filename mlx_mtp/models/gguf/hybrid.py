@@ -168,7 +168,7 @@ NEMOTRON_MIXER = {
 
 
 def _in_nemotron_head(name: str) -> str:
-    """Say which of a head's two layers, attention and experts, a tensor is part of."""
+    """Return a tensor's path in a head, which has a layer of attention and one of experts."""
     return f"block.layers.{int(not name.startswith('attn_'))}.{NEMOTRON_MIXER[name]}"
 
 
@@ -209,7 +209,7 @@ def _nemotron_experts(meta: Meta) -> dict[str, Any]:
 
 
 def _nemotron_head(meta: Meta) -> dict[str, Any]:
-    """Say what a head is made of, which may have its own number of experts."""
+    """Return the config of a head, which may have its own number of experts."""
     if not meta.heads:
         return {}
     found: dict[str, Any] = {"num_nextn_predict_layers": meta.heads, "mtp_hybrid_override_pattern": "*E"}

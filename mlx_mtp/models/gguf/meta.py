@@ -123,8 +123,8 @@ class Meta:
             neutral = NEUTRAL.get(key.removeprefix(before)) if key.startswith(before) else None
             values = [_plain(v) for v in value] if isinstance(value, np.ndarray | list) else [_plain(value)]
             if neutral is not None and key not in self.read and any(v not in neutral for v in values):
-                said = values[0] if len(values) == 1 else f"{values[:4]} ..."
-                raise ValueError(f"{self.file}: metadata {key}={said} is not supported; give --config-from REPO")
+                shown = values[0] if len(values) == 1 else f"{values[:4]} ..."
+                raise ValueError(f"{self.file}: metadata {key}={shown} is not supported; give --config-from REPO")
 
     def _typed(self, key: str, kind: type, default: Any) -> Any:
         self.read.add(key)

@@ -1,4 +1,4 @@
-"""Build the models of `launches.py`: layers, heads and kinds of layers as released, in tiny widths."""
+"""Build models with the released numbers and kinds of layers and heads, but tiny widths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from mlx_mtp.models import qwen3_5 as qwen_port
 from mlx_mtp.models import qwen3_5_moe as qwen_moe_port
 from mlx_mtp.models import step3p5 as step_port
 
-WIDTH = 256  # less, and the one row of a gate has too few scales for a kernel to read them as they lie
+WIDTH = 256  # a smaller width has too few scales in a one-row gate for a kernel to read them without a copy
 SIZES = {"hidden_size": WIDTH, "vocab_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 HEADS = {"num_attention_heads": 4, "head_dim": 32}
 EXPERTS = {
@@ -73,7 +73,7 @@ def deepseek() -> Any:
     return deepseek_port.Model(deepseek_v3.ModelArgs.from_dict(config), heads=1)
 
 
-# Each model's kinds of layers, by a layer of that kind that another comes before.
+# Each model's kinds of layers, with the index of a layer of that kind that follows another layer.
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "Step-3.5-Flash": (step, {"dense, sliding": 1, "experts, sliding": 5, "experts, full": 4}),
     "GLM-4.5": (glm, {"dense": 1, "experts": 4}),
@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "DeepSeek-V3": (deepseek, {"dense": 1, "experts": 4}),
 }
 
-# What the cost model calls a kind of layer; it knows no others.
+# The cost model's name of a kind of layer; it has no others.
 KINDS = {
     ("Step-3.5-Flash", "dense, sliding"): "step dense",
     ("Step-3.5-Flash", "experts, sliding"): "step experts",

@@ -1,9 +1,9 @@
-"""Count what a graph launches on a GPU, without one: primitives that are no views, and copies that views cost.
+"""Count the launches of a graph on a GPU, without a GPU: primitives that are not views, and copies of views.
 
-Two graphs of a function are looked at. One is built as mlx-lm builds it, with what `mx.compile` fuses fused: it says
-how many launches there are. The other is recorded, without fusion, and has each primitive's arguments, of which
-layouts follow: it says where MLX copies, before a reshape that no strides can express and before a kernel that asks
-for rows one behind the other. Nothing is computed.
+Two graphs of a function are used. The first is built as by mlx-lm, fused by `mx.compile`, and gives the number of
+launches. The second is recorded without fusion and has each primitive's arguments, from which layouts follow. It
+shows where MLX copies: before a reshape that strides cannot express, and before a kernel that needs contiguous rows.
+Nothing is computed.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ from mlx_mtp.bench import census
 
 Strides = tuple[int, ...]
 RESHAPES = ("Reshape", "Flatten", "Unflatten")
-ENSURED = 9  # the argument of a CustomKernel that says whether it has its inputs copied
+ENSURED = 9  # index of the argument of a CustomKernel that makes its inputs contiguous
 
 
-class StandIn:
-    """Stands for a Metal kernel where none can be made: one operation that reads all of its inputs."""
+class OneOperation:
+    """Replaces a Metal kernel by one operation that reads all of its inputs."""
 
     def __init__(self, **_: Any):
         pass
@@ -57,9 +57,9 @@ def _launch(kernel: Callable[..., Any], inputs: list[mx.array], shape: Sequence[
 
 @contextmanager
 def as_on_a_mac(kernel: Callable[..., Any] = mx.fast.metal_kernel) -> Iterator[None]:
-    """Let kernels be chosen, and what is one launch on a GPU (on a CPU a graph of its own) be one operation.
+    """Make MLX choose kernels, and make functions that are one launch on a GPU one operation, inside the block.
 
-    kernel: what makes them; what MLX's own makes can be called only while a graph is recorded.
+    kernel: creates kernels; those of MLX's own function can be called only while a graph is recorded.
     """
     made = partial(kernel, source=";", ensure_row_contiguous=False)
     attends = partial(attention, made(name="attention", input_names=["q", "k", "v"], output_names=["out"]))
@@ -72,30 +72,30 @@ def as_on_a_mac(kernel: Callable[..., Any] = mx.fast.metal_kernel) -> Iterator[N
         (mx.fast, "metal_kernel", kernel),
     ]
     names, outputs = ["q", "k", "v", "g", "beta", "state_in", "T"], ["y", "state_out"]
-    for form in ("", "_masked", "_vec", "_packed"):  # mlx-lm makes these when it is imported, where there is Metal
+    for form in ("", "_masked", "_vec", "_packed"):  # mlx-lm creates these on import if Metal is available
         inputs = [*names, *(["mask"] if form == "_masked" else [])]
         own = kernel(name=f"recurrence{form}", input_names=inputs, output_names=outputs, source=";")
         replaced.append((gated_delta, f"_gated_delta_kernel{form}", own))
     with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for owner, name, replacement in replaced:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 
 def launches(fn: Callable[..., Any], make: Callable[[], Sequence[mx.array]]) -> Counter:
-    """Count the launches of fn(*make()), by primitive; "Copy": before a reshape or a kernel.
+    """Return the launches of fn(*make()) by primitive; "Copy" is a copy before a reshape or a kernel.
 
-    make: arrays that fn may have its way with; both are called twice, for either graph.
+    make: returns arrays that fn may change; both functions are called twice, once per graph.
     """
     arrays = make()
-    with as_on_a_mac(StandIn):
+    with as_on_a_mac(OneOperation):
         found = census.operations(*fn(*arrays))
     with as_on_a_mac():
         return found + Counter(Copy=copies(fn, *make()))
 
 
 def copies(fn: Callable[..., Any], *arrays: mx.array) -> int:
-    """Count where MLX copies an array of fn's graph before it is reshaped, or before a kernel reads it."""
+    """Return the number of arrays in fn's graph that MLX copies before a reshape or a kernel."""
     events: list[dict[str, Any]] = []
     mx.export_function(events.append, fn, *arrays)
     layouts: dict[str, Strides] = {}
@@ -103,7 +103,7 @@ def copies(fn: Callable[..., Any], *arrays: mx.array) -> int:
 
 
 def _copies(event: dict[str, Any], layouts: dict[str, Strides]) -> int:
-    """Follow one primitive: note its outputs' layouts, where they are not row by row, and count its copies."""
+    """Record the layouts of one primitive's outputs, unless contiguous, and return its number of copies."""
     name, arguments = event["name"], event["arguments"]
     shapes = [shape for _, shape, _ in event["inputs"]]
     strides = [layouts.get(array, rows_first(shape)) for array, shape, _ in event["inputs"]]
@@ -122,7 +122,7 @@ def _copies(event: dict[str, Any], layouts: dict[str, Strides]) -> int:
 
 
 def _viewed(name: str, arguments: Any, shapes: Sequence[Any], strides: Sequence[Strides], shape: Any) -> Strides:
-    """Find the strides of what a primitive that is no reshape gives."""
+    """Return the strides of the output of a primitive that is not a reshape."""
     if name == "Slice":
         return tuple(s * step for s, step in zip(strides[0], arguments[2], strict=True))
     if name in ("Split", "StopGradient", "Depends"):
@@ -139,19 +139,19 @@ def _viewed(name: str, arguments: Any, shapes: Sequence[Any], strides: Sequence[
     if name == "ExpandDims":
         added, kept = {axis % len(shape) for axis in arguments[0]}, iter(strides[0])
         return tuple(0 if axis in added else next(kept) for axis in range(len(shape)))
-    alike = {at for of, at in zip(shapes, strides, strict=True) if of == shape}
-    if len(alike) == 1 and all(of == shape or prod(of) == 1 for of in shapes) and _dense(shape, *alike):
-        return alike.pop()  # elementwise: the layout of what it reads
+    layouts = {at for of, at in zip(shapes, strides, strict=True) if of == shape}
+    if len(layouts) == 1 and all(of == shape or prod(of) == 1 for of in shapes) and _dense(shape, *layouts):
+        return layouts.pop()  # elementwise: the layout of its input
     return rows_first(shape)
 
 
 def rows_first(shape: Sequence[int]) -> Strides:
-    """Give the strides of an array whose rows are one behind the other."""
+    """Return the strides of a contiguous array."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def reshaped(shape: Sequence[int], strides: Strides, new: Sequence[int]) -> Strides | None:
-    """Find strides for a new shape of the same buffer, as MLX does; None where it copies."""
+    """Return strides for a new shape of the same buffer, as MLX does; None if it copies."""
     if not prod(shape) or _same(shape, strides, rows_first(shape)):
         return rows_first(new)
     sizes, steps = _collapsed(shape, strides)
@@ -170,7 +170,7 @@ def reshaped(shape: Sequence[int], strides: Strides, new: Sequence[int]) -> Stri
 
 
 def _collapsed(shape: Sequence[int], strides: Strides) -> tuple[list[int], list[int]]:
-    """Join dimensions that lie one behind the other: their sizes and strides."""
+    """Return sizes and strides after joining contiguous dimensions."""
     sizes: list[int] = []
     steps: list[int] = []
     for n, stride in zip(shape, strides, strict=True):
@@ -185,11 +185,11 @@ def _collapsed(shape: Sequence[int], strides: Strides) -> tuple[list[int], list[
 
 
 def _same(shape: Sequence[int], a: Strides, b: Strides) -> bool:
-    """Tell whether strides agree in all dimensions that have more than one place."""
+    """Return whether strides agree in all dimensions of size above 1."""
     return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True))
 
 
 def _dense(shape: Sequence[int], strides: Strides) -> bool:
-    """Tell whether an array fills its buffer, in whatever order of dimensions."""
+    """Return whether an array fills its buffer, in any order of dimensions."""
     order = sorted((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1)
     return all(stride == prod(n for _, n in order[:i]) for i, (stride, _) in enumerate(order))

@@ -1,33 +1,22 @@
-"""Count the launches of a layer's verify, a cycle and a plain step, before and after the kernels.
+"""Count launches of a layer's verify, a cycle and a plain step, for mlx-lm, stock modules and our kernels.
 
-    python bench/launches.py [--rows 4] [--out mlx_mtp/bench/roofline/launches.csv]
-
-Counted in the graphs of the families at their real depth, in tiny widths, quantized to 4 bits: nothing is computed,
-no GPU is needed (`launches_graph.py` says how). What mlx-lm compiles counts as mx.compile fuses it; views are not
-counted, the copies that they cost are; MLX's fused norms, RoPE and attention count one each. A layer is what it adds
-to the one before it. mlx-lm: its own model and caches, at one row, as it decodes; stock: our loop with its modules.
-A cycle drafts rows - 1 tokens and verifies them.
-What is written is what `mlx-mtp bench model` reads: with no kernels, those of each kind alone, and all of them. Its
-constants are fitted to that file: after another one, run `python -m bench.cost_model.fit` and look at what it says.
+Counts are of graphs of the families at their real depth in tiny widths, quantized to 4 bits (see `graph.py`). The
+functions compiled by mlx-lm count as mx.compile fuses them; views do not count, but copies of them do; MLX's fused
+norms, RoPE and attention count one each. A layer is the difference to the graph without it. mlx-lm: its own model and
+caches, at one row, as it decodes; stock: our loop with mlx-lm's modules. A cycle drafts rows - 1 tokens and verifies
+them.
 """
 
 import copy
-import csv
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import click
 import mlx.core as mx
 import mlx.nn as nn
-from launches_graph import launches
-from launches_models import KINDS, MODELS, WIDTH
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
-from rich.console import Console
-from rich.table import Table
 
 from mlx_mtp.bench.decode import twin
 from mlx_mtp.bench.roofline.cost import KERNELS
@@ -39,8 +28,11 @@ from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.step import step
 from mlx_mtp.layers import gated_delta
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.plan import Plan
+
+from .graph import launches
+from .models import MODELS, WIDTH
 
 
 def make(build: Callable[[], Any]) -> Any:
@@ -52,7 +44,7 @@ def make(build: Callable[[], Any]) -> Any:
 
 
 def at_rest(model: Any, rows: int) -> PromptCache:
-    """Caches after a prompt, of which the heads have read all but the last row."""
+    """Return caches after a prompt; the heads have read all but its last row."""
     cache, tokens = make_prompt_cache(model), [1] * rows
     cache.reserve(64)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
@@ -64,9 +56,9 @@ def at_rest(model: Any, rows: int) -> PromptCache:
 
 
 def reached(model: Any, rows: int) -> PromptCache:
-    """Caches after a prompt and a verify whose last drafts were rejected; the heads have read it all.
+    """Return caches after a prompt and a verify whose last drafts were rejected; the heads have read all rows.
 
-    Recurrent ones hold a tape, as on a Mac, and not the states that a CPU keeps.
+    Recurrent caches hold a tape, as on a Mac, instead of the states that a CPU keeps.
     """
     cache, tokens = at_rest(model, rows), [1] * rows
     cache.to_device()
@@ -86,11 +78,11 @@ def _seek(caches: list[Any], offset: int, limit: int) -> None:
         cache.seek(at, limit)
 
 
-class Behind:
-    """A model's caches behind a prompt and a verify of so many rows, to be stepped from again and again."""
+class StartState:
+    """A model's caches after a prompt and a verify of `rows` rows, restored before each count."""
 
     def __init__(self, model: Any, rows: int):
-        with mock.patch.object(mx, "eval"):  # of what is in the caches only shapes are looked at
+        with mock.patch.object(mx, "eval"):  # only the shapes of the caches are used
             cache = reached(model, rows)
         blank = {id(part): mx.zeros_like(part) for c in cache.caches for part in c.parts}  # layers share positions
         for c in cache.caches:
@@ -98,16 +90,16 @@ class Behind:
         mx.eval(cache.arrays)
         self.model, self.rows, self.cache, self.mark = model, rows, cache, cache.mark()
 
-    def again(self) -> PromptCache:
+    def restored(self) -> PromptCache:
         self.cache.restore(self.mark)
         return self.cache
 
     def up_to(self, last: int) -> int:
-        """Count the verify of all layers up to `last`."""
+        """Return the launches of a verify by all layers up to `last`."""
         return launches(partial(self._run, last), self._zeros).total()
 
     def _zeros(self) -> list[mx.array]:
-        self.again()
+        self.restored()
         x = mx.zeros((1, self.rows, WIDTH), mx.bfloat16)
         mx.eval(x)
         return [x]
@@ -123,8 +115,8 @@ class Behind:
 
 
 def cycle_of(model: Any, rows: int) -> tuple[Callable[..., list[mx.array]], list[mx.array]]:
-    """Make a cycle that drafts rows - 1 tokens, and what it is called with; rows = 1: a plain step, without heads."""
-    return partial(built, model, Behind(model, 4).cache), _before(rows)
+    """Return a function for a cycle that drafts rows - 1 tokens, and its arguments; rows = 1 is a plain step."""
+    return partial(built, model, StartState(model, 4).cache), _before(rows)
 
 
 def _before(rows: int) -> list[mx.array]:
@@ -134,7 +126,7 @@ def _before(rows: int) -> list[mx.array]:
 
 
 def built(model: Any, cache: PromptCache, hidden: mx.array, tokens: mx.array, accepted: mx.array) -> list[mx.array]:
-    """A cycle on top of rows that ended at position 4, as many drafts as theirs; all that it computes."""
+    """Return all arrays of a cycle after rows that ended at position 4, with the same number of drafts."""
     plan, drafter = Plan(k=tokens.size - 1), drafter_of(model)
     frame = Frame(model, cache, plan, drafter if plan.k else None, (Single(Picker()),), base=4)
     run, _ = step(frame, Run(hidden, tokens, accepted), cache.unload())
@@ -148,7 +140,7 @@ Pair = tuple[int, int]
 
 
 class MlxLm:
-    """mlx-lm's own model and caches, behind a prompt, to be stepped from at one row again and again."""
+    """mlx-lm's own model and caches after a prompt, restored before each count of a one-row step."""
 
     def __init__(self, model: Any):
         self.model = twin(model)
@@ -158,26 +150,26 @@ class MlxLm:
         self.held = copy.deepcopy([vars(c) for c in self.caches])
 
     def up_to(self, last: int) -> int:
-        """Count a step of all layers up to `last`."""
+        """Return the launches of a step by all layers up to `last`."""
 
         def run(x: mx.array) -> list[Any]:
             for layer, cache in zip(self.model.layers[: last + 1], self.caches, strict=False):
                 x = layer(x, mask=None, cache=cache)
             return [x, *self._written()]
 
-        return launches(run, lambda: self._again(mx.zeros((1, 1, WIDTH), mx.bfloat16))).total()
+        return launches(run, lambda: self._restored(mx.zeros((1, 1, WIDTH), mx.bfloat16))).total()
 
     def step(self) -> int:
-        """Count a greedy step of mlx-lm's loop."""
+        """Return the launches of a greedy step of mlx-lm's loop."""
 
         def run(newest: mx.array) -> list[Any]:
             logits = self.model(newest[None], cache=self.caches)[:, -1]
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
             return [mx.argmax(logprobs, axis=-1), logprobs.squeeze(0), *self._written()]
 
-        return launches(run, lambda: self._again(mx.array([1]))).total()
+        return launches(run, lambda: self._restored(mx.array([1]))).total()
 
-    def _again(self, x: mx.array) -> list[mx.array]:
+    def _restored(self, x: mx.array) -> list[mx.array]:
         for cache, state in zip(self.caches, copy.deepcopy(self.held), strict=True):
             vars(cache).update(state)
         mx.eval(x, self._written())
@@ -187,83 +179,48 @@ class MlxLm:
         return [a for _, a in tree_flatten([list(vars(c).values()) for c in self.caches]) if isinstance(a, mx.array)]
 
 
-def of_layers(steps: Sequence[Behind | MlxLm], layers: dict[str, int]) -> dict[str, Pair]:
-    """Count the launches of a layer of each kind, in two kinds of steps."""
+def of_layers(steps: Sequence[StartState | MlxLm], layers: dict[str, int]) -> dict[str, Pair]:
+    """Return the launches of a layer of each kind, in two kinds of steps."""
     one, more = steps
     return {kind: (one.up_to(i) - one.up_to(i - 1), more.up_to(i) - more.up_to(i - 1)) for kind, i in layers.items()}
 
 
-def of_cycles(behind: Behind, rows: int) -> dict[str, Pair]:
-    """Count the launches of a plain step, and of a cycle that verifies `rows`."""
+def of_cycles(state: StartState, rows: int) -> dict[str, Pair]:
+    """Return the launches of a plain step and of a cycle that verifies `rows` rows."""
 
     def run(*arrays: mx.array) -> list[mx.array]:
-        return built(behind.model, behind.again(), *arrays)
+        return built(state.model, state.restored(), *arrays)
 
     one, more = (launches(run, partial(_before, m)).total() for m in (1, rows))
     return {CYCLE: (one, more)}
 
 
 def of_model(name: str, rows: int, alone: bool = False) -> dict[str, dict[str, Pair]]:
-    """Count by who runs it: mlx-lm at one row, our loop with no kernels, with all, and with each kind of KERNELS.
+    """Return launches of mlx-lm at one row, and of our loop without kernels and with all kernels.
 
-    alone: with each kind alone, too, whose cycles are not counted.
+    alone: also with each kind of KERNELS alone, without cycles.
     """
     build, layers = MODELS[name]
     model = make(build)
     theirs = MlxLm(model)
     found = {MLX_LM: {**of_layers([theirs, theirs], layers), CYCLE: (theirs.step(),) * 2}}
-    sites = switch.place(model)
-    behind = [Behind(model, m) for m in (1, rows)]
-    cycles = behind[1] if rows == 4 else Behind(model, 4)
+    sites = kernel_switch.place(model)
+    states = [StartState(model, m) for m in (1, rows)]
+    cycles = states[1] if rows == 4 else StartState(model, 4)
     kinds = {"none": (), **(KERNELS if alone else {}), "all": EVERY_OP}
     for on, ops in kinds.items():
-        _switch(sites, ops)
-        found[on] = of_layers(behind, layers) | ({} if on in KERNELS else of_cycles(cycles, rows))
+        switch_kernels(sites, ops)
+        found[on] = of_layers(states, layers) | ({} if on in KERNELS else of_cycles(cycles, rows))
     return found
 
 
 def with_kernels(name: str) -> Any:
-    """Build a model whose kernels are all on."""
+    """Return a model with all kernels on."""
     model = make(MODELS[name][0])
-    _switch(switch.place(model), EVERY_OP)
+    switch_kernels(kernel_switch.place(model), EVERY_OP)
     return model
 
 
-def _switch(sites: Any, ops: Collection[str]) -> None:
+def switch_kernels(sites: Any, ops: Collection[str]) -> None:
     for site in sites:
         site.rows = frozenset((*site.candidates, *site.together) if site.op in ops else ())
-
-
-def write(file: Path, found: dict[str, dict[str, dict[str, Pair]]], rows: int) -> None:
-    with file.open("w", newline="") as out:
-        out.write(f"# python bench/launches.py --rows {rows} --out {file}\n")
-        lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(("model", "of", "kind", "kernels", "one_row", "more_rows"))
-        for name, states in found.items():
-            counted = [(of, on, pair) for on, counts in states.items() if on != MLX_LM for of, pair in counts.items()]
-            lines.writerows((name, of, KINDS.get((name, of), ""), on, *pair) for of, on, pair in counted)
-
-
-@click.command(help=__doc__)
-@click.option("--rows", type=click.IntRange(2, 8), default=4, help="Rows M of the verify.")
-@click.option("--model", "names", multiple=True, type=click.Choice(list(MODELS)), help="Only this one.")
-@click.option("--out", type=click.Path(path_type=Path), help="Also write the counts to this file, as CSV.")
-def main(rows: int, names: tuple[str, ...], out: Path | None) -> None:
-    table = Table(title=f"launches at one row, and at {rows}")
-    columns = {"mlx-lm, one row": MLX_LM, "our loop, stock modules": "none", "with the kernels": "all"}
-    for column in ("model", "of", *columns):
-        table.add_column(column, justify="right" if column in columns else "left")
-    found = {}
-    for name in names or MODELS:
-        found[name] = of_model(name, rows, alone=out is not None)
-        own, before, after = (found[name][on] for on in columns.values())
-        for i, of in enumerate(own):
-            cells = (str(own[of][0]), *("{}, {}".format(*side[of]) for side in (before, after)))
-            table.add_row("" if i else name, of, *cells, end_section=of == CYCLE)
-    Console().print(table)
-    if out:
-        write(out, found, rows)
-
-
-if __name__ == "__main__":
-    main()
