@@ -97,7 +97,7 @@ class LatentAttention(CachedAttention):
         self.width = module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Return whether the site is on and `cache` stores position p in slot p: no ring, pool or cache of mlx-lm's."""
+        """Return whether it is on, and `cache` stores position p in slot p: no ring, no pool, no cache of mlx-lm."""
         ours = hasattr(cache, "parts") and not hasattr(cache, "span") and cache.window is None
         return ours and self.serves_rows(q.shape[2], cache)
 
