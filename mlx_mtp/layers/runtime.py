@@ -1,4 +1,4 @@
-"""The state of one loaded model other than its weights, in one object that all rooms share."""
+"""Store the state of one loaded model other than its weights in one object that all rooms share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
