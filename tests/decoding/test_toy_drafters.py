@@ -111,7 +111,7 @@ NAMES = ["glm4_moe_untied", "headless", *sorted({*families.FAMILIES} - {"glm4_mo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_the_text_is_that_of_plain_decoding(made, kind, name):
     model = made(name)
     for options in ({}, {"temp": 1.0}):

@@ -201,7 +201,7 @@ def test_across_the_end_of_a_buffer(family):
         assert ours(model, prompt, 12, k, prefill_step_size=100)[0] == expected
 
 
-@pytest.mark.parametrize("topk", sampled([258, 600], [256, 258, 600]))
+@pytest.mark.parametrize("topk", sampled([258], [256, 258, 600]))
 def test_the_first_rows_that_select(tmp_path, topk):
     """Rows with fewer positions than may be selected, on a buffer that holds more, or not."""
     path, _, plain = families.build("glm_moe_dsa", tmp_path, index_topk=topk)

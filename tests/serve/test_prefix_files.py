@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("letters_as_tokenizer")
 OTHER_FLAGS = [{"chunking": Chunking(8)}, {"chunking": Chunking(4, 2, frozenset({3}))}]
 
 
-@pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])
+@pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS[1:], sorted(families.FAMILIES))])
 def model(request, tmp_path_factory, tiny_models):
     if request.param == "step3p5":
         return tiny_models(vocab_size=40, **HEADS)[0]
@@ -52,7 +52,7 @@ def accepted(model):
         with contextlib.suppress(ValueError):
             found.setdefault(serve(model, **layout).tree.identity, layout)
     every = list(found.values())
-    few = every[::2] if model.args.model_type == "step3p5" else [*every[:3], every[-1]]
+    few = every[::3] if model.args.model_type == "step3p5" else [every[0], every[-1]]
     return sampled(few, every)
 
 

@@ -19,8 +19,15 @@ from mlx_mtp.serve.job import Ask, Job
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.server import Loaded
 
-FEW = [{}, {"max_kv_size": 64}, {"kv_bits": 8}]
-FLAGS = sampled(FEW, [*FEW, {"mtp_kv_bits": 8}, {"kv_bits": 8, "quantized_kv_start": 5000}, {"max_kv_size": 65}])
+FEW = [{}, {"kv_bits": 8}]
+EVERY = [
+    *FEW,
+    {"max_kv_size": 64},
+    {"mtp_kv_bits": 8},
+    {"kv_bits": 8, "quantized_kv_start": 5000},
+    {"max_kv_size": 65},
+]
+FLAGS = sampled(FEW, EVERY)
 SYSTEM = "You answer in one word, whatever is asked, and never explain a word of it to anybody who asks. " * 2
 
 
