@@ -63,6 +63,18 @@ def split(text, cuts, format, *, cut=False, thinking=True, **options):
 CUTS = st.lists(st.integers(0, 10_000), max_size=6)
 
 
+# Formats with line breaks between arguments, so not MiniMax-M3's.
+SPACED = [r for r in RENDERED if "\n" in r("write", {"text": "x"}) and r.__name__ != "minimax_m3"]
+
+
+@pytest.mark.parametrize("renderer", SPACED, ids=lambda renderer: renderer.__name__)
+def test_another_call_without_the_templates_line_breaks_is_part_of_a_value(renderer):
+    before, after = renderer("write", {"text": "\0"}).replace("\\u0000", "\0").split("\0")
+    arguments = {"text": "a" + (after + before).replace("\n", "") + "b"}
+    calls = split(renderer("write", arguments), [], format_named(RENDERERS[renderer]))[2]
+    assert calls == [("write", arguments)]
+
+
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -1,7 +1,8 @@
 """Read calls whose arguments stand between tags as they are: Qwen3-Coder's, GLM's, MiniMax's and others.
 
 A value may contain any tag, so its end follows from the text behind it. Of all ways to read the text the first one
-counts in which the calls reach its end, values are as short as possible, and no parameter is given twice.
+counts in which the calls reach its end, values are as short as possible, and no parameter is given twice. Readings
+with the same white space before and behind each argument, which templates write, come before others.
 """
 
 import bisect
@@ -100,18 +101,17 @@ class Tagged:
         return _patterns(self.tags, tuple(tools.names)).opening
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        for to_the_end in (True, False):
-            for declared in (True, False):
-                if (place := self._search(text, tools, complete, to_the_end, declared)) is not None:
-                    return Reading(Values(text, self.tags, tools).calls(place.trail), place.at)
+        for to_the_end, declared, even in itertools.product((True, False), repeat=3):
+            steps = Steps(text, self.tags, tools, complete, declared, even)
+            if (place := self._search(text, steps, complete, to_the_end)) is not None:
+                return Reading(Values(text, self.tags, tools).calls(place.trail), place.at)
         return None
 
-    def _search(self, text: str, tools: Tools, complete: bool, to_the_end: bool, declared: bool) -> Place | None:
-        """Where the calls end in the first reading, depth first; None if there is none.
+    def _search(self, text: str, steps: "Steps", complete: bool, to_the_end: bool) -> Place | None:
+        """Return where the calls end in the first reading, depth first; None if there is none.
 
-        to_the_end: only white space may follow. declared: arguments are the schema's parameters, of its types.
+        to_the_end: only white space may follow.
         """
-        steps = Steps(text, self.tags, tools, complete, declared)
         stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
         while stack and len(seen) < MOST_PLACES:
             if (place := next(stack[-1], None)) is None:
@@ -164,11 +164,15 @@ def _literal(pattern: str) -> str:
 
 
 class Steps:
-    """The ways to go on from a place in a text."""
+    """Generate the places that can follow a place in a text.
 
-    def __init__(self, text: str, tags: Tags, tools: Tools, complete: bool, declared: bool):
+    declared: arguments are the schema's parameters, of its types. even: the same white space is before and behind an
+    argument.
+    """
+
+    def __init__(self, text: str, tags: Tags, tools: Tools, complete: bool, declared: bool, even: bool):
         self.text, self.tags, self.tools = text, tags, tools
-        self.complete, self.declared = complete, declared
+        self.complete, self.declared, self.even = complete, declared, even
         self.patterns = _patterns(tags, tuple(tools.names))
         self.checked = 0
         self.ends = [match.start() for match in self.patterns.value_end.finditer(text)][:MOST_ENDS]
@@ -210,6 +214,8 @@ class Steps:
             end = self.ends[i]
             if close != tags.close and not self.text.startswith(close, end):
                 continue
+            if self.even and self._space(end + len(close)) != self.text[place.at : at]:
+                continue
             if self.declared and self.checked > MOST_CHECKED:
                 return
             if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
@@ -218,6 +224,10 @@ class Steps:
                 continue
             trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
             yield Place(end + len(close), place.inside, name, place.keys | {key}, trail)
+
+    def _space(self, at: int) -> str:
+        """Return the white space at a position."""
+        return self.text[at : behind_space(self.text, at)]
 
     def _fits(self, name: str, key: str, value: str) -> bool:
         self.checked += len(value)
