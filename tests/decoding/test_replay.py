@@ -155,7 +155,7 @@ DRAWS = [
 ]
 
 
-@pytest.mark.parametrize("options", sampled(DRAWS[1:3], DRAWS))
+@pytest.mark.parametrize("options", sampled(DRAWS[1:2], DRAWS))
 def test_draws(cheap, options):
     """A seed's draws are its own, not those of the seed that was recorded; nor are temperatures."""
     texts = set()
@@ -265,7 +265,7 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
         assert [record.held for record in cheap.runtime.recorder.cycles.values()] == [[11]] * most
 
 
-@pytest.mark.parametrize("window", [8, 64])
+@pytest.mark.parametrize("window", sampled([8], [8, 64]))
 def test_another_conversation_replays_what_is_recorded(tiny_models, window):
     """Of another prompt, length and seed, although the heads have read from other positions on."""
     model, _ = tiny_models(0, vocab_size=6, sliding_window=window)

@@ -105,7 +105,10 @@ def check(run, split, fp_contract):
     assert (launched[0] != launched[1]) == split
 
 
-@pytest.mark.parametrize(("op", "m"), sampled(zip(QUANTIZED, SOME, strict=False), itertools.product(QUANTIZED, ROWS)))
+FEW = [*zip(QUANTIZED, SOME, strict=False)][::2]
+
+
+@pytest.mark.parametrize(("op", "m"), sampled(FEW, itertools.product(QUANTIZED, ROWS)))
 def test_products(op, m):
     i = list(QUANTIZED).index(op) + m
     chosen = zip([CONTRACTIONS[i % 3]], [FORMATS[5 * i % len(FORMATS)]], strict=True)

@@ -139,7 +139,7 @@ GREEDY_PLANTS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::3], GREEDY_PLANTS))
+@pytest.mark.parametrize("name", sampled([*GREEDY_PLANTS][::5], GREEDY_PLANTS))
 def test_planted_divergences_are_found(references, monkeypatch, name):
     monkeypatch.setattr(*GREEDY_PLANTS[name])
     sure = ("2 drafts", "3 drafts", "lookups")
@@ -200,7 +200,7 @@ def test_one_seed_gives_one_output(drawn, mode):
 ELSEWHERE = "draws by another position's noise"
 
 
-@pytest.mark.parametrize("plant", sampled([*[*GREEDY_PLANTS][1::2], ELSEWHERE], [*GREEDY_PLANTS, ELSEWHERE]))
+@pytest.mark.parametrize("plant", sampled([*[*GREEDY_PLANTS][1::4], ELSEWHERE], [*GREEDY_PLANTS, ELSEWHERE]))
 def test_planted_divergences_of_sampled_output_are_found(drawn, monkeypatch, plant):
     """The judge includes the draw's noise, so a token that other noise would choose is not a near-tie."""
     monkeypatch.setattr(*GREEDY_PLANTS.get(plant, (sampling, "key_at", drawn_elsewhere)))

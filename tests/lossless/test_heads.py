@@ -110,7 +110,7 @@ NORMS = {
     "hnorm": ("hnorm",),
     "last norm": ("norm",),
 }
-FEW_NORMS = {("mimo_v2_flash", "norms"), ("step3p5", "last norm")}
+FEW_NORMS = {("mimo_v2_flash", "norms")}
 # Expected part of the verdict; a norm's shift may be named by another norm whose shift has the same effect.
 NAMED = {
     "hidden and embedding": "with fuse=",
