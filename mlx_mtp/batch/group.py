@@ -41,7 +41,7 @@ class Group:
     controls: `Controls.control`. chunk: rows that the drafter reads at a time when it catches up.
     stats: counts what was recorded. p_min, compile_cycles: as `generate_step` has them.
     drafter: of the model. drafters: who may draft, by the name in plans.
-    alone: cycles since one is the only one. clock: times cycles; who computes something else in between tells it.
+    alone: number of cycles with a single sequence. clock: times cycles; other work in between must be reported to it.
     joining, marks: of the cycle that is being built, who joins with it, and caches before the drafter reads for it.
     written: its drafts were evaluated. compiled: replays cycles that were recorded; None: all are built.
     """
@@ -206,7 +206,7 @@ class Group:
         return new
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
-        """Tell whether the drafter's rings could not take the rows that it misses, and k + 1 more, at once."""
+        """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
         return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > MAX_ROWS
 
     def _behind(self, pool: Pool, there: list[Sequence]) -> int:

@@ -1,4 +1,4 @@
-"""Build, or replay, the step of a pool's next cycle, and read the drafter's confidence where the plan asks for it."""
+"""Build or replay the step of a pool's next cycle; read the drafter's confidence if the plan requires it."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ from .control import Control
 from .rows import with_missed
 from .sequence import Sequence
 
-Rows = list[Sequence | None]  # whose each row of a pass is; None where a slot is free
+Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a free slot
 
 
 @dataclass
 class PoolCycle:
     """A cycle from when it is built.
 
-    rows: whose each is. matched: last tokens of a text that have occurred before, the most of any.
-    caught_up: rows that the drafter had to read first. late: begun when the one before had been read.
-    built: seconds that it took to build, or to replay where it is replayed.
-    after: the pool as it leaves it, until the next begins.
-    frame, given, drafts: of one that was built up to its drafts, whose confidence is to be read.
+    rows: the sequence of each row. matched: the longest repeated suffix of any sequence, in tokens.
+    caught_up: rows that the drafter had to read first. late: begun after the previous cycle was read.
+    built: seconds spent on building or replaying the step.
+    after: a mark of the pool behind this cycle, held until the next one begins.
+    frame, given, drafts: set if only the drafts are built, because their confidence is read first.
     """
 
     rows: Rows
@@ -49,20 +49,20 @@ class PoolCycle:
     drafts: Drafts = NO_DRAFTS
 
     def most(self, k: int) -> mx.array:
-        """List the drafts of k that each may accept, int32 [n]; -1 in a row that is no text's."""
+        """Return the maximum of accepted drafts of each row, at most k, int32 [n]; -1 for a free slot."""
         return mx.array([min(s.most(self.plan.source), k) if s else -1 for s in self.rows])
 
     def limited(self, k: int) -> bool:
-        """Tell whether any row may accept fewer than k."""
+        """Return whether any row may accept fewer than k drafts."""
         return any(s is None or s.most(self.plan.source) < k for s in self.rows)
 
 
 @dataclass
 class Steps:
-    """What builds the steps of a pool.
+    """Builder of a pool's steps.
 
-    drafter: of the model. drafters: who may draft, by the name in plans. p_min: as `generate_step`'s draft_p_min.
-    compiled: replays steps that were recorded, None: all are built. stats: counts what is recorded.
+    drafter: the model's own. drafters: all drafters, by their name in plans. p_min: `draft_p_min` of `generate_step`.
+    compiled: the recorded steps; None to build each. stats: counters of recordings.
     """
 
     model: Target

@@ -32,5 +32,5 @@ class Mark:
     quantizing: Quantizing | None
 
     def release(self) -> None:
-        """Let go of keys and values, so that the next write to them is in place; states are replaced, not written."""
+        """Release keys and values, so that the next write to them is in place; states are replaced, not written."""
         self.caches = None

@@ -348,5 +348,5 @@ def make_prompt_cache(
 
 
 def is_chained(model: Any) -> bool:
-    """Tell whether what drafts for a model are heads that read each other's outputs, or may (`Drafter.chained`)."""
+    """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
     return getattr(getattr(model, "drafter", None), "chained", True)

@@ -68,7 +68,7 @@ class PooledKV(LayerCache):
         return self.parts[0].shape[2] if self.parts else 0
 
     def hold(self, rows: int, like: Parts = ()) -> None:
-        """Have slots for the span of so many rows, by a copy where there are fewer.
+        """Grow the slots to at least the span of the rows, by a copy.
 
         like: arrays [.., H, .., D] of its form, where it holds none.
         """

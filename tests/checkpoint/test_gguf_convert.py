@@ -264,10 +264,7 @@ def coded(tmp_path_factory):
             writer.add_tensor(name, raw, raw_dtype=kind)
         else:
             writer.add_tensor(name, w)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.finish(writer)
     return file
 
 
