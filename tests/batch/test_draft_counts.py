@@ -3,7 +3,7 @@
 import families
 import mlx.core as mx
 import pytest
-from sweep import sampled
+from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
@@ -30,8 +30,7 @@ def tokens_of(batch, uids) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("default", sampled([0, 1, None], [0, 1, 2, "most", None]))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "default"), paired(NAMES, sampled([0, 1, None], [0, 1, 2, "most", None])))
 def test_each_sequence_has_its_own_limit(model_of, name, default, adaptive):
     """Beside others and alone: the text of plain decoding, counts per depth, and their sum in the generator's."""
     model = model_of(name)

@@ -2,6 +2,7 @@
 
 import pytest
 from subjects import subjects
+from sweep import paired
 
 import mlx_mtp
 from mlx_mtp.batch import pool_cycle
@@ -51,8 +52,7 @@ def verified(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"temp": 1.0}])
-@pytest.mark.parametrize("name", ["step3p5", "qwen3_next"])
+@pytest.mark.parametrize(("name", "options"), paired(["step3p5", "qwen3_next"], [{}, {"temp": 1.0}]))
 def test_what_is_looked_up_in_a_pool(subject, verified, name, options):
     """By texts of which one repeats itself."""
     model = subject(name).model

@@ -260,7 +260,7 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
     cheap.runtime.recorder = Recorder()
     for held, most in ((50, 4), (30, 2), (5, 1)):
         monkeypatch.setattr(compiled, "HELD", held)
-        stats = check(cheap, 160, 1)
+        stats = check(cheap, 110, 1)
         assert stats.compiled_shapes >= most
         assert [record.held for record in cheap.runtime.recorder.cycles.values()] == [[11]] * most
 

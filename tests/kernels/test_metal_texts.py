@@ -23,7 +23,7 @@ pytestmark = linux_only
 LAYERS = 12  # of a released config: all its kinds of layers are among the first
 
 
-@pytest.mark.parametrize("group", sampled(FEW, GROUPS))
+@pytest.mark.parametrize("group", sampled([*FEW][::2], GROUPS))
 def test_texts_are_accepted(group):
     found = [
         each

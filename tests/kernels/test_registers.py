@@ -44,7 +44,7 @@ def pairs(launch):
     return zip(whole, launched(partial(launch, split=True)) if can_split(launch.func) else whole, strict=True)
 
 
-@pytest.mark.parametrize("group", sampled([*FEW][::7], GROUPS))
+@pytest.mark.parametrize("group", sampled([*FEW][::9], GROUPS))
 def test_kernels_have_registers_or_can_split_rows(group):
     """And groups of threads fit with the registers that their threads have."""
     launches = [launch for launch in GROUPS[group]() if "split" not in launch.keywords]
@@ -93,7 +93,7 @@ SPILLING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(["qmm 6 nvfp4", "moe 8 affine", "attention 64 x 128 None"], SPILLING))
+@pytest.mark.parametrize("name", sampled(["qmm 6 nvfp4", "attention 64 x 128 None"], SPILLING))
 def test_rows_that_spill_are_those_that_can_be_split(name):
     kernel, launch = SPILLING[name]
     ((whole, split),) = [pair for pair in pairs(launch) if pair[0].text.kernel == kernel]

@@ -141,7 +141,7 @@ def reused(tree, ending, read, known, at_once):
     return (last, last) if at_once else (further, further)
 
 
-@pytest.mark.parametrize(("kind", "ending", "decoded", "prompts", "at_once"), sampled(CASES[::23], CASES))
+@pytest.mark.parametrize(("kind", "ending", "decoded", "prompts", "at_once"), sampled(CASES[::37], CASES))
 def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kind, ending, decoded, prompts, at_once):
     """At once, and after idle time; the answer before it was decoded alone, or with another one."""
     monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])

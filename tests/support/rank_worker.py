@@ -90,8 +90,10 @@ def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | N
     """Texts with all kernels on, of which these ranks are refused one; what is off in the end, and was warned of."""
     plain = mlx_mtp.load_model(path, tensor_group=group)
     most, found = plain.max_draft_tokens, {}
-    asked = [{"num_draft_tokens": most, "draft_p_min": 0.3}, {"num_draft_tokens": most, "temp": 1.0, "seed": 7}]
-    asked += [] if few else [{"num_draft_tokens": 0}, {"num_draft_tokens": 1}]
+    asked = [{"num_draft_tokens": most, "draft_p_min": 0.3}]
+    if not few:
+        asked.append({"num_draft_tokens": most, "temp": 1.0, "seed": 7})
+        asked += [{"num_draft_tokens": 0}, {"num_draft_tokens": 1}]
     want = [generated(plain, 10, **options) for options in asked]
     here = group.rank() in ranks
 
