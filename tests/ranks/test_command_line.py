@@ -86,4 +86,4 @@ def test_each_rank_keeps_its_part_of_a_prompt_cache(tmp_path):
     (tmp_path / "cache.rank1").write_bytes(file.read_bytes())
     code, _, error = run(tmp_path, *argv, "-p", " n + 1")[1]
     assert code == 1
-    assert "cache.rank1: made on [rank, ranks] [0, 2], expected [1, 2]" in error
+    assert "cache.rank1: made on rank 0 of 2; expected 1 of 2" in error
