@@ -155,7 +155,7 @@ def _banner(site: Any, flags: dict[str, Any]) -> None:
     """Print the server's address, its model and a request that works."""
     if flags["quiet"]:
         return
-    names, host = site.door, flags["host"]
+    names, host = site.info, flags["host"]
     address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})

@@ -26,7 +26,7 @@ from .completions import CompletionExchange
 from .engine import Engine, Full
 from .exchange import Answer, Exchange, openai_error
 from .failures import dropped, printable
-from .fields import Door, Refused
+from .fields import ModelInfo, Refused
 from .guard import Below, Guard, Rules, read_body
 from .job import LOST, Begun, End, Event, Failed, Job
 from .messages import MessageExchange, anthropic_error, count_tokens
@@ -50,13 +50,13 @@ class Site:
     metrics: Metrics
     rules: Rules
     timeout: float = float("inf")
-    door: Door | None = None
+    info: ModelInfo | None = None
 
-    def ready(self) -> Door:
+    def ready(self) -> ModelInfo:
         """Return the door; raises Refused while there is none."""
-        if self.door is None or self.engine.state == "failed":
+        if self.info is None or self.engine.state == "failed":
             raise Refused("the model is loading", status=503)
-        return self.door
+        return self.info
 
 
 def application(site: Site, root: str = "") -> Starlette:
@@ -130,7 +130,7 @@ async def page(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Say whether requests are answered."""
     site: Site = request.app.state.site
-    loading = site.door is None or site.engine.state in ("loading", "failed")
+    loading = site.info is None or site.engine.state in ("loading", "failed")
     return JSONResponse({"status": site.engine.state if loading else "ok"}, 503 if loading else 200)
 
 
@@ -141,23 +141,23 @@ async def metrics(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """List the one model, by its names, in the fields of both OpenAI and Anthropic."""
-    door = request.app.state.site.ready()
-    found = [_model(door, name) for name in door.names if name != "*"]
+    info = request.app.state.site.ready()
+    found = [_model(info, name) for name in info.names if name != "*"]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return JSONResponse({"object": "list", "data": found, **ends})
 
 
 async def model(request: Request) -> Response:
-    door, name = request.app.state.site.ready(), request.path_params["name"]
-    if not door.known(name):
+    info, name = request.app.state.site.ready(), request.path_params["name"]
+    if not info.known(name):
         raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
-    return JSONResponse(_model(door, name))
+    return JSONResponse(_model(info, name))
 
 
-def _model(door: Door, name: str) -> dict[str, Any]:
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(door.created))
-    openai = {"id": name, "object": "model", "created": door.created, "owned_by": "mlx_mtp"}
-    return {**openai, "type": "model", "display_name": name, "created_at": made, "max_model_len": door.positions}
+def _model(info: ModelInfo, name: str) -> dict[str, Any]:
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
+    openai = {"id": name, "object": "model", "created": info.created, "owned_by": "mlx_mtp"}
+    return {**openai, "type": "model", "display_name": name, "created_at": made, "max_model_len": info.positions}
 
 
 async def counted(request: Request) -> Response:
@@ -180,8 +180,8 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
     site: Site = request.app.state.site
     body = await read_body(request, site.rules.body)
-    begun, door = time.monotonic(), site.ready()
-    exchange = await run_in_threadpool(make, body, door)
+    begun, info = time.monotonic(), site.ready()
+    exchange = await run_in_threadpool(make, body, info)
     talk = Talk(site, exchange, request.url.path, begun)
     warned = _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := site.engine.limits.waiting):

@@ -5,7 +5,7 @@ from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
 from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
-from .fields import MOST_TOP, Door, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
+from .fields import MOST_TOP, ModelInfo, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .job import Begun, End
 from .sampling_fields import most_tokens
@@ -18,8 +18,8 @@ class ChatExchange(Completion):
 
     api, prefix, kinds = "chat", "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
@@ -28,11 +28,11 @@ class ChatExchange(Completion):
         if top and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
         self.asks = asks_of(
-            door,
+            info,
             body,
             messages_of(items(body, "messages"), self.warnings),
             tools,
-            template_of(body, door, self.warnings),
+            template_of(body, info, self.warnings),
             self.warnings,
             self.call_ids,
             most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),

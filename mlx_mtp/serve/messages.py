@@ -19,7 +19,7 @@ from .exchange import (
     prompt_of,
 )  # fmt: skip
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, Door, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .history import parsed
 from .job import Begun, End, Failed
@@ -40,14 +40,14 @@ class MessageExchange(Exchange):
     api = "messages"
     call_prefix = "toolu_"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
-        conversation, template = conversation_of(body, self.warnings), template_of(body, door, self.warnings)
+        conversation, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
         how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
         how["one_call"] = one_call
-        self.asks = asks_of(door, body, conversation, tools, template, self.warnings, self.call_ids, **how)
+        self.asks = asks_of(info, body, conversation, tools, template, self.warnings, self.call_ids, **how)
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -132,13 +132,13 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
 
 
-def count_tokens(body: dict[str, Any], door: Door) -> tuple[dict[str, int], list[str]]:
+def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
     """Count the tokens of a prompt; also return the warnings of the request. Raises Refused."""
-    door.called(body)
+    info.called(body)
     warnings = check_fields("messages", body)
     tools, _ = _tools(body, warnings)
-    messages, template = conversation_of(body, warnings), template_of(body, door, warnings)
-    prompt = prompt_of(door, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    messages, template = conversation_of(body, warnings), template_of(body, info, warnings)
+    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 

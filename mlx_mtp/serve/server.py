@@ -19,7 +19,7 @@ from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_draft_tokens, default_step
 from .app import Site, application
 from .engine import Engine, Limits
-from .fields import Door
+from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
 from .job import Served
@@ -159,7 +159,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
     served = shared(loaded, settings)
     site.metrics.counted = count_buffers(served.tree.blank)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
-    site.door = Door(
+    site.info = ModelInfo(
         names=settings.names,
         tokenizer=tokenizer,
         marks=marks_of(tokenizer),

@@ -22,7 +22,7 @@ from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Splitter
 from mlx_mtp.serve.app import WARNING, Site, application
 from mlx_mtp.serve.engine import Engine, Limits
-from mlx_mtp.serve.fields import Door
+from mlx_mtp.serve.fields import ModelInfo
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.job import Begun, End
 from mlx_mtp.serve.metrics import Metrics
@@ -57,7 +57,7 @@ class Scripted:
         served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
         self.site = Site(self.engine, Metrics(self.engine), Rules())
-        self.site.door = Door(
+        self.site.info = ModelInfo(
             ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0
         )
 

@@ -27,7 +27,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 def closed(served):
     """A site with a key, in front of the same engine."""
     rules = Rules("secret", hosts=("mac.local",), origins=("https://chat.example",), body=1000)
-    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
+    site = Site(served.site.engine, served.site.metrics, rules, info=served.site.info)
     with TestClient(application(site), base_url="http://localhost") as client:
         yield client
 
@@ -100,7 +100,7 @@ def test_unknown_paths_and_methods(served):
 def test_below_a_path(served):
     """A reverse proxy takes the path off, or does not; the request that the banner shows has it."""
     rules = Rules("secret", body=1000)
-    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
+    site = Site(served.site.engine, served.site.metrics, rules, info=served.site.info)
     with TestClient(application(site, "/llm"), base_url="http://localhost") as client:
         for root in ("", "/llm"):
             assert client.get(f"{root}/").status_code == client.get(f"{root}/health").status_code == 200

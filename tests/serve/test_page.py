@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machin
 @pytest.fixture(scope="module")
 def address(served):
     """Where a real server listens, in front of the same engine; it wants a key."""
-    site = Site(served.site.engine, served.site.metrics, Rules("secret"), door=served.site.door)
+    site = Site(served.site.engine, served.site.metrics, Rules("secret"), info=served.site.info)
     server = uvicorn.Server(uvicorn.Config(application(site), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
