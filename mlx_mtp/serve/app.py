@@ -43,7 +43,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 @dataclass
-class Site:
+class Service:
     """The engine and what requests are measured by, which is known when the model is loaded."""
 
     engine: Engine
@@ -59,7 +59,7 @@ class Site:
         return self.info
 
 
-def application(site: Site, root: str = "") -> Starlette:
+def application(service: Service, root: str = "") -> Starlette:
     """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
     posts: dict[str, type[Exchange]] = {
         "/v1/chat/completions": ChatExchange,
@@ -83,12 +83,12 @@ def application(site: Site, root: str = "") -> Starlette:
         ],
         middleware=[
             Middleware(Below, root=root),
-            Middleware(CORSMiddleware, allow_origins=site.rules.origins, **shared),
-            Middleware(Guard, rules=site.rules, refused=refused),
+            Middleware(CORSMiddleware, allow_origins=service.rules.origins, **shared),
+            Middleware(Guard, rules=service.rules, refused=refused),
         ],
         exception_handlers=handlers,
     )
-    app.state.site = site
+    app.state.service = service
     return app
 
 
@@ -129,26 +129,26 @@ async def page(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Say whether requests are answered."""
-    site: Site = request.app.state.site
-    loading = site.info is None or site.engine.state in ("loading", "failed")
-    return JSONResponse({"status": site.engine.state if loading else "ok"}, 503 if loading else 200)
+    service: Service = request.app.state.service
+    loading = service.info is None or service.engine.state in ("loading", "failed")
+    return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
 
 
 async def metrics(request: Request) -> Response:
-    text = await run_in_threadpool(request.app.state.site.metrics.text)
+    text = await run_in_threadpool(request.app.state.service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def models(request: Request) -> Response:
     """List the one model, by its names, in the fields of both OpenAI and Anthropic."""
-    info = request.app.state.site.ready()
+    info = request.app.state.service.ready()
     found = [_model(info, name) for name in info.names if name != "*"]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return JSONResponse({"object": "list", "data": found, **ends})
 
 
 async def model(request: Request) -> Response:
-    info, name = request.app.state.site.ready(), request.path_params["name"]
+    info, name = request.app.state.service.ready(), request.path_params["name"]
     if not info.known(name):
         raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
     return JSONResponse(_model(info, name))
@@ -161,9 +161,9 @@ def _model(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 async def counted(request: Request) -> Response:
-    site: Site = request.app.state.site
-    body = await read_body(request, site.rules.body)
-    found, warnings = await run_in_threadpool(count_tokens, body, site.ready())
+    service: Service = request.app.state.service
+    body = await read_body(request, service.rules.body)
+    found, warnings = await run_in_threadpool(count_tokens, body, service.ready())
     return JSONResponse(found, headers=_warned(request, warnings))
 
 
@@ -178,16 +178,16 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 
 async def respond(request: Request, make: type[Exchange]) -> Response:
     """Answer a request, as a stream or whole."""
-    site: Site = request.app.state.site
-    body = await read_body(request, site.rules.body)
-    begun, info = time.monotonic(), site.ready()
+    service: Service = request.app.state.service
+    body = await read_body(request, service.rules.body)
+    begun, info = time.monotonic(), service.ready()
     exchange = await run_in_threadpool(make, body, info)
-    talk = Talk(site, exchange, request.url.path, begun)
+    talk = Talk(service, exchange, request.url.path, begun)
     warned = _warned(request, exchange.warnings)
-    if len(exchange.asks) > (most := site.engine.limits.waiting):
+    if len(exchange.asks) > (most := service.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
-        site.engine.submit(talk.jobs)
+        service.engine.submit(talk.jobs)
         if exchange.stream:
             first = await talk.next(PATIENCE)
             if isinstance(first, Failed):
@@ -246,11 +246,11 @@ class Talk:
     begun: when its body had arrived.
     """
 
-    def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
-        self.site, self.exchange, self.path = site, exchange, path
+    def __init__(self, service: Service, exchange: Exchange, path: str, begun: float):
+        self.service, self.exchange, self.path = service, exchange, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + site.timeout
+        deadline = time.monotonic() + service.timeout
         self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
         self._begun, self._ends = False, dict[int, End]()
 
@@ -276,7 +276,7 @@ class Talk:
         if isinstance(event, Failed):
             self.cancel()
             with dropped("a failure was not counted"):
-                self.site.metrics.requests.labels("error").inc()
+                self.service.metrics.requests.labels("error").inc()
                 log.warning("%s", printable(f"{self.path} {event.status}: {event.message}"))
             return event
         if isinstance(event, End):
@@ -328,7 +328,7 @@ class Talk:
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
         seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.site.metrics.answered(end, job.ask, seconds)
+        self.service.metrics.answered(end, job.ask, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

@@ -17,7 +17,7 @@ import uvicorn
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_draft_tokens, default_step
-from .app import Site, application
+from .app import Service, application
 from .engine import Engine, Limits
 from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
@@ -97,15 +97,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self.engine.thread.is_alive()
 
 
-def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site], None]) -> None:
+def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Service], None]) -> None:
     """Serve until a signal ends it. Raises what loading the model raised, and OSError for an address in use.
 
     load: is called on the engine's thread, and `ready` when requests are answered.
     """
-    engine = Engine(lambda: opened(load(), settings, site), settings.limits, lambda: ready(site), _store)
-    site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
+    engine = Engine(lambda: opened(load(), settings, service), settings.limits, lambda: ready(service), _store)
+    service = Service(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
-        application(site, settings.root_path),
+        application(service, settings.root_path),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -153,13 +153,13 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     return Served(model, tokenizer, tree, options, format_of(tokenizer), files, together, frames)
 
 
-def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
+def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     """Open the site's door for requests to a model that is loaded."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
-    site.metrics.counted = count_buffers(served.tree.blank)
+    service.metrics.counted = count_buffers(served.tree.blank)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
-    site.info = ModelInfo(
+    service.info = ModelInfo(
         names=settings.names,
         tokenizer=tokenizer,
         marks=marks_of(tokenizer),

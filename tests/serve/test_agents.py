@@ -20,7 +20,7 @@ from mlx_mtp.cache.prompt_prefix import shared
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Splitter
-from mlx_mtp.serve.app import WARNING, Site, application
+from mlx_mtp.serve.app import WARNING, Service, application
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.fields import ModelInfo
 from mlx_mtp.serve.guard import Rules
@@ -56,8 +56,8 @@ class Scripted:
         together = SimpleNamespace(step=lambda: None, close=lambda: None)
         served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
-        self.site = Site(self.engine, Metrics(self.engine), Rules())
-        self.site.info = ModelInfo(
+        self.service = Service(self.engine, Metrics(self.engine), Rules())
+        self.service.info = ModelInfo(
             ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0
         )
 
@@ -82,7 +82,7 @@ def scripted(request, monkeypatch):
     app.engine.start()
     while app.engine.state == "loading":
         time.sleep(0.001)
-    with TestClient(application(app.site), base_url="http://localhost") as client:
+    with TestClient(application(app.service), base_url="http://localhost") as client:
         app.client = client
         yield app
     app.engine.stop(0)

@@ -99,7 +99,7 @@ def test_logprobs(chat):
 
 
 def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
-    tokenizer = served.site.info.tokenizer
+    tokenizer = served.service.info.tokenizer
     first, *_ = tokenizer.encode("\U0001f600", add_special_tokens=False)
     choice = chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
     assert choice["logprobs"]["content"][0]["bytes"] == [0xF0]
@@ -118,11 +118,11 @@ class Pieces(str):
 def test_a_prompt_that_is_being_read_is_silence(served):
     """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
     events, over = [], threading.Event()
-    prompt = served.site.info.tokenizer.encode("read this " * 100)
+    prompt = served.service.info.tokenizer.encode("read this " * 100)
     ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
-    served.site.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
+    served.service.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
     assert over.wait(60)
-    assert len(prompt) > 2 * served.site.engine.served.tree.chunking.step
+    assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
     assert [type(event) for event in events] == [Begun, Said, End]
 
 

@@ -175,10 +175,10 @@ def asked(**more) -> dict:
     return {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 4, **more}
 
 
-def visit(site, calls: Calls) -> list:
+def visit(service, calls: Calls) -> list:
     """Get an answer, a stream, metrics, a refusal, the models, and an answer that no failure concerns."""
     host = {"base_url": "http://localhost", "raise_server_exceptions": False}
-    with calls.watched(), TestClient(application(site), **host) as client:
+    with calls.watched(), TestClient(application(service), **host) as client:
         client.get("/health")
         calls.armed = True
         found = [client.post(CHAT, json=asked()), client.post(CHAT, json=asked(stream=True)), client.get("/metrics")]
@@ -205,11 +205,11 @@ def number_lost(responses: list, text: str) -> int:
 def test_callables_of_the_application_raise(served):
     text = served.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
     calls = watched(IN_THE_APPLICATION)
-    assert not number_lost(visit(served.site, calls), text)
+    assert not number_lost(visit(served.service, calls), text)
     assert len(calls.seen) > 200
     every = failures(calls.seen)
     for raises in sampled(every[7::197], every):
-        assert number_lost(visit(served.site, watched(IN_THE_APPLICATION, raises)), text) <= 1, raises
+        assert number_lost(visit(served.service, watched(IN_THE_APPLICATION, raises)), text) <= 1, raises
 
 
 DEEP = '{"messages": ' + "[" * 3000 + "]" * 3000 + "}"
@@ -249,9 +249,9 @@ def test_hostile_requests_while_callables_raise_at_random(monkeypatch):
     """The process lives, and every answer that is completed is right."""
     modules = [f"mlx_mtp.serve.{name}" for name in sorted({*ON_THE_ENGINE, *IN_THE_APPLICATION})]
     failures = RandomFailures(monkeypatch, *modules, every=400, seed=0)
-    site, app = start()
+    service, app = start()
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-        until(lambda: site.engine.state != "loading", 60)
+        until(lambda: service.engine.state != "loading", 60)
         text = client.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
         failures.armed = True
         with ThreadPoolExecutor(6) as pool:
@@ -259,8 +259,8 @@ def test_hostile_requests_while_callables_raise_at_random(monkeypatch):
         failures.armed = False
         assert [each for each in wrong if each] == []
         assert failures.count > 10
-        assert site.engine.thread.is_alive()
+        assert service.engine.thread.is_alive()
         assert [ask(client, 3 * i, text) for i in (1, 3, 6)] == ["", "", ""]
-    site.engine.stop(0)
-    site.engine.thread.join(10)
-    assert not site.engine.thread.is_alive()
+    service.engine.stop(0)
+    service.engine.thread.join(10)
+    assert not service.engine.thread.is_alive()

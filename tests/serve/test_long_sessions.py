@@ -265,7 +265,7 @@ def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
     monkeypatch.setattr(
         "mlx_mtp.serve.exchange.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
     )
-    (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.site.info).asks
+    (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.service.info).asks
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
     for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
         ask.follows(parts)

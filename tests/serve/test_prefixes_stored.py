@@ -42,9 +42,9 @@ def session(demo, flags, directory, *questions, until=lambda: True):
     """(texts, cached tokens) of questions behind one system prompt, in a server of its own; until: what ends it."""
     layout = {"kv_group_size": 32, **flags}
     files = directory and PrefixFiles(directory, 1 << 28)
-    site, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
+    service, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
     found = []
-    while site.engine.state == "loading":
+    while service.engine.state == "loading":
         time.sleep(0.01)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         for question in questions:
@@ -58,9 +58,9 @@ def session(demo, flags, directory, *questions, until=lambda: True):
         while not until() and time.monotonic() < end:
             time.sleep(0.01)
         assert until()
-    site.engine.store = lambda served: None  # as if the process were killed now
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.store = lambda served: None  # as if the process were killed now
+    service.engine.stop(0)
+    service.engine.thread.join()
     return found
 
 

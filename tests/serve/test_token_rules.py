@@ -154,10 +154,10 @@ def test_values_that_do_not_fit_are_refused_by_name(served, wrong):
 def test_fields_reach_the_rules(served):
     plain = chat(served).json()
     text = plain["choices"][0]["message"]["content"]
-    ids = served.site.info.tokenizer.encode(text, add_special_tokens=False)
+    ids = served.service.info.tokenizer.encode(text, add_special_tokens=False)
     stopped = chat(served, stop_token_ids=[ids[4]]).json()["choices"][0]
     assert stopped["finish_reason"] == "stop"
-    assert stopped["message"]["content"] == served.site.info.tokenizer.decode(ids[: ids.index(ids[4])])
+    assert stopped["message"]["content"] == served.service.info.tokenizer.decode(ids[: ids.index(ids[4])])
     word = text.split()[2]
     assert word not in chat(served, bad_words=[word]).json()["choices"][0]["message"]["content"]
     same = {"seed": 4, "temperature": 1.0}
