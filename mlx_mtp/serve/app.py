@@ -182,34 +182,34 @@ async def respond(request: Request, make: type[Exchange]) -> Response:
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
     exchange = await run_in_threadpool(make, body, info)
-    talk = Talk(service, exchange, request.url.path, begun)
+    active = ActiveRequest(service, exchange, request.url.path, begun)
     warned = _warned(request, exchange.warnings)
     if len(exchange.asks) > (most := service.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
-        service.engine.submit(talk.jobs)
+        service.engine.submit(active.jobs)
         if exchange.stream:
-            first = await talk.next(PATIENCE)
+            first = await active.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
-            return Stream(talk, first, warned)
-        response = await _whole(request, talk)
+            return Stream(active, first, warned)
+        response = await _whole(request, active)
         response.headers.update(warned)
         return response
     except BaseException as e:
-        talk.cancel()
+        active.cancel()
         if isinstance(e, Full):
             raise Refused("too many requests wait", status=503) from None
         raise
 
 
-async def _whole(request: Request, talk: "Talk") -> Response:
+async def _whole(request: Request, active: "ActiveRequest") -> Response:
     """Wait for the answers, or until the client is gone."""
-    answers, gone = asyncio.ensure_future(talk.whole()), asyncio.ensure_future(_disconnected(request))
+    answers, gone = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            talk.cancel()
+            active.cancel()
             return Response(status_code=499)
         found = answers.result()
     finally:
@@ -217,7 +217,7 @@ async def _whole(request: Request, talk: "Talk") -> Response:
         gone.cancel()
     if isinstance(found, Failed):
         return _error(request, found.status, found.message)
-    return JSONResponse(talk.exchange.whole(found))
+    return JSONResponse(active.exchange.whole(found))
 
 
 async def _disconnected(request: Request) -> None:
@@ -228,19 +228,19 @@ async def _disconnected(request: Request) -> None:
 class Stream(StreamingResponse):
     """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
 
-    def __init__(self, talk: "Talk", first: tuple[int, Event] | None, headers: dict[str, str]):
+    def __init__(self, active: "ActiveRequest", first: tuple[int, Event] | None, headers: dict[str, str]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(talk.stream(first), media_type="text/event-stream", headers=headers)
-        self.talk = talk
+        super().__init__(active.stream(first), media_type="text/event-stream", headers=headers)
+        self.active = active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:  # the stream's own, which may not have begun, does not run then
-            self.talk.cancel()
+            self.active.cancel()
 
 
-class Talk:
+class ActiveRequest:
     """The answers to one request on their way from the engine's thread to a client.
 
     begun: when its body had arrived.
