@@ -5,7 +5,19 @@ from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
 from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
-from .fields import MOST_TOP, ModelInfo, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
+from .fields import (
+    MOST_TOP,
+    ModelInfo,
+    Refused,
+    boolean,
+    fields_of,
+    integer,
+    items,
+    plain_text,
+    stops,
+    text,
+    tool_text,
+)
 from .forms import Message
 from .job import Begun, End
 from .sampling_fields import most_tokens

@@ -182,7 +182,7 @@ def asks_of(
     if tools and not renders_tools(info.tokenizer, template):
         warnings.append("tools are not in the prompt: the chat template has no place for them")
     elif tools and info.unread_calls:
-        warnings.append(f"tool calls may come back as text: {door.unread_calls}")
+        warnings.append(f"tool calls may come back as text: {info.unread_calls}")
     known, tokens = info.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)

@@ -31,7 +31,7 @@ def asks_for(
     if not prompt.tokens:
         raise Refused("the prompt is empty", param="prompt")
     if room < 1:
-        numbers = f"{len(prompt.tokens)} tokens > {door.positions - 1} maximum"
+        numbers = f"{len(prompt.tokens)} tokens > {info.positions - 1} maximum"
         param = next(name for name in ("messages", "input", "prompt") if name in body)
         raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=param)
     rules = _rules(body, info, most)

@@ -120,7 +120,9 @@ def test_a_prompt_that_is_being_read_is_silence(served):
     events, over = [], threading.Event()
     prompt = served.service.info.tokenizer.encode("read this " * 100)
     ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
-    served.service.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
+    served.service.engine.submit(
+        [Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))]
+    )
     assert over.wait(60)
     assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
     assert [type(event) for event in events] == [Begun, Said, End]
