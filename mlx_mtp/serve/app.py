@@ -21,17 +21,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .answer import Part
-from .chat import ChatExchange
-from .completions import CompletionExchange
+from .api_request import Answer, ApiRequest, openai_error
+from .chat import ChatRequest
+from .completions import CompletionRequest
 from .engine import Engine, Full
-from .exchange import Answer, Exchange, openai_error
 from .failures import dropped, printable
 from .fields import ModelInfo, Refused
 from .guard import Below, Guard, Rules, read_body
 from .job import LOST, Begun, End, Event, Failed, Job
-from .messages import MessageExchange, anthropic_error, count_tokens
+from .messages import MessagesRequest, anthropic_error, count_tokens
 from .metrics import Metrics
-from .responses import ResponseExchange
+from .responses import ResponsesRequest
 
 log = logging.getLogger("mlx_mtp.serve")
 log.addHandler(logging.NullHandler())  # only the command writes a log
@@ -61,13 +61,13 @@ class Service:
 
 def application(service: Service, root: str = "") -> Starlette:
     """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
-    posts: dict[str, type[Exchange]] = {
-        "/v1/chat/completions": ChatExchange,
-        "/chat/completions": ChatExchange,
-        "/v1/completions": CompletionExchange,
-        "/completions": CompletionExchange,
-        "/v1/responses": ResponseExchange,
-        "/v1/messages": MessageExchange,
+    posts: dict[str, type[ApiRequest]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+        "/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": MessagesRequest,
     }
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
@@ -176,19 +176,19 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
     return {WARNING: told} if told else {}
 
 
-async def respond(request: Request, make: type[Exchange]) -> Response:
+async def respond(request: Request, make: type[ApiRequest]) -> Response:
     """Answer a request, as a stream or whole."""
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
-    exchange = await run_in_threadpool(make, body, info)
-    active = ActiveRequest(service, exchange, request.url.path, begun)
-    warned = _warned(request, exchange.warnings)
-    if len(exchange.asks) > (most := service.engine.limits.waiting):
+    api_request = await run_in_threadpool(make, body, info)
+    active = ActiveRequest(service, api_request, request.url.path, begun)
+    warned = _warned(request, api_request.warnings)
+    if len(api_request.asks) > (most := service.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
         service.engine.submit(active.jobs)
-        if exchange.stream:
+        if api_request.stream:
             first = await active.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
@@ -217,7 +217,7 @@ async def _whole(request: Request, active: "ActiveRequest") -> Response:
         gone.cancel()
     if isinstance(found, Failed):
         return _error(request, found.status, found.message)
-    return JSONResponse(active.exchange.whole(found))
+    return JSONResponse(active.api_request.whole(found))
 
 
 async def _disconnected(request: Request) -> None:
@@ -246,12 +246,14 @@ class ActiveRequest:
     begun: when its body had arrived.
     """
 
-    def __init__(self, service: Service, exchange: Exchange, path: str, begun: float):
-        self.service, self.exchange, self.path = service, exchange, path
+    def __init__(self, service: Service, api_request: ApiRequest, path: str, begun: float):
+        self.service, self.api_request, self.path = service, api_request, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + service.timeout
-        self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
+        self.jobs = [
+            Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(api_request.asks)
+        ]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
@@ -305,25 +307,25 @@ class ActiveRequest:
                 for line in self._lines(*found) if found else ():
                     yield line
                 if self.over:
-                    for line in self.exchange.close():
+                    for line in self.api_request.close():
                         yield line
                     return
                 if (found := await self.next(SILENCE)) is None:
-                    yield self.exchange.keep_alive
-            yield self.exchange.failed(found)
+                    yield self.api_request.keep_alive
+            yield self.api_request.failed(found)
         except Exception as e:
             log.error("a stream failed", exc_info=e)
-            yield self.exchange.failed(LOST)
+            yield self.api_request.failed(LOST)
         finally:
             self.cancel()
 
     def _lines(self, choice: int, event: Event) -> Iterable[str]:
         if isinstance(event, End):
-            return self.exchange.finish(choice, event)
+            return self.api_request.finish(choice, event)
         if isinstance(event, Part):
-            return self.exchange.part(choice, event)
+            return self.api_request.part(choice, event)
         begun, self._begun = self._begun, True
-        return self.exchange.begin(event) if isinstance(event, Begun) and not begun else ()
+        return self.api_request.begin(event) if isinstance(event, Begun) and not begun else ()
 
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""

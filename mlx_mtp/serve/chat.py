@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
-from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
+from .api_request import ROLES, Answer, ChoicesRequest, asks_of, function_call, message_of
 from .fields import (
     MOST_TOP,
     ModelInfo,
@@ -25,7 +25,7 @@ from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
 
 
-class ChatExchange(Completion):
+class ChatRequest(ChoicesRequest):
     """One chat completion."""
 
     api, prefix, kinds = "chat", "chatcmpl-", ("chat.completion", "chat.completion.chunk")

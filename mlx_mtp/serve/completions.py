@@ -5,15 +5,15 @@ from itertools import accumulate
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, logprobs_of, text_of
+from .api_request import Answer, ChoicesRequest
 from .chat import check_format
-from .exchange import Answer, Completion
 from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
 from .job import Begun, End
 from .prompts import Prompt, encode_text
 from .sampling_fields import asks_for, most_tokens
 
 
-class CompletionExchange(Completion):
+class CompletionRequest(ChoicesRequest):
     """One request for completions of a prompt, or of several."""
 
     api, prefix, kinds = "completions", "cmpl-", ("text_completion", "text_completion")

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .chat import functions_of
-from .exchange import (
+from .api_request import (
     Answer,
-    Exchange,
+    ApiRequest,
     asks_of,
     data,
     end_of_prompt,
@@ -18,6 +17,7 @@ from .exchange import (
     new_id,
     prompt_of,
 )  # fmt: skip
+from .chat import functions_of
 from .field_table import check_fields
 from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
 from .forms import Message
@@ -34,7 +34,7 @@ KINDS = {
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageExchange(Exchange):
+class MessagesRequest(ApiRequest):
     """One message."""
 
     api = "messages"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
+from .api_request import Answer, ApiRequest, asks_of, data, figures, function_call, new_id, openai_error
 from .chat import check_format, chosen_tools, functions_of, messages_of
-from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
 from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
 from .forms import Message, joined, one_turn
 from .job import Begun, End, Failed
@@ -14,7 +14,7 @@ from .sampling_fields import most_tokens
 from .thinking import template_of
 
 
-class ResponseExchange(Exchange):
+class ResponsesRequest(ApiRequest):
     """One response."""
 
     api = "responses"

@@ -7,7 +7,7 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.serve.answer import Said
-from mlx_mtp.serve.exchange import data
+from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
 from mlx_mtp.serve.job import Ask, Begun, End, Job
 from mlx_mtp.serve.logprobs import _bytes

@@ -28,7 +28,18 @@ from mlx_mtp.serve.together import Together
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8], [1, 1, 2, 3, 5, 8], [9, 8, 7]]
 ON_THE_ENGINE = ("engine", "job", "together", "failures", "answer", "prefixes")
-IN_THE_APPLICATION = ("app", "guard", "chat", "exchange", "fields", "prompts", "metrics", "failures", "engine", "job")
+IN_THE_APPLICATION = (
+    "app",
+    "guard",
+    "chat",
+    "api_request",
+    "fields",
+    "prompts",
+    "metrics",
+    "failures",
+    "engine",
+    "job",
+)
 CHAT = "/v1/chat/completions"
 QUIET = "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 pytestmark = pytest.mark.filterwarnings(*QUIET, "ignore:coroutine")

@@ -14,7 +14,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Said, ToolCall
-from mlx_mtp.serve.chat import ChatExchange
+from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
@@ -263,9 +263,9 @@ def test_the_time_from_a_tool_result_to_the_next_first_token_is_reported(served)
 def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "mlx_mtp.serve.exchange.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
+        "mlx_mtp.serve.api_request.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
     )
-    (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.service.info).asks
+    (ask,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).asks
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
     for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
         ask.follows(parts)

@@ -45,7 +45,7 @@ class CallIds:
         return digest[:9] if self._short else self._prefix + digest[:24]
 
 
-class Exchange:
+class ApiRequest:
     """A request as one API reads it, and its answers as that API writes them.
 
     body: of the request, as JSON has it; raises Refused.
@@ -78,7 +78,7 @@ class Exchange:
     def whole(self, answers: list[Answer]) -> dict[str, Any]: ...
 
 
-class Completion(Exchange):
+class ChoicesRequest(ApiRequest):
     """A request for choices, each of which is told in chunks: what OpenAI's two completions have in common."""
 
     prefix: str  # of ids
