@@ -50,7 +50,7 @@ class Engine:
     state:  "loading", "ready", "unloaded" or "failed", whose reason is `error`.
 
     A failure costs at most the requests that it concerns: each step of a request is guarded by `_advance`, a cycle
-    of all of them by `Together.step`, work that no request waits for by `dropped`, and what is left by `_serve`.
+    of all of them by `BatchDecoder.step`, work that no request waits for by `dropped`, and what is left by `_serve`.
     """
 
     load: Callable[[], Served]
@@ -170,8 +170,8 @@ class Engine:
             self._begin()
         for job, steps in sorted(self.running, key=lambda running: running[0].reading):  # tokens before prompts
             self._advance(job, steps)
-        if self.served and self.served.together:
-            self.served.together.step()
+        if self.served and self.served.batch:
+            self.served.batch.step()
         if not self.running and not self._waiting and not ending:
             self._idle()
         return True
@@ -275,9 +275,9 @@ class Engine:
                     self._keep_oldest(served)
             with dropped("prefixes were not stored"):
                 self.store(served)
-        if served and served.together:
+        if served and served.batch:
             with dropped("the batch was not closed"):
-                served.together.close()
+                served.batch.close()
 
     def _crowded(self) -> bool:
         return len(self.running) > 1

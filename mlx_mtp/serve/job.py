@@ -16,13 +16,13 @@ from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
 from .answer import Part, Said, Splitter
+from .batch_decoder import BatchDecoder, Responses
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
 from .logprobs import token_logprob
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
-from .together import Responses, Together
 from .token_rules import NO_RULES, TokenRules
 from .tool_calls.call_format import CallFormat
 
@@ -143,7 +143,7 @@ class Job:
 class Served(NamedTuple):
     """A loaded model, and what all its answers share.
 
-    options: defaults of `stream_generate`'s keyword arguments. together: decodes all answers; without it, as on
+    options: defaults of `stream_generate`'s keyword arguments. batch: decodes all answers; without it, as on
     several ranks, each takes cycles of its own. frames: of the parts of an answer.
     """
 
@@ -153,7 +153,7 @@ class Served(NamedTuple):
     options: dict[str, Any]
     tool_format: CallFormat | None
     files: PrefixFiles | None = None
-    together: Together | None = None
+    batch: BatchDecoder | None = None
     frames: Frames | None = None
 
     @property
@@ -301,7 +301,7 @@ def compare_rows(served: Served) -> Iterator[bool]:
 def _decode(
     served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer, and tell its parts as they are known. held: the cache, as `Together.decode` takes it."""
+    """Decode the answer, and tell its parts as they are known. held: the cache, as `BatchDecoder.decode` takes it."""
     ask, stats = job.ask, Stats()
     splitter = _splitter(served, ask)
     begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
@@ -311,8 +311,8 @@ def _decode(
         options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
     options["stop_tokens"] = (*options.get("stop_tokens", ()), *ask.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
-    together = served.together
-    responses = together.decode(rest, held, options) if together else _alone(served, rest, held[0], options, crowded)
+    batch = served.batch
+    responses = batch.decode(rest, held, options) if batch else _alone(served, rest, held[0], options, crowded)
     with contextlib.closing(responses):
         for response in responses:
             if response is None:
@@ -357,7 +357,7 @@ def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
 def _alone(
     served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
 ) -> Responses:
-    """Decode an answer in cycles of its own, as `Together.decode`: others' may come where None is yielded."""
+    """Decode an answer in cycles of its own, as `BatchDecoder.decode`: others' may come where None is yielded."""
     step, stats, cycles = served.tree.chunking.step, options["stats"], 0
     options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
     responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)

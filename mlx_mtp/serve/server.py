@@ -18,6 +18,7 @@ from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_draft_tokens, default_step
 from .app import Service, application
+from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
 from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
@@ -27,7 +28,6 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
-from .together import Together
 from .tool_calls.table import format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -147,10 +147,10 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     if tree.limit and not ranks and not blank.is_mlx_lm:
         tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
-    together = None if ranks else Together(model, tokenizer, options, step)
+    batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, together, frames)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames)
 
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:

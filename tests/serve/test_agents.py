@@ -53,8 +53,8 @@ class Scripted:
         self.format = format_of(tokenizer_of(OWN["json"]))
         monkeypatch.setattr(engines, "answer", self.answer)
         monkeypatch.setattr(engines, "CALM", 1e9)  # nothing is read ahead
-        together = SimpleNamespace(step=lambda: None, close=lambda: None)
-        served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
+        batch = SimpleNamespace(step=lambda: None, close=lambda: None)
+        served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
         self.service = Service(self.engine, Metrics(self.engine), Rules())
         self.service.info = ModelInfo(

@@ -11,7 +11,7 @@ from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine, Full, Limits
 from mlx_mtp.serve.job import Ask, End, Failed, Job
 
-SERVED = types.SimpleNamespace(ranks=None, together=None, files=None, tree=types.SimpleNamespace(decoded=False))
+SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
 
 
 class Steps:

@@ -20,14 +20,14 @@ from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Said
 from mlx_mtp.serve.app import application
+from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.together import Together
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8, 2, 8], [1, 1, 2, 3, 5, 8], [9, 8, 7]]
-ON_THE_ENGINE = ("engine", "job", "together", "failures", "answer", "prefixes")
+ON_THE_ENGINE = ("engine", "job", "batch_decoder", "failures", "answer", "prefixes")
 IN_THE_APPLICATION = (
     "app",
     "guard",
@@ -94,9 +94,9 @@ def run(load, asks, calls: Calls) -> list[Client]:
 def check(clients: list[Client], texts: list[str], calls: Calls) -> None:
     """Answers are right as far as they came, and only those are cut that the failure concerned."""
     lost, stack = [client for client in clients if client.failed], calls.stack or []
-    together = "Together.step" in stack or "Engine._refuse_waiting" in stack
+    shared = "BatchDecoder.step" in stack or "Engine._refuse_waiting" in stack
     background = "Engine._idle" in stack or not stack
-    assert len(lost) <= (0 if background else 2 if together else 1)
+    assert len(lost) <= (0 if background else 2 if shared else 1)
     for client, text in zip(clients, texts, strict=True):
         assert text.startswith(client.text) if client.failed else client.text == text
         assert not client.failed or not client.events or isinstance(client.events[-1], Failed)
@@ -131,8 +131,8 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(engines, "compare_rows", compare)
     monkeypatch.setattr(engines, "answer", answer)
     monkeypatch.setattr(engines, "CALM", 0.0002)
-    together = SimpleNamespace(step=lambda: None, close=lambda: None)
-    return lambda: SimpleNamespace(ranks=Told(), together=together, tree=SimpleNamespace(decoded=None))
+    batch = SimpleNamespace(step=lambda: None, close=lambda: None)
+    return lambda: SimpleNamespace(ranks=Told(), batch=batch, tree=SimpleNamespace(decoded=None))
 
 
 def watched(files, raises=None) -> Calls:
@@ -168,7 +168,7 @@ def real(tiny_models, monkeypatch):
     def load():
         tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
         tree.decoded = None
-        return Served(model, Letters(), tree, OPTIONS, None, together=Together(model, Letters(), OPTIONS, 4))
+        return Served(model, Letters(), tree, OPTIONS, None, batch=BatchDecoder(model, Letters(), OPTIONS, 4))
 
     return load, asks, texts
 

@@ -14,12 +14,12 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Said, ToolCall
+from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
 from mlx_mtp.serve.prompts import Prompt
-from mlx_mtp.serve.together import Together
 
 STEP, SHOWN, MOST = 4, 14, 20
 FIRST, SECOND = [5 * i % 13 for i in range(23)], [(i * i + 3) % 13 for i in range(21)]
@@ -50,7 +50,7 @@ def served_of(model, *, decoded, stop_tokens=(), limit=1 << 30):
     blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=options["num_draft_tokens"])
     tree = PrefixTree(blank, Chunking(STEP), limit)
     tree.decoded = decoded and rows_alike(model, blank, 2 * STEP)
-    return Served(model, Letters(), tree, options, None, together=Together(model, Letters(), options, STEP))
+    return Served(model, Letters(), tree, options, None, batch=BatchDecoder(model, Letters(), options, STEP))
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
     monkeypatch.setattr(engines, "reread", ahead)
     monkeypatch.setattr(engines, "answer", stand_in)
     tree = types.SimpleNamespace(decoded=False)
-    engine = start(types.SimpleNamespace(ranks=None, together=None, files=None, tree=tree))
+    engine = start(types.SimpleNamespace(ranks=None, batch=None, files=None, tree=tree))
     Client(engine, Ask([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
     until(lambda: engine._read == 4)
     Client(engine, Ask(prompt))

@@ -107,7 +107,7 @@ def engine(monkeypatch):
         monkeypatch.setattr(engines, "answer", answer)
         monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
         tree = types.SimpleNamespace(decoded=False)
-        served = types.SimpleNamespace(ranks=None, together=None, files=files, tree=tree)
+        served = types.SimpleNamespace(ranks=None, batch=None, files=files, tree=tree)
         made.append(Engine(load=lambda: served))
         made[-1].start()
         return made[-1]

@@ -7,10 +7,10 @@ import pytest
 from letter_chats import make_tokenizer
 
 import mlx_mtp
+from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.together import Together
 from mlx_mtp.serve.token_rules import BadWords, TokenRules, vocabulary
 
 GREEDY, SEEDED = {"temp": 0.0, "seed": 1}, {"temp": 1.5, "seed": 3}
@@ -33,12 +33,12 @@ def model(tiny_models):
     return tiny_models(vocab_size=16)[0]
 
 
-def answers(model, k, asks, *, together=True):
+def answers(model, k, asks, *, batched=True):
     """The texts of answers that are decoded at once, why each ended, and how many tokens it has."""
     options, tokenizer = {"num_draft_tokens": k, "adaptive": False}, make_tokenizer()
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=k), Chunking(4), 1 << 30)
-    batch = Together(model, tokenizer, options, 4) if together else None
-    engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, together=batch))
+    batch = BatchDecoder(model, tokenizer, options, 4) if batched else None
+    engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, batch=batch))
     found, over = [[] for _ in asks], threading.Semaphore(0)
 
     def emit(i, event):
@@ -63,7 +63,7 @@ def ask(rules, sampling):
 @pytest.fixture(scope="module")
 def plain(model):
     """Each answer by plain steps, alone."""
-    return {name: answers(model, 0, [ask(*each)], together=False)[0] for name, each in RULES.items()}
+    return {name: answers(model, 0, [ask(*each)], batched=False)[0] for name, each in RULES.items()}
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -71,7 +71,7 @@ def test_the_text_depends_neither_on_drafts_nor_on_others(model, plain, k):
     assert answers(model, k, [ask(*each) for each in RULES.values()]) == list(plain.values())
     for name in ("min_tokens, seeded", "bad_words", "xtc"):
         assert answers(model, k, [ask(*RULES[name])]) == [plain[name]], name
-        assert answers(model, k, [ask(*RULES[name])], together=False) == [plain[name]], name
+        assert answers(model, k, [ask(*RULES[name])], batched=False) == [plain[name]], name
 
 
 def test_rules_hold(plain):

@@ -9,10 +9,10 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
+from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.together import Together
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
 SAMPLINGS = ({}, {"temp": 0.9, "seed": 3}, {"temp": 1.0, "top_k": 4, "seed": 8})
@@ -22,8 +22,8 @@ SAMPLINGS = ({}, {"temp": 0.9, "seed": 3}, {"temp": 1.0, "top_k": 4, "seed": 8})
 def engine(tiny_models):
     model = tiny_models(vocab_size=40)[0]
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
-    together = Together(model, Letters(), OPTIONS, 4)
-    engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, together=together))
+    batch = BatchDecoder(model, Letters(), OPTIONS, 4)
+    engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, batch=batch))
     engine.start()
     yield engine
     engine.stop(0)
@@ -129,23 +129,23 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
 def test_an_answer_of_a_batch_that_failed_leaves_the_next_batch_alone(tiny_models, monkeypatch):
     """Each batch counts its answers from 0."""
     model, n = tiny_models(vocab_size=40)[0], 5
-    together, prompts = Together(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
+    batch, prompts = BatchDecoder(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
     steps, told = [], []
     for prompt in prompts:
         options = {**OPTIONS, "max_tokens": n, "stats": mlx_mtp.Stats(), "logprobs": False}
-        steps.append(together.decode(prompt, [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], options))
+        steps.append(batch.decode(prompt, [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], options))
         assert next(steps[-1]) is None
         if prompt is prompts[0]:
             with monkeypatch.context() as context:
                 context.setattr(BatchGenerator, "next", lambda batch: 1 // 0)
-                together.step()
+                batch.step()
     with pytest.raises(RuntimeError, match="decoded together"):
         next(steps[0])
     while len(told) < n:
-        together.step()
+        batch.step()
         told += [response.token for response in iter(lambda: next(steps[1], None), None)]
     assert told == [token for token, *_ in mlx_mtp.generate_step(prompts[1], model, max_tokens=n)]
-    together.close()
+    batch.close()
 
 
 def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monkeypatch):
@@ -176,15 +176,15 @@ def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, t
 def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
     """It holds what was decoded, and goes on."""
     model = tiny_models(vocab_size=40)[0]
-    together, prompt = Together(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
+    batch, prompt = BatchDecoder(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
     ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
     for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):
         held, told = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
         options = {**OPTIONS, "max_tokens": most, "stats": mlx_mtp.Stats(), "logprobs": False}
-        with closing(together.decode(prompt, held, options)) as responses:
+        with closing(batch.decode(prompt, held, options)) as responses:
             for response in responses:
                 if response is None:
-                    together.step()
+                    batch.step()
                     continue
                 told.append(response.token)
                 if len(told) == n:
@@ -199,4 +199,4 @@ def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
         more = mlx_mtp.generate_step(rest, model, prompt_cache=cache, max_tokens=3)
         assert [token for token, *_ in more] == text[19:22]
     assert max(ahead) > 0
-    together.close()
+    batch.close()
