@@ -15,9 +15,9 @@ from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
-from .job import Ask, Begun, End, Failed
+from .job import Begun, DecodeRequest, End, Failed
 from .prompts import Prompt, encode_chat
-from .sampling_fields import asks_for
+from .sampling_fields import decode_requests
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
@@ -56,7 +56,7 @@ class ApiRequest:
     """
 
     api: str
-    asks: list[Ask]
+    requests: list[DecodeRequest]
     call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
@@ -112,7 +112,7 @@ class ChoicesRequest(ApiRequest):
 
     def usage(self, ends: list[End]) -> dict[str, Any]:
         """Count tokens as OpenAI does, all choices together, and beside them what the drafts did."""
-        prompt = sum(len(ask.prompt) for ask in self.asks) // self.choices
+        prompt = sum(len(request.prompt) for request in self.requests) // self.choices
         made, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
         accepted = drafts["draft_n_accepted"]
         return {
@@ -163,7 +163,7 @@ def figures(ends: list[End]) -> dict[str, Any]:
     }
 
 
-def asks_of(
+def chat_decode_requests(
     info: ModelInfo,
     body: dict[str, Any],
     messages: list[Message],
@@ -172,7 +172,7 @@ def asks_of(
     warnings: list[str],
     ids: CallIds,
     **more: Any,
-) -> list[Ask]:
+) -> list[DecodeRequest]:
     """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
 
     messages: with texts as content. ids: of the answers' calls. more: of `asks_for`.
@@ -189,7 +189,7 @@ def asks_of(
     follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
     more["after_tool"] = _after_tool(messages)
-    return asks_for(info, prompt, body, **more)
+    return decode_requests(info, prompt, body, **more)
 
 
 def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:

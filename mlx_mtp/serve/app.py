@@ -184,7 +184,7 @@ async def respond(request: Request, make: type[ApiRequest]) -> Response:
     api_request = await run_in_threadpool(make, body, info)
     active = ActiveRequest(service, api_request, request.url.path, begun)
     warned = _warned(request, api_request.warnings)
-    if len(api_request.asks) > (most := service.engine.limits.waiting):
+    if len(api_request.requests) > (most := service.engine.limits.waiting):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
         service.engine.submit(active.jobs)
@@ -252,7 +252,8 @@ class ActiveRequest:
         self._loop = asyncio.get_running_loop()
         deadline = time.monotonic() + service.timeout
         self.jobs = [
-            Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(api_request.asks)
+            Job(request, partial(self._emit, i), deadline, begun=begun)
+            for i, request in enumerate(api_request.requests)
         ]
         self._begun, self._ends = False, dict[int, End]()
 
@@ -329,8 +330,8 @@ class ActiveRequest:
 
     def _note(self, job: Job, end: End) -> None:
         """Count an answer, and write its line in the log."""
-        seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.service.metrics.answered(end, job.ask, seconds)
+        seconds, prompt = time.monotonic() - job.begun, len(job.request.prompt)
+        self.service.metrics.answered(end, job.request, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

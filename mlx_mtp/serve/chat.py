@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
-from .api_request import ROLES, Answer, ChoicesRequest, asks_of, function_call, message_of
+from .api_request import ROLES, Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
 from .fields import (
     MOST_TOP,
     ModelInfo,
@@ -39,7 +39,7 @@ class ChatRequest(ChoicesRequest):
         top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        self.asks = asks_of(
+        self.requests = chat_decode_requests(
             info,
             body,
             messages_of(items(body, "messages"), self.warnings),
@@ -78,7 +78,7 @@ class ChatRequest(ChoicesRequest):
         calls = [function_call(self.call_ids.of(index, i), *call) for i, call in enumerate(calls_of(answer.parts))]
         content = text_of(answer.parts) or (None if calls else "")
         message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
-        told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
+        told = None if self.requests[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
         shown = {"message": {**message, "refusal": None}, "logprobs": told}
         return {"index": index, **shown, "finish_reason": answer.end.reason}
 

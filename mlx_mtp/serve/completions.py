@@ -10,7 +10,7 @@ from .chat import check_format
 from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
 from .job import Begun, End
 from .prompts import Prompt, encode_text
-from .sampling_fields import asks_for, most_tokens
+from .sampling_fields import decode_requests, most_tokens
 
 
 class CompletionRequest(ChoicesRequest):
@@ -28,7 +28,7 @@ class CompletionRequest(ChoicesRequest):
             raise Refused(f"prompt: allowed are {MOST_CHOICES} choices of all prompts together", param="prompt")
         more: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         more |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
-        self.asks = [ask for prompt in prompts for ask in asks_for(info, prompt, body, **more)]
+        self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **more)]
 
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()
@@ -42,7 +42,7 @@ class CompletionRequest(ChoicesRequest):
         yield self.chunk(_choice(choice, "", None, end.reason))
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        told = None if self.asks[index].logprobs is None else logprobs_of(answer.parts)
+        told = None if self.requests[index].logprobs is None else logprobs_of(answer.parts)
         return _choice(index, text_of(answer.parts), told, answer.end.reason)
 
 

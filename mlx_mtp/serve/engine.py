@@ -17,7 +17,20 @@ from ..machine.errors import first_line, with_type
 from ..machine.stream import in_turn
 from .failures import dropped
 from .follow import AHEAD, as_json
-from .job import LOST, Ask, Failed, Interrupted, Job, Served, answer, compare_rows, keep, read_end, reread, store
+from .job import (
+    LOST,
+    DecodeRequest,
+    Failed,
+    Interrupted,
+    Job,
+    Served,
+    answer,
+    compare_rows,
+    keep,
+    read_end,
+    reread,
+    store,
+)
 
 Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
@@ -182,8 +195,8 @@ class Engine:
         job = self._waiting[0]
         try:
             with dropped("a prefix was not stored"), in_turn():
-                self._keep_for(self.served, job.ask.prompt)
-            self._tell("begin", id(job), job.ask)
+                self._keep_for(self.served, job.request.prompt)
+            self._tell("begin", id(job), job.request)
             self.running.append((job, answer(self.served, job, self._crowded)))
         except BaseException as e:
             self._end(job, None, error=e)
@@ -196,7 +209,7 @@ class Engine:
         Of another conversation no less than a chunk: what all have in common may be the first mark of the template.
         """
         for job, cache in self._behind:
-            goes_on = prompt[: len(job.ask.prompt)] == job.ask.prompt
+            goes_on = prompt[: len(job.request.prompt)] == job.request.prompt
             if cache and (goes_on or shared(cache.tokens, prompt) >= served.tree.chunking.least):
                 keep(served, prompt[:-1], cache)
         if self._ahead and 0 < self._read <= shared(self._next, prompt):
@@ -257,14 +270,14 @@ class Engine:
             with dropped("an answer was not closed"), in_turn():
                 cache = _closed(steps)
                 if not job.reading:
-                    self._answered = job.ask.prompt
+                    self._answered = job.request.prompt
                     if cache is not None:
                         self._leave(job, cache)
 
     def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
         """Make the other ranks, if there are any, do the same."""
         if self.served and self.served.ranks:
-            self.served.ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
+            self.served.ranks.told((word, number, as_json(what) if isinstance(what, DecodeRequest) else what))
 
     def _release(self) -> None:
         """Write prefixes to files, and release the model and the batch."""
@@ -308,10 +321,10 @@ class Engine:
     def _read_ahead(self, served: Served) -> None:
         """Begin to read the conversation of the oldest answer that has ended, as its next prompt will begin."""
         job, cache = self._behind.popleft()
-        self._answered, prompt = job.ask.prompt, cache.tokens if cache else []
-        if job.ask.follows:
+        self._answered, prompt = job.request.prompt, cache.tokens if cache else []
+        if job.request.follows:
             with dropped("the next prompt was not read ahead"):
-                prompt = job.ask.follows(job.parts)
+                prompt = job.request.follows(job.parts)
         if prompt:
             self._tell("read ahead", what=prompt)
             with in_turn():

@@ -30,7 +30,7 @@ log = logging.getLogger("mlx_mtp.serve")
 
 
 @dataclass(frozen=True)
-class Ask:
+class DecodeRequest:
     """Everything that decides one answer.
 
     prompt:  token ids. turns: where other prompts may begin to differ from it.
@@ -111,7 +111,7 @@ class Job:
     prompt is not read to the end. over: the engine has finished with it. lost: an event did not reach its client.
     """
 
-    ask: Ask
+    request: DecodeRequest
     emit: Callable[[Event], None]
     deadline: float = float("inf")
     cancelled: bool = False
@@ -167,12 +167,12 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
 
     crowded: others' steps come in between, so time tells nothing.
     """
-    ask = job.ask
-    held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
-    most, cached = _agreed(served, held[0], ask), held[0].offset
+    request = job.request
+    held = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
+    most, cached = _agreed(served, held[0], request), held[0].offset
     job.tell(Begun(cached))
     with contextlib.suppress(Interrupted):
-        for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
+        for _ in read(served, held[0], request.prompt, request.turns, spare=served.tree.uncut):
             yield
         job.reading = False
         yield from _decode(served, job, held, most, cached, crowded)
@@ -189,12 +189,12 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
     return served.tree.blank.like_new()
 
 
-def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
+def _agreed(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Do as `_fitting`, which on several ranks is for rank 0 to say."""
     if not served.ranks:
-        return _fitting(served, cache, ask)
+        return _fitting(served, cache, request)
     try:
-        found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
+        found: Any = None if served.ranks.rank else _fitting(served, cache, request)
     except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
@@ -203,9 +203,9 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
     return found
 
 
-def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
+def _fitting(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Cut an answer to what there is memory for; raises ValueError where there is not even for the prompt."""
-    rest, most = len(ask.prompt) - cache.offset, ask.max_tokens
+    rest, most = len(request.prompt) - cache.offset, request.max_tokens
     while True:
         try:
             check_prompt(served.model, cache, rest, most, served.tree.chunking.step, ignore=False)
@@ -302,15 +302,15 @@ def _decode(
     served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
     """Decode the answer, and tell its parts as they are known. held: the cache, as `BatchDecoder.decode` takes it."""
-    ask, stats = job.ask, Stats()
-    splitter = _splitter(served, ask)
-    begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
-    options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
-    options["logprobs"] = ask.logprobs is not None
-    if processors := _processors(served, ask):
+    request, stats = job.request, Stats()
+    splitter = _splitter(served, request)
+    begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
+    options = {**served.options, **request.sampling, "max_tokens": most, "stats": stats}
+    options["logprobs"] = request.logprobs is not None
+    if processors := _processors(served, request):
         options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
-    options["stop_tokens"] = (*options.get("stop_tokens", ()), *ask.rules.stop_tokens)
-    reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
+    options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
+    reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[held[0].offset :]
     batch = served.batch
     responses = batch.decode(rest, held, options) if batch else _alone(served, rest, held[0], options, crowded)
     with contextlib.closing(responses):
@@ -321,12 +321,12 @@ def _decode(
             reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
-            if begun and ask.thinking and (breaks := begun.line_breaks(text)):
+            if begun and request.thinking and (breaks := begun.line_breaks(text)):
                 _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
-            found = splitter.feed(text, token_logprob(served.tokenizer, response, ask.logprobs))
+            found = splitter.feed(text, token_logprob(served.tokenizer, response, request.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)
-            if splitter.stopped is not None or (ask.one_call and splitter.called):
+            if splitter.stopped is not None or (request.one_call and splitter.called):
                 reason = "stop"  # even if it is the last token that may come
                 break
     _tell(job, splitter.end(cut=reason == "length"))
@@ -335,23 +335,23 @@ def _decode(
     job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
 
-def _splitter(served: Served, ask: Ask) -> Splitter | FramedSplitter:
+def _splitter(served: Served, request: DecodeRequest) -> Splitter | FramedSplitter:
     """A splitter for the answer, which knows the frame within which the prompt ends."""
-    framed = ask.chat and served.frames is not None
-    thinking = ask.chat and served.tokenizer.has_thinking and not framed
+    framed = request.chat and served.frames is not None
+    thinking = request.chat and served.tokenizer.has_thinking and not framed
     splitter = Splitter(
-        served.tokenizer, ask.stops, thinking=thinking, begun=ask.thinking and not framed,
-        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
+        served.tokenizer, request.stops, thinking=thinking, begun=request.thinking and not framed,
+        tool_format=served.tool_format, tools=request.tools, one_call=request.one_call,
     )  # fmt: skip
     if not (framed and served.frames):
         return splitter
-    begun = begun_in(served.frames, served.tokenizer.decode(ask.prompt)) if ask.continues else None
-    return FramedSplitter(served.frames, splitter, REASONING if ask.thinking else begun)
+    begun = begun_in(served.frames, served.tokenizer.decode(request.prompt)) if request.continues else None
+    return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
 
 
-def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
-    penalties = make_logits_processors(**ask.penalties) if ask.penalties else []
-    return [*penalties, *ask.rules.processors(served.tokenizer, len(ask.prompt))]
+def _processors(served: Served, request: DecodeRequest) -> list[LogitsProcessor]:
+    penalties = make_logits_processors(**request.penalties) if request.penalties else []
+    return [*penalties, *request.rules.processors(served.tokenizer, len(request.prompt))]
 
 
 def _alone(

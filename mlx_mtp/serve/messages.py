@@ -8,7 +8,7 @@ from .answer import Part, ToolCall
 from .api_request import (
     Answer,
     ApiRequest,
-    asks_of,
+    chat_decode_requests,
     data,
     end_of_prompt,
     figures,
@@ -47,7 +47,9 @@ class MessagesRequest(ApiRequest):
         conversation, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
         how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
         how["one_call"] = one_call
-        self.asks = asks_of(info, body, conversation, tools, template, self.warnings, self.call_ids, **how)
+        self.requests = chat_decode_requests(
+            info, body, conversation, tools, template, self.warnings, self.call_ids, **how
+        )
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -98,7 +100,7 @@ class MessagesRequest(ApiRequest):
 
     def _usage(self, cached: int, made: int) -> dict[str, Any]:
         """Count tokens, those of the prompt that were not read again apart."""
-        read = {"input_tokens": len(self.asks[0].prompt) - cached, "cache_read_input_tokens": cached}
+        read = {"input_tokens": len(self.requests[0].prompt) - cached, "cache_read_input_tokens": cached}
         return {**read, "cache_creation_input_tokens": 0, "output_tokens": made}
 
     def _usage_of(self, end: End) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .fields import MOST_STOPS, ModelInfo, Refused, boolean, field_of, integer, number
-from .job import Ask
+from .job import DecodeRequest
 from .prompts import Prompt
 from .token_rules import TokenRules
 
@@ -19,9 +19,9 @@ LARGE = 2**31
 MOST_XTC = 0.5  # the threshold above which at most one token passes, so that XTC removes none
 
 
-def asks_for(
+def decode_requests(
     info: ModelInfo, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
-) -> list[Ask]:
+) -> list[DecodeRequest]:
     """One Ask for each choice; their seeds differ. The prompt must leave room for a token.
 
     most: tokens of an answer, -1 for as many as fit, None for the default. Raises Refused.
@@ -41,7 +41,7 @@ def asks_for(
     more |= {"penalties": _penalties(body, info), "rules": rules}
     sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
-    return [Ask(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
+    return [DecodeRequest(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:

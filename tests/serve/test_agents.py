@@ -63,10 +63,10 @@ class Scripted:
 
     def answer(self, served, job, crowded):
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
-        self.prompts.append(job.ask.prompt)
+        self.prompts.append(job.request.prompt)
         job.tell(Begun(0))
         job.reading = False
-        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.ask.tools)
+        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
                 job.tell(part)

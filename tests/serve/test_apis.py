@@ -9,7 +9,7 @@ import mlx_mtp
 from mlx_mtp.serve.answer import Said
 from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
-from mlx_mtp.serve.job import Ask, Begun, End, Job
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job
 from mlx_mtp.serve.logprobs import _bytes
 
 
@@ -119,9 +119,9 @@ def test_a_prompt_that_is_being_read_is_silence(served):
     """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
     events, over = [], threading.Event()
     prompt = served.service.info.tokenizer.encode("read this " * 100)
-    ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
+    request = DecodeRequest(prompt, max_tokens=1, sampling={"seed": 1})
     served.service.engine.submit(
-        [Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))]
+        [Job(request, lambda event: (events.append(event), isinstance(event, End) and over.set()))]
     )
     assert over.wait(60)
     assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step

@@ -11,7 +11,7 @@ import mlx_mtp
 from mlx_mtp.batch.generator import BatchGenerator
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
@@ -34,8 +34,8 @@ def engine(tiny_models):
 class Client:
     """Collects what a job tells; does something when that is `n` letters."""
 
-    def __init__(self, ask: Ask):
-        self.job, self.events, self.over = Job(ask, self.take), [], threading.Event()
+    def __init__(self, request: DecodeRequest):
+        self.job, self.events, self.over = Job(request, self.take), [], threading.Event()
         self.n, self.act = -1, lambda: None
 
     def at(self, n: int, act) -> None:
@@ -54,41 +54,43 @@ class Client:
             self.over.set()
 
 
-def alone(model, ask: Ask) -> str:
+def alone(model, request: DecodeRequest) -> str:
     """The letters of an answer, in tokens that `generate_step` gives."""
-    processors = make_logits_processors(**ask.penalties) if ask.penalties else None
-    how = {"max_tokens": ask.max_tokens, "logits_processors": processors, **ask.sampling}
-    text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(ask.prompt, model, **how)])
-    return min((text[: text.index(stop)] for stop in ask.stops if stop in text), key=len, default=text)
+    processors = make_logits_processors(**request.penalties) if request.penalties else None
+    how = {"max_tokens": request.max_tokens, "logits_processors": processors, **request.sampling}
+    text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(request.prompt, model, **how)])
+    return min((text[: text.index(stop)] for stop in request.stops if stop in text), key=len, default=text)
 
 
-def asks() -> list[Ask]:
+def requests() -> list[DecodeRequest]:
     found = []
     for i in range(8):
         more = {"penalties": {"repetition_penalty": 1.3}} if i == 4 else {}
         more |= {"logprobs": 2} if i == 5 else {}
         prompt = [(7 * i + 3 * j) % 40 for j in range(3 + 3 * i)]
-        found.append(Ask(prompt, max_tokens=40 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more))
+        found.append(
+            DecodeRequest(prompt, max_tokens=40 if i == 0 else 6 + i, sampling=dict(SAMPLINGS[i % 3]), **more)
+        )
     return found
 
 
 def test_eight_answers_are_those_alone(engine, tiny_models):
     """All but the first come in its middle, at different places; the last one is stopped by a string of its own."""
-    model, every = tiny_models(vocab_size=40)[0], asks()
+    model, every = tiny_models(vocab_size=40)[0], requests()
     whole = alone(model, every[7])
-    every[7] = Ask(**{**vars(every[7]), "stops": (whole[5:7],)})
-    clients = [Client(ask) for ask in every]
-    gone = Client(Ask([1, 2, 3], max_tokens=500))
+    every[7] = DecodeRequest(**{**vars(every[7]), "stops": (whole[5:7],)})
+    clients = [Client(request) for request in every]
+    gone = Client(DecodeRequest([1, 2, 3], max_tokens=500))
     clients[0].at(5, lambda: engine.submit([gone.job, *(client.job for client in clients[1:4])]))
     clients[2].at(3, lambda: engine.submit([client.job for client in clients[4:]]))
     gone.at(4, gone.job.cancel)
     engine.submit([clients[0].job])
     assert all(client.over.wait(20) for client in clients)
-    for ask, client in zip(every, clients, strict=True):
-        assert client.text == alone(model, ask)
+    for request, client in zip(every, clients, strict=True):
+        assert client.text == alone(model, request)
         end = client.events[-1]
-        assert end.reason == ("stop" if ask.stops else "length")
-        shown = len(client.text) + len(ask.stops and ask.stops[0])
+        assert end.reason == ("stop" if request.stops else "length")
+        shown = len(client.text) + len(request.stops and request.stops[0])
         assert end.stats.generation_tokens == shown
         assert end.stats.drafted == [end.stats.cycles] * 2
         assert 1 < end.stats.tokens_per_cycle <= 3 or not sum(end.stats.accepted)
@@ -101,14 +103,17 @@ def test_eight_answers_are_those_alone(engine, tiny_models):
 
 def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(engine, tiny_models, monkeypatch):
     model = tiny_models(vocab_size=40)[0]
-    wrong, right = Client(Ask([1, 2], sampling={"temp": -1})), Client(Ask([1, 2, 3], max_tokens=20))
+    wrong, right = (
+        Client(DecodeRequest([1, 2], sampling={"temp": -1})),
+        Client(DecodeRequest([1, 2, 3], max_tokens=20)),
+    )
     engine.submit([wrong.job, right.job])
     assert all(client.over.wait(20) for client in (wrong, right))
     assert wrong.events[-1].status == 400
     assert "temp=-1" in wrong.events[-1].message
-    assert right.text == alone(model, right.job.ask)
+    assert right.text == alone(model, right.job.request)
 
-    clients, step = [Client(Ask([i, 2, 3], max_tokens=20)) for i in range(2)], BatchGenerator.next
+    clients, step = [Client(DecodeRequest([i, 2, 3], max_tokens=20)) for i in range(2)], BatchGenerator.next
 
     def broken(batch):
         if all(client.text for client in clients):
@@ -120,10 +125,10 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
         engine.submit([client.job for client in clients])
         assert all(client.over.wait(20) for client in clients)
     assert [client.events[-1].status for client in clients] == [500, 500]
-    again = Client(clients[0].job.ask)
+    again = Client(clients[0].job.request)
     engine.submit([again.job])
     assert again.over.wait(20)
-    assert again.text == alone(model, again.job.ask)
+    assert again.text == alone(model, again.job.request)
 
 
 def test_an_answer_of_a_batch_that_failed_leaves_the_next_batch_alone(tiny_models, monkeypatch):
@@ -155,19 +160,21 @@ def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monke
         return logits
 
     monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])
-    clients = [Client(Ask([i, 2, 3], max_tokens=20, penalties={"any": i} if i == 1 else {})) for i in range(3)]
+    clients = [
+        Client(DecodeRequest([i, 2, 3], max_tokens=20, penalties={"any": i} if i == 1 else {})) for i in range(3)
+    ]
     engine.submit([client.job for client in clients])
     assert all(client.over.wait(20) for client in clients)
     assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
     assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
     for client in clients[::2]:
-        assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.ask)
+        assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.request)
 
 
 def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, tiny_models):
-    ask = Ask([1, 2, 3], max_tokens=6)
-    whole = alone(tiny_models(vocab_size=40)[0], ask)
-    client = Client(Ask([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
+    request = DecodeRequest([1, 2, 3], max_tokens=6)
+    whole = alone(tiny_models(vocab_size=40)[0], request)
+    client = Client(DecodeRequest([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
     engine.submit([client.job])
     assert client.over.wait(20)
     assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])

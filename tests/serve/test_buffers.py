@@ -11,7 +11,7 @@ import published
 import pytest
 from letters import Letters
 from mlx.utils import tree_flatten
-from prefix_asks import ask, prompts, serve
+from prefix_requests import generate, prompts, serve
 from sweep import sampled
 
 import mlx_mtp
@@ -25,7 +25,7 @@ from mlx_mtp.machine.memory import METAL_BUFFERS
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import MOST_BUFFERS
 
-CHUNK = 4  # tokens, of `prefix_asks`
+CHUNK = 4  # tokens, of `prefix_requests`
 KINDS = ("qwen3_5", "step3p5", "mimo_v2_flash", "glm4_moe")  # states, windows and several heads, rows alone
 RELEASED = [file for file in published.FILES if not file.stem.startswith("eagle3")]
 MANY = ("step-3.5-flash", "qwen3.5-0.8b", "deepseek-v3.2")  # of several windows, states, or weights
@@ -67,7 +67,7 @@ def model(request, tmp_path, tiny_models):
 
 def test_the_count_is_that_of_real_arrays(model, tmp_path):
     served, prompt = serve(model), prompts(model.vocab_size)[1]
-    ask(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
+    generate(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
     tree, tokens = served.tree, len(prompt) - len(prompt) % CHUNK - (len(prompt) % CHUNK == 0) * CHUNK
     found = chunks_of(tree)
     assert len(found) == tokens // CHUNK == tree.chunks
@@ -115,11 +115,11 @@ def test_copies_in_one_buffer_have_the_values_and_are_aligned():
 def test_the_least_recently_used_chunks_go_where_there_are_too_many_buffers(model):
     served = serve(model)
     texts = [np.random.default_rng(seed).integers(0, model.vocab_size, 21).tolist() for seed in range(4)]
-    ask(served, texts[0])
+    generate(served, texts[0])
     tree = served.tree
     tree.most_buffers = 2 * tree.buffers
     for text in texts[1:]:
-        ask(served, text)
+        generate(served, text)
         assert tree.buffers <= tree.most_buffers
     held = [tree.covered(text) for text in texts]
     assert held[0] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine, Full, Limits
-from mlx_mtp.serve.job import Ask, End, Failed, Job
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 
 SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
 
@@ -24,15 +24,15 @@ class Steps:
 
     def answer(self, served, job, crowded):
         try:
-            for token in job.ask.prompt:
+            for token in job.request.prompt:
                 self.hold.wait()
                 if token < 0:
                     raise {-1: RuntimeError("broken"), -2: ValueError("wrong")}[token]
-                self.order.append(job.ask.prompt[0])
+                self.order.append(job.request.prompt[0])
                 yield
             job.tell("end")
         finally:
-            self.closed.append(job.ask.prompt[0])
+            self.closed.append(job.request.prompt[0])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ class Client(list):
     def __init__(self, prompt, **more):
         super().__init__()
         self.over = threading.Event()
-        self.job = Job(Ask(prompt, follows=more.pop("follows", None)), self.take, **more)
+        self.job = Job(DecodeRequest(prompt, follows=more.pop("follows", None)), self.take, **more)
 
     def take(self, event):
         self.append(event)

@@ -22,7 +22,7 @@ from mlx_mtp.serve.answer import Said
 from mlx_mtp.serve.app import application
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine, Limits
-from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
 OPTIONS = {"num_draft_tokens": 2, "adaptive": False}
@@ -48,8 +48,8 @@ pytestmark = pytest.mark.filterwarnings(*QUIET, "ignore:coroutine")
 class Client:
     """One request, and the events of its answer."""
 
-    def __init__(self, ask: Ask):
-        self.events, self.job = [], Job(ask, self.take)
+    def __init__(self, request: DecodeRequest):
+        self.events, self.job = [], Job(request, self.take)
 
     def take(self, event):
         self.events.append(event)
@@ -70,15 +70,15 @@ def until(found, seconds=30) -> None:
         time.sleep(0.0005)
 
 
-def run(load, asks, calls: Calls) -> list[Client]:
+def run(load, requests, calls: Calls) -> list[Client]:
     """Answer two requests together, then one, and one more, for each of which the model is loaded again."""
     engine = Engine(load, Limits(idle_unload=0.001), store=lambda served: None)
     with calls.watched():
         engine.start()
     until(lambda: engine.state != "loading")
     calls.armed, clients = True, []
-    for some in (asks[:2], asks[2:3], asks[3:]):
-        clients += (new := [Client(ask) for ask in some])
+    for some in (requests[:2], requests[2:3], requests[3:]):
+        clients += (new := [Client(request) for request in some])
         for client in new:
             engine.submit([client.job])
         until(lambda new=new: all(client.job.over for client in new))
@@ -117,7 +117,7 @@ def stand_ins(monkeypatch):
     """What the engine is given, with answers that repeat their prompts."""
 
     def answer(served, job, crowded):
-        for token in job.ask.prompt:
+        for token in job.request.prompt:
             job.tell(Said(chr(97 + token)))
             yield
         job.tell(End("stop", None, Stats(), 0, 0.0, 0))
@@ -145,23 +145,23 @@ def failures(seen: dict[str, int], calls_of_each: int = 5) -> list[tuple[str, in
 
 
 def test_every_callable_of_the_engine_raises(stand_ins):
-    asks = [Ask(prompt, follows=lambda parts: [1, 2, 3]) for prompt in PROMPTS]
+    requests = [DecodeRequest(prompt, follows=lambda parts: [1, 2, 3]) for prompt in PROMPTS]
     texts = ["".join(chr(97 + token) for token in prompt) for prompt in PROMPTS]
-    check(run(stand_ins, asks, calls := watched(["engine"])), texts, calls)
+    check(run(stand_ins, requests, calls := watched(["engine"])), texts, calls)
     assert len(calls.seen) > 50
     for raises in failures(calls.seen, 5 if SWEEP else 2):
-        check(run(stand_ins, asks, calls := watched(["engine"], raises)), texts, calls)
+        check(run(stand_ins, requests, calls := watched(["engine"], raises)), texts, calls)
 
 
 @pytest.fixture
 def real(tiny_models, monkeypatch):
     """Make what the engine serves of a model; requests, and the letters that each has alone."""
-    model, asks, texts = tiny_models(vocab_size=40)[0], [], []
+    model, requests, texts = tiny_models(vocab_size=40)[0], [], []
     for i, prompt in enumerate(PROMPTS):
         text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=3)]
         follows = [*prompt, *text, 1, 2, 3]
         more = {"penalties": {"logit_bias": {1: 0.0}}} if i == 1 else {"logprobs": 1} if i else {}
-        asks.append(Ask(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
+        requests.append(DecodeRequest(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
         texts.append(Letters().decode(text))
     monkeypatch.setattr(engines, "CALM", 0.0002)
 
@@ -170,16 +170,16 @@ def real(tiny_models, monkeypatch):
         tree.decoded = None
         return Served(model, Letters(), tree, OPTIONS, None, batch=BatchDecoder(model, Letters(), OPTIONS, 4))
 
-    return load, asks, texts
+    return load, requests, texts
 
 
 def test_callables_below_the_engine_raise(real):
-    load, asks, texts = real
-    check(run(load, asks, calls := watched(ON_THE_ENGINE)), texts, calls)
+    load, requests, texts = real
+    check(run(load, requests, calls := watched(ON_THE_ENGINE)), texts, calls)
     assert len(calls.seen) > 200
     every = failures(calls.seen)
     for raises in sampled(every[7::197], every):
-        check(run(load, asks, calls := watched(ON_THE_ENGINE, raises)), texts, calls)
+        check(run(load, requests, calls := watched(ON_THE_ENGINE, raises)), texts, calls)
 
 
 def asked(**more) -> dict:
@@ -239,7 +239,7 @@ HOSTILE = (
 PATHS = (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens")
 
 
-def ask(client, i: int, text: str) -> str:
+def post(client, i: int, text: str) -> str:
     """Send the i-th request: two of three are hostile. Return what is wrong with the answer."""
     if i % 3:
         status = client.post(PATHS[i % len(PATHS)], content=HOSTILE[i % len(HOSTILE)]).status_code
@@ -266,12 +266,12 @@ def test_hostile_requests_while_callables_raise_at_random(monkeypatch):
         text = client.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
         failures.armed = True
         with ThreadPoolExecutor(6) as pool:
-            wrong = list(pool.map(lambda i: ask(client, i, text), range(2000 if SWEEP else 60)))
+            wrong = list(pool.map(lambda i: post(client, i, text), range(2000 if SWEEP else 60)))
         failures.armed = False
         assert [each for each in wrong if each] == []
         assert failures.count > 10
         assert service.engine.thread.is_alive()
-        assert [ask(client, 3 * i, text) for i in (1, 3, 6)] == ["", "", ""]
+        assert [post(client, 3 * i, text) for i in (1, 3, 6)] == ["", "", ""]
     service.engine.stop(0)
     service.engine.thread.join(10)
     assert not service.engine.thread.is_alive()

@@ -10,7 +10,7 @@ from served import settings
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, End, Job
+from mlx_mtp.serve.job import DecodeRequest, End, Job
 from mlx_mtp.serve.prefixes import comparisons, rows_alike
 from mlx_mtp.serve.server import Loaded, shared
 
@@ -63,7 +63,7 @@ def until(found) -> None:
 def answered(engine) -> str:
     """Ask for five letters behind PROMPT."""
     events = []
-    engine.submit([job := Job(Ask(PROMPT, max_tokens=5), events.append)])
+    engine.submit([job := Job(DecodeRequest(PROMPT, max_tokens=5), events.append)])
     until(lambda: job.over)
     assert isinstance(events[-1], End)
     return "".join(getattr(event, "text", "") for event in events)

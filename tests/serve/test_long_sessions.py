@@ -17,7 +17,7 @@ from mlx_mtp.serve.answer import Said, ToolCall
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, reread
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
 from mlx_mtp.serve.prompts import Prompt
 
@@ -72,9 +72,9 @@ def start():
 class Client:
     """A request and its events; at: called once it has SHOWN letters; then: when it gets no more."""
 
-    def __init__(self, engine, ask, *, at=lambda job: None, then=lambda client: None):
+    def __init__(self, engine, request, *, at=lambda job: None, then=lambda client: None):
         self.events, self.over, self.at, self.then = [], threading.Event(), at, then
-        self.job = Job(ask, self.take)
+        self.job = Job(request, self.take)
         engine.submit([self.job])
 
     @property
@@ -126,7 +126,7 @@ def asked(model, prompt, ending):
         job.cancelled = ending == "cancelled"
         job.deadline = 0 if ending == "late" else job.deadline
 
-    return Ask(prompt, follows=follows, sampling=dict(SAMPLED), **more), act, tokens
+    return DecodeRequest(prompt, follows=follows, sampling=dict(SAMPLED), **more), act, tokens
 
 
 def reused(tree, ending, read, known, at_once):
@@ -152,11 +152,11 @@ def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kin
 
     def follow(client):
         if client not in later:
-            prompt = [*client.job.ask.follows(client.job.parts), *MORE[1:]]
-            later[client] = Client(engine, Ask(prompt, max_tokens=3, sampling=dict(SAMPLED)))
+            prompt = [*client.job.request.follows(client.job.parts), *MORE[1:]]
+            later[client] = Client(engine, DecodeRequest(prompt, max_tokens=3, sampling=dict(SAMPLED)))
 
     then = follow if at_once else lambda client: None
-    clients = [Client(engine, ask, at=act, then=then) for ask, act, _ in requests]
+    clients = [Client(engine, request, at=act, then=then) for request, act, _ in requests]
     assert all(client.over.wait(20) for client in clients)
     if not at_once:
         until(lambda: all(client.job.over for client in clients) and engine._unsaved is None)
@@ -165,18 +165,21 @@ def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kin
     for client in clients:
         after = later[client]
         assert after.over.wait(20)
-        prompt = after.job.ask.prompt
+        prompt = after.job.request.prompt
         fresh = [*itertools.takewhile(lambda token: token not in stop_tokens, plain(model, prompt, 3))]
         assert after.text[: len(fresh)] == Letters().decode(fresh)  # the stand-in writes a last letter twice
         known = len(prompt) - len(MORE)
-        least, most = reused(engine.served.tree, ending, len(client.job.ask.prompt), known, at_once)
+        least, most = reused(engine.served.tree, ending, len(client.job.request.prompt), known, at_once)
         assert least <= after.cached <= most
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_read_of_a_prompt_is_kept_where_its_reading_ends(models, kind):
     """The client has disconnected, or a request goes on from what is read ahead."""
-    for begin in (reread, lambda served, prompt: answer(served, Job(Ask(prompt), lambda event: None), bool)):
+    for begin in (
+        reread,
+        lambda served, prompt: answer(served, Job(DecodeRequest(prompt), lambda event: None), bool),
+    ):
         served = served_of(models(kind), decoded=False)
         reading = begin(served, FIRST)
         for _ in range(3):
@@ -192,7 +195,7 @@ def test_answers_that_end_while_the_server_is_busy_are_stored(models, start, mon
     engine = start(served_of(models("glm4_moe"), decoded=True))
     prompts = [[i, *FIRST] for i in range(3)]
     for prompt in prompts:
-        assert Client(engine, Ask(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).over.wait(20)
+        assert Client(engine, DecodeRequest(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).over.wait(20)
     tree = engine.served.tree
     lengths = [tree.covered([*prompt, *plain(models("glm4_moe"), prompt)]) for prompt in prompts]
     assert lengths == [len(FIRST) + SHOWN] * 2 * tree.decoded + [20] * (3 - 2 * tree.decoded)
@@ -213,7 +216,7 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
             order.append("ended")
 
     def stand_in(served, job, crowded):
-        order.append(job.ask.prompt)
+        order.append(job.request.prompt)
         job.tell(End("stop", None, None, 0, 0.0, 0))
         yield
 
@@ -221,9 +224,9 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
     monkeypatch.setattr(engines, "answer", stand_in)
     tree = types.SimpleNamespace(decoded=False)
     engine = start(types.SimpleNamespace(ranks=None, batch=None, files=None, tree=tree))
-    Client(engine, Ask([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
+    Client(engine, DecodeRequest([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
     until(lambda: engine._read == 4)
-    Client(engine, Ask(prompt))
+    Client(engine, DecodeRequest(prompt))
     hold.set()
     until(lambda: "ended" in order and prompt in order)
     assert order == ([[1, 2], "ended", prompt] if closed else [[1, 2], prompt, "read", "ended"])
@@ -265,10 +268,10 @@ def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
     monkeypatch.setattr(
         "mlx_mtp.serve.api_request.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
     )
-    (ask,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).asks
+    (request,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).requests
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
     for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
-        ask.follows(parts)
+        request.follows(parts)
         roles = [message["role"] for message in seen[-1]]
         assert roles == ["user", "assistant", *(["tool", "tool"] if len(parts) > 1 else ["user"])]
 
@@ -279,8 +282,8 @@ def test_conversations_that_only_begin_with_the_same_mark_share_nothing(models, 
     served = served_of(models("glm4_moe"), decoded=True)
     served.tree.chunking = Chunking(8, 4)
     engine = start(served)
-    assert Client(engine, Ask(FIRST, max_tokens=3)).over.wait(20)
+    assert Client(engine, DecodeRequest(FIRST, max_tokens=3)).over.wait(20)
     for same in (3, 5):
-        other = Client(engine, Ask([*FIRST[:same], 11, 11, 11], max_tokens=3))
+        other = Client(engine, DecodeRequest([*FIRST[:same], 11, 11, 11], max_tokens=3))
         assert other.over.wait(20)
         assert other.cached == (same if same > 4 and served.tree.decoded else 0)

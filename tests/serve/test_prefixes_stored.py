@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, Job
+from mlx_mtp.serve.job import DecodeRequest, Job
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.server import Loaded
 
@@ -121,7 +121,7 @@ def engine(monkeypatch):
 
 def asked(engine, prompt):
     over = threading.Event()
-    engine.submit([Job(Ask(prompt), lambda event: over.set())])
+    engine.submit([Job(DecodeRequest(prompt), lambda event: over.set())])
     return over
 
 
@@ -174,7 +174,7 @@ def test_nothing_is_written_while_anybody_is_answered(engine):
     files, hold = Storing(10**9), threading.Event()
 
     def slow(served, job, crowded):
-        while job.ask.prompt == [2] and not hold.is_set():
+        while job.request.prompt == [2] and not hold.is_set():
             yield
         job.emit("end")
         yield
