@@ -24,7 +24,7 @@ from .answer import Part
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
 from .completions import CompletionRequest
-from .engine import Engine, Full
+from .engine import Engine, QueueFull
 from .failures import dropped, printable
 from .fields import ModelInfo, Refused
 from .guard import Below, Guard, Rules, read_body
@@ -184,7 +184,7 @@ async def respond(request: Request, make: type[ApiRequest]) -> Response:
     api_request = await run_in_threadpool(make, body, info)
     active = ActiveRequest(service, api_request, request.url.path, begun)
     warned = _warned(request, api_request.warnings)
-    if len(api_request.requests) > (most := service.engine.limits.waiting):
+    if len(api_request.requests) > (most := service.engine.limits.queued):
         raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
     try:
         service.engine.submit(active.jobs)
@@ -198,7 +198,7 @@ async def respond(request: Request, make: type[ApiRequest]) -> Response:
         return response
     except BaseException as e:
         active.cancel()
-        if isinstance(e, Full):
+        if isinstance(e, QueueFull):
             raise Refused("too many requests wait", status=503) from None
         raise
 
@@ -268,7 +268,7 @@ class ActiveRequest:
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
         """Wait for an event at most so long; a failure of one answer is one of all."""
-        complete = all(job.over for job in self.jobs)  # then every event that will come is on its way
+        complete = all(job.finished for job in self.jobs)  # then every event that will come is on its way
         try:
             async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
                 choice, event = await self._events.get()
@@ -289,12 +289,12 @@ class ActiveRequest:
         return choice, event
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
         """Wait until all answers are over."""
-        while not self.over:
+        while not self.finished:
             if isinstance(found := await self.next(SILENCE), Failed):
                 return found
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
@@ -307,7 +307,7 @@ class ActiveRequest:
             while not isinstance(found, Failed):
                 for line in self._lines(*found) if found else ():
                     yield line
-                if self.over:
+                if self.finished:
                     for line in self.api_request.close():
                         yield line
                     return

@@ -5,10 +5,10 @@ from typing import Any
 
 from ..machine.stream import in_turn
 from .failures import dropped
-from .job import DecodeRequest, Job, Served, answer, reread
+from .job import DecodeRequest, Job, Served, answer, prefill_next
 from .token_rules import TokenRules
 
-AHEAD = 0  # the number of what is read ahead; answers have others
+PREFILL = 0  # the number of what is read ahead; answers have others
 UNTOLD = ("follows",)  # of an Ask: rank 0 calls it
 
 
@@ -37,9 +37,9 @@ def follow(served: Served) -> None:
             return
         if word == "begin":
             job = Job(from_json(what), emit=lambda event: None)  # clients are rank 0's
-            running[number] = answer(served, job, crowded=bool)
+            running[number] = answer(served, job, shared_device=bool)
         elif word == "read ahead":
-            running[number] = reread(served, what)
+            running[number] = prefill_next(served, what)
         elif number not in running:
             continue
         elif word == "close":

@@ -118,13 +118,13 @@ class Job:
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reading: bool = True
-    over: bool = False
+    finished: bool = False
     lost: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    def tell(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
         """Send an event to the client. Behind one that could not be sent nothing follows but LOST, so that no answer
         looks whole that is not; the job is cancelled then.
         """
@@ -162,21 +162,21 @@ class Served(NamedTuple):
         return self.model.ranks
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
+def answer(served: Served, job: Job, shared_device: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
     """Answer a request, yielding after every step; return its cache, also when `Interrupted` is thrown in.
 
     crowded: others' steps come in between, so time tells nothing.
     """
     request = job.request
-    held = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
-    most, cached = _agreed(served, held[0], request), held[0].offset
-    job.tell(Begun(cached))
+    caches = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
+    most, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
+    job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
-        for _ in read(served, held[0], request.prompt, request.turns, spare=served.tree.uncut):
+        for _ in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
             yield
         job.reading = False
-        yield from _decode(served, job, held, most, cached, crowded)
-    return held[0] if held else None
+        yield from _decode(served, job, caches, most, cached, shared_device)
+    return caches[0] if caches else None
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
@@ -189,12 +189,12 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
     return served.tree.blank.like_new()
 
 
-def _agreed(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
+def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Do as `_fitting`, which on several ranks is for rank 0 to say."""
     if not served.ranks:
-        return _fitting(served, cache, request)
+        return _fitting_max_tokens(served, cache, request)
     try:
-        found: Any = None if served.ranks.rank else _fitting(served, cache, request)
+        found: Any = None if served.ranks.rank else _fitting_max_tokens(served, cache, request)
     except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
@@ -203,7 +203,7 @@ def _agreed(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     return found
 
 
-def _fitting(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
+def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Cut an answer to what there is memory for; raises ValueError where there is not even for the prompt."""
     rest, most = len(request.prompt) - cache.offset, request.max_tokens
     while True:
@@ -216,7 +216,7 @@ def _fitting(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
         most //= 2
 
 
-def read(
+def prefill(
     served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
 ) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
@@ -225,38 +225,38 @@ def read(
     spare: most tokens that are left to read in one pass, though a chunk ends among them.
     """
     cuts = served.tree.chunking.cuts(prompt)
-    resumes = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
+    resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
-            _read_to(served, cache, prompt[:end])
+            _prefill_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
-                served.tree.store(cache, resumes=end in resumes)
+                served.tree.store(cache, resumable=end in resumable)
             try:
                 yield end
             except BaseException:
                 with dropped("a prefix was not stored", served.tree.clear):
-                    served.tree.store(cache, resumes=True)
+                    served.tree.store(cache, resumable=True)
                 raise
 
 
-def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
+def _prefill_to(served: Served, cache: PromptCache, text: list[int]) -> None:
     """Read what a cache lacks of a text."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     next(generate_step(text[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
-def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
+def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
     """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with.
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    return _read_on(served, prompt, keep(served, prompt, cache))
+    return _prefill_on(served, prompt, keep(served, prompt, cache))
 
 
-def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
     if served.tree.stores:
-        yield from read(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+        yield from prefill(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
@@ -267,7 +267,7 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
     return None
 
 
-def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
+def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Read all but the last token of a prompt that was answered and may be asked again.
 
     Only where all rows are alike, so that it need not be cut into the same chunks each time.
@@ -275,9 +275,9 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
-        _read_to(served, cache, prompt[:end])
+        _prefill_to(served, cache, prompt[:end])
         with dropped("a prefix was not stored", served.tree.clear):
-            served.tree.insert(cache, is_rest=True)
+            served.tree.insert(cache, is_tail=True)
         yield end
 
 
@@ -299,20 +299,22 @@ def compare_rows(served: Served) -> Iterator[bool]:
 
 
 def _decode(
-    served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
+    served: Served, job: Job, caches: list[PromptCache], most: int, cached: int, shared_device: Callable[[], bool]
 ) -> Generator[None, None, None]:
     """Decode the answer, and tell its parts as they are known. held: the cache, as `BatchDecoder.decode` takes it."""
     request, stats = job.request, Stats()
-    splitter = _splitter(served, request)
+    splitter = _splitter_for(served, request)
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": most, "stats": stats}
     options["logprobs"] = request.logprobs is not None
-    if processors := _processors(served, request):
+    if processors := _logits_processors(served, request):
         options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
     options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
-    reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[held[0].offset :]
+    reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[caches[0].offset :]
     batch = served.batch
-    responses = batch.decode(rest, held, options) if batch else _alone(served, rest, held[0], options, crowded)
+    responses = (
+        batch.decode(rest, caches, options) if batch else _alone(served, rest, caches[0], options, shared_device)
+    )
     with contextlib.closing(responses):
         for response in responses:
             if response is None:
@@ -322,20 +324,20 @@ def _decode(
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
             if begun and request.thinking and (breaks := begun.line_breaks(text)):
-                _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
+                _send(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
             found = splitter.feed(text, token_logprob(served.tokenizer, response, request.logprobs))
             reasoned += splitter.reasoning
-            _tell(job, found)
+            _send(job, found)
             if splitter.stopped is not None or (request.one_call and splitter.called):
                 reason = "stop"  # even if it is the last token that may come
                 break
-    _tell(job, splitter.end(cut=reason == "length"))
+    _send(job, splitter.end(cut=reason == "length"))
     reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
-    job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
+    job.send(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
 
-def _splitter(served: Served, request: DecodeRequest) -> Splitter | FramedSplitter:
+def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSplitter:
     """A splitter for the answer, which knows the frame within which the prompt ends."""
     framed = request.chat and served.frames is not None
     thinking = request.chat and served.tokenizer.has_thinking and not framed
@@ -349,13 +351,13 @@ def _splitter(served: Served, request: DecodeRequest) -> Splitter | FramedSplitt
     return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
 
 
-def _processors(served: Served, request: DecodeRequest) -> list[LogitsProcessor]:
+def _logits_processors(served: Served, request: DecodeRequest) -> list[LogitsProcessor]:
     penalties = make_logits_processors(**request.penalties) if request.penalties else []
     return [*penalties, *request.rules.processors(served.tokenizer, len(request.prompt))]
 
 
 def _alone(
-    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
+    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], shared_device: Callable[[], bool]
 ) -> Responses:
     """Decode an answer in cycles of its own, as `BatchDecoder.decode`: others' may come where None is yielded."""
     step, stats, cycles = served.tree.chunking.step, options["stats"], 0
@@ -363,14 +365,14 @@ def _alone(
     responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
     with contextlib.closing(responses):
         for response in responses:
-            stats.crowded = crowded()
+            stats.crowded = shared_device()
             yield response
             if stats.cycles != cycles:
                 cycles = stats.cycles
                 yield None
 
 
-def _tell(job: Job, parts: list[Part]) -> None:
+def _send(job: Job, parts: list[Part]) -> None:
     for part in parts:
         job.parts.append(part)
-        job.tell(part)
+        job.send(part)

@@ -46,7 +46,7 @@ class Metrics:
         )
         for name, words, value in (
             ("num_requests_running", "Requests that are answered.", lambda: len(engine.running)),
-            ("num_requests_waiting", "Requests that wait.", lambda: engine.waiting),
+            ("num_requests_waiting", "Requests that wait.", lambda: engine.queued),
             ("prefix_cache_bytes", "Bytes of remembered beginnings.", lambda: self._tree("nbytes")),
             ("prefix_cache_chunks", "Chunks of remembered beginnings.", lambda: self._tree("chunks")),
             ("prefix_cache_buffers", "Buffers of remembered beginnings.", lambda: self._tree("buffers")),

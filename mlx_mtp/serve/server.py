@@ -167,7 +167,7 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         max_tokens=settings.max_tokens,
         defaults={**advised, **settings.sampling},
         template=settings.template,
-        turns=not served.tree.every_moment,
+        turns=not served.tree.is_stateless,
         created=int(time.time()),
         unread_calls=unread_calls(tokenizer, served.tool_format),
         seeds=lambda: int.from_bytes(os.urandom(7)),

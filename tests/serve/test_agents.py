@@ -52,7 +52,7 @@ class Scripted:
         self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
         self.format = format_of(tokenizer_of(OWN["json"]))
         monkeypatch.setattr(engines, "answer", self.answer)
-        monkeypatch.setattr(engines, "CALM", 1e9)  # nothing is read ahead
+        monkeypatch.setattr(engines, "QUIET", 1e9)  # nothing is read ahead
         batch = SimpleNamespace(step=lambda: None, close=lambda: None)
         served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
@@ -64,16 +64,16 @@ class Scripted:
     def answer(self, served, job, crowded):
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
         self.prompts.append(job.request.prompt)
-        job.tell(Begun(0))
+        job.send(Begun(0))
         job.reading = False
         splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
-                job.tell(part)
+                job.send(part)
             yield
         for part in splitter.end(cut=False):
-            job.tell(part)
-        job.tell(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
+            job.send(part)
+        job.send(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
 
 
 @pytest.fixture

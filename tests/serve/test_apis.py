@@ -117,13 +117,13 @@ class Pieces(str):
 
 def test_a_prompt_that_is_being_read_is_silence(served):
     """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
-    events, over = [], threading.Event()
+    events, finished = [], threading.Event()
     prompt = served.service.info.tokenizer.encode("read this " * 100)
     request = DecodeRequest(prompt, max_tokens=1, sampling={"seed": 1})
     served.service.engine.submit(
-        [Job(request, lambda event: (events.append(event), isinstance(event, End) and over.set()))]
+        [Job(request, lambda event: (events.append(event), isinstance(event, End) and finished.set()))]
     )
-    assert over.wait(60)
+    assert finished.wait(60)
     assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
     assert [type(event) for event in events] == [Begun, Said, End]
 

@@ -35,7 +35,7 @@ class Client:
     """Collects what a job tells; does something when that is `n` letters."""
 
     def __init__(self, request: DecodeRequest):
-        self.job, self.events, self.over = Job(request, self.take), [], threading.Event()
+        self.job, self.events, self.finished = Job(request, self.take), [], threading.Event()
         self.n, self.act = -1, lambda: None
 
     def at(self, n: int, act) -> None:
@@ -51,7 +51,7 @@ class Client:
             self.n = -1
             self.act()
         if isinstance(event, (End, Failed)):
-            self.over.set()
+            self.finished.set()
 
 
 def alone(model, request: DecodeRequest) -> str:
@@ -85,7 +85,7 @@ def test_eight_answers_are_those_alone(engine, tiny_models):
     clients[2].at(3, lambda: engine.submit([client.job for client in clients[4:]]))
     gone.at(4, gone.job.cancel)
     engine.submit([clients[0].job])
-    assert all(client.over.wait(20) for client in clients)
+    assert all(client.finished.wait(20) for client in clients)
     for request, client in zip(every, clients, strict=True):
         assert client.text == alone(model, request)
         end = client.events[-1]
@@ -108,7 +108,7 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
         Client(DecodeRequest([1, 2, 3], max_tokens=20)),
     )
     engine.submit([wrong.job, right.job])
-    assert all(client.over.wait(20) for client in (wrong, right))
+    assert all(client.finished.wait(20) for client in (wrong, right))
     assert wrong.events[-1].status == 400
     assert "temp=-1" in wrong.events[-1].message
     assert right.text == alone(model, right.job.request)
@@ -123,11 +123,11 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
     with monkeypatch.context() as context:
         context.setattr(BatchGenerator, "next", broken)
         engine.submit([client.job for client in clients])
-        assert all(client.over.wait(20) for client in clients)
+        assert all(client.finished.wait(20) for client in clients)
     assert [client.events[-1].status for client in clients] == [500, 500]
     again = Client(clients[0].job.request)
     engine.submit([again.job])
-    assert again.over.wait(20)
+    assert again.finished.wait(20)
     assert again.text == alone(model, again.job.request)
 
 
@@ -164,7 +164,7 @@ def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monke
         Client(DecodeRequest([i, 2, 3], max_tokens=20, penalties={"any": i} if i == 1 else {})) for i in range(3)
     ]
     engine.submit([client.job for client in clients])
-    assert all(client.over.wait(20) for client in clients)
+    assert all(client.finished.wait(20) for client in clients)
     assert [type(client.events[-1]) for client in clients] == [End, Failed, End]
     assert clients[1].events[-1].message == "ZeroDivisionError: of its own"
     for client in clients[::2]:
@@ -176,7 +176,7 @@ def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, t
     whole = alone(tiny_models(vocab_size=40)[0], request)
     client = Client(DecodeRequest([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
     engine.submit([client.job])
-    assert client.over.wait(20)
+    assert client.finished.wait(20)
     assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])
 
 

@@ -23,7 +23,7 @@ from mlx_mtp.decoding.buffer_count import CONVERSATION, LEAST_CHUNK, count_buffe
 from mlx_mtp.demo import demo_path
 from mlx_mtp.machine.memory import METAL_BUFFERS
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import MOST_BUFFERS
+from mlx_mtp.serve.prefixes import MAX_BUFFERS
 
 CHUNK = 4  # tokens, of `prefix_requests`
 KINDS = ("qwen3_5", "step3p5", "mimo_v2_flash", "glm4_moe")  # states, windows and several heads, rows alone
@@ -50,7 +50,7 @@ def chunks_of(tree):
 
 def arrays_of(chunk):
     rows = [part for parts in chunk.rows for part in parts]
-    return [rows, chunk.moment.arrays if chunk.moment else []]
+    return [rows, chunk.checkpoint.arrays if chunk.checkpoint else []]
 
 
 @pytest.fixture(autouse=True)
@@ -117,10 +117,10 @@ def test_the_least_recently_used_chunks_go_where_there_are_too_many_buffers(mode
     texts = [np.random.default_rng(seed).integers(0, model.vocab_size, 21).tolist() for seed in range(4)]
     generate(served, texts[0])
     tree = served.tree
-    tree.most_buffers = 2 * tree.buffers
+    tree.max_buffers = 2 * tree.buffers
     for text in texts[1:]:
         generate(served, text)
-        assert tree.buffers <= tree.most_buffers
+        assert tree.buffers <= tree.max_buffers
     held = [tree.covered(text) for text in texts]
     assert held[0] == 0
     assert held[-1] == 20
@@ -139,6 +139,6 @@ def test_a_long_conversation_with_a_full_prefix_cache_is_below_a_tenth_of_the_li
     blank = mlx_mtp.make_prompt_cache(model, **layout)
     found = count_buffers(blank, CONVERSATION, LEAST_CHUNK)
     recurrent = CONVERSATION // LEAST_CHUNK * (not all(has_rows(c) for c in blank.caches))  # a type more in 16 bits
-    assert found.prefixes + recurrent <= MOST_BUFFERS, "the conversation itself would not fit"
+    assert found.prefixes + recurrent <= MAX_BUFFERS, "the conversation itself would not fit"
     several = 8 * found.caches + 3 * found.recordings  # requests at once, and recordings of more threads
-    assert replace(found, prefixes=MOST_BUFFERS).total + several < METAL_BUFFERS // 10
+    assert replace(found, prefixes=MAX_BUFFERS).total + several < METAL_BUFFERS // 10

@@ -81,7 +81,7 @@ def run(load, requests, calls: Calls) -> list[Client]:
         clients += (new := [Client(request) for request in some])
         for client in new:
             engine.submit([client.job])
-        until(lambda new=new: all(client.job.over for client in new))
+        until(lambda new=new: all(client.job.finished for client in new))
         until(lambda: engine.state == "unloaded")
         assert engine.thread.is_alive()
     engine.stop(0)
@@ -118,19 +118,19 @@ def stand_ins(monkeypatch):
 
     def answer(served, job, crowded):
         for token in job.request.prompt:
-            job.tell(Said(chr(97 + token)))
+            job.send(Said(chr(97 + token)))
             yield
-        job.tell(End("stop", None, Stats(), 0, 0.0, 0))
+        job.send(End("stop", None, Stats(), 0, 0.0, 0))
 
     def compare(served):
         served.tree.decoded = True
         return iter((1, 2))
 
-    for name in ("reread", "read_end"):
+    for name in ("prefill_next", "prefill_tail"):
         monkeypatch.setattr(engines, name, lambda *_: iter((1, 2)))
     monkeypatch.setattr(engines, "compare_rows", compare)
     monkeypatch.setattr(engines, "answer", answer)
-    monkeypatch.setattr(engines, "CALM", 0.0002)
+    monkeypatch.setattr(engines, "QUIET", 0.0002)
     batch = SimpleNamespace(step=lambda: None, close=lambda: None)
     return lambda: SimpleNamespace(ranks=Told(), batch=batch, tree=SimpleNamespace(decoded=None))
 
@@ -163,7 +163,7 @@ def real(tiny_models, monkeypatch):
         more = {"penalties": {"logit_bias": {1: 0.0}}} if i == 1 else {"logprobs": 1} if i else {}
         requests.append(DecodeRequest(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
         texts.append(Letters().decode(text))
-    monkeypatch.setattr(engines, "CALM", 0.0002)
+    monkeypatch.setattr(engines, "QUIET", 0.0002)
 
     def load():
         tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)

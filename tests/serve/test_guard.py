@@ -124,7 +124,7 @@ def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
 
 
 def test_more_choices_than_may_ever_wait_are_not_asked_for_again():
-    service, app = start(limits=Limits(at_once=1, waiting=1))
+    service, app = start(limits=Limits(active=1, queued=1))
     with TestClient(app, base_url="http://localhost") as client:
         while service.engine.state == "loading":
             service.engine.thread.join(0.01)
@@ -163,7 +163,7 @@ def test_metrics_list_kernels_that_were_refused():
     reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
     tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
     served = SimpleNamespace(model=SimpleNamespace(runtime=Runtime(failed=reasons)), tree=tree)
-    shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
+    shown = Metrics(SimpleNamespace(served=served, running=[], queued=0)).text().decode()
     kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
     assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
 

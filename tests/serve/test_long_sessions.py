@@ -17,7 +17,7 @@ from mlx_mtp.serve.answer import Said, ToolCall
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, reread
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, prefill_next
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
 from mlx_mtp.serve.prompts import Prompt
 
@@ -73,7 +73,7 @@ class Client:
     """A request and its events; at: called once it has SHOWN letters; then: when it gets no more."""
 
     def __init__(self, engine, request, *, at=lambda job: None, then=lambda client: None):
-        self.events, self.over, self.at, self.then = [], threading.Event(), at, then
+        self.events, self.finished, self.at, self.then = [], threading.Event(), at, then
         self.job = Job(request, self.take)
         engine.submit([self.job])
 
@@ -90,7 +90,7 @@ class Client:
         if len(self.text) == SHOWN:
             self.at(self.job)
         if isinstance(event, (End, Failed)) or self.job.cancelled:
-            self.over.set()
+            self.finished.set()
             self.then(self)
 
 
@@ -157,14 +157,14 @@ def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kin
 
     then = follow if at_once else lambda client: None
     clients = [Client(engine, request, at=act, then=then) for request, act, _ in requests]
-    assert all(client.over.wait(20) for client in clients)
+    assert all(client.finished.wait(20) for client in clients)
     if not at_once:
-        until(lambda: all(client.job.over for client in clients) and engine._unsaved is None)
+        until(lambda: all(client.job.finished for client in clients) and engine._unsaved is None)
         for client in clients:
             follow(client)
     for client in clients:
         after = later[client]
-        assert after.over.wait(20)
+        assert after.finished.wait(20)
         prompt = after.job.request.prompt
         fresh = [*itertools.takewhile(lambda token: token not in stop_tokens, plain(model, prompt, 3))]
         assert after.text[: len(fresh)] == Letters().decode(fresh)  # the stand-in writes a last letter twice
@@ -177,7 +177,7 @@ def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kin
 def test_what_was_read_of_a_prompt_is_kept_where_its_reading_ends(models, kind):
     """The client has disconnected, or a request goes on from what is read ahead."""
     for begin in (
-        reread,
+        prefill_next,
         lambda served, prompt: answer(served, Job(DecodeRequest(prompt), lambda event: None), bool),
     ):
         served = served_of(models(kind), decoded=False)
@@ -190,12 +190,12 @@ def test_what_was_read_of_a_prompt_is_kept_where_its_reading_ends(models, kind):
 
 def test_answers_that_end_while_the_server_is_busy_are_stored(models, start, monkeypatch):
     """More than wait for idle time: of the oldest the rows are stored, which takes no pass."""
-    monkeypatch.setattr(engines, "BEHIND", 1)
+    monkeypatch.setattr(engines, "MAX_FINISHED", 1)
     monkeypatch.setattr(Engine, "_idle", lambda self: time.sleep(0.001))
     engine = start(served_of(models("glm4_moe"), decoded=True))
     prompts = [[i, *FIRST] for i in range(3)]
     for prompt in prompts:
-        assert Client(engine, DecodeRequest(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).over.wait(20)
+        assert Client(engine, DecodeRequest(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).finished.wait(20)
     tree = engine.served.tree
     lengths = [tree.covered([*prompt, *plain(models("glm4_moe"), prompt)]) for prompt in prompts]
     assert lengths == [len(FIRST) + SHOWN] * 2 * tree.decoded + [20] * (3 - 2 * tree.decoded)
@@ -217,15 +217,15 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
 
     def stand_in(served, job, crowded):
         order.append(job.request.prompt)
-        job.tell(End("stop", None, None, 0, 0.0, 0))
+        job.send(End("stop", None, None, 0, 0.0, 0))
         yield
 
-    monkeypatch.setattr(engines, "reread", ahead)
+    monkeypatch.setattr(engines, "prefill_next", ahead)
     monkeypatch.setattr(engines, "answer", stand_in)
     tree = types.SimpleNamespace(decoded=False)
     engine = start(types.SimpleNamespace(ranks=None, batch=None, files=None, tree=tree))
     Client(engine, DecodeRequest([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
-    until(lambda: engine._read == 4)
+    until(lambda: engine._prefilled == 4)
     Client(engine, DecodeRequest(prompt))
     hold.set()
     until(lambda: "ended" in order and prompt in order)
@@ -233,7 +233,7 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
 
 
 def test_nothing_is_read_ahead_where_nothing_is_stored(models):
-    assert list(reread(served_of(models("glm4_moe"), decoded=False, limit=0), FIRST)) == []
+    assert list(prefill_next(served_of(models("glm4_moe"), decoded=False, limit=0), FIRST)) == []
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -282,8 +282,8 @@ def test_conversations_that_only_begin_with_the_same_mark_share_nothing(models, 
     served = served_of(models("glm4_moe"), decoded=True)
     served.tree.chunking = Chunking(8, 4)
     engine = start(served)
-    assert Client(engine, DecodeRequest(FIRST, max_tokens=3)).over.wait(20)
+    assert Client(engine, DecodeRequest(FIRST, max_tokens=3)).finished.wait(20)
     for same in (3, 5):
         other = Client(engine, DecodeRequest([*FIRST[:same], 11, 11, 11], max_tokens=3))
-        assert other.over.wait(20)
+        assert other.finished.wait(20)
         assert other.cached == (same if same > 4 and served.tree.decoded else 0)

@@ -14,7 +14,7 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
 from mlx_mtp.serve import chunk_file
-from mlx_mtp.serve.job import DecodeRequest, Job, answer, reread
+from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
@@ -129,7 +129,7 @@ def test_answers_that_were_decoded_are_reused_too(model, tmp_path):
     served.tree.decoded = True
     cache = left(answer(served, Job(DecodeRequest(prompt, (18,), 10), lambda event: None), lambda: False))
     text = [*cache.tokens, 1, 2, 3, 4, 5, 6]
-    list(reread(served, text, cache))
+    list(prefill_next(served, text, cache))
     served.files.save(served.tree)
     for decoded in (True, False):
         again = restarted(model, tmp_path)
@@ -160,15 +160,15 @@ def test_arrays_of_another_shape_are_not_used_though_their_digest_is_right(model
         caplog.clear()
         served = serve(model, files=PrefixFiles(tmp_path / str(i), LARGE))
         generate(served, first, turns=(18,))
-        chunk = next(chunk for leaf in served.tree.leaves() for chunk in leaf.path() if chunk.moment)
+        chunk = next(chunk for leaf in served.tree.leaves() for chunk in leaf.path() if chunk.checkpoint)
         if place == "rows":
             chunk.rows = [parts and wrong(parts) for parts in chunk.rows]
         elif place == "whole":
-            for at, parts in chunk.moment.whole.items():
-                chunk.moment.whole[at] = parts and wrong(parts)
-        elif held := getattr(chunk.moment, place):
+            for at, parts in chunk.checkpoint.whole.items():
+                chunk.checkpoint.whole[at] = parts and wrong(parts)
+        elif held := getattr(chunk.checkpoint, place):
             held[:] = wrong(tuple(held))
-        if not (chunk.rows if place == "rows" else getattr(chunk.moment, place)):
+        if not (chunk.rows if place == "rows" else getattr(chunk.checkpoint, place)):
             continue
         served.files.save(served.tree)
         assert generate(restarted(model, tmp_path / str(i)), first)[0] == fresh, place

@@ -14,7 +14,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
-from mlx_mtp.serve.job import DecodeRequest, Job, answer, read_end, reread
+from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next, prefill_tail
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking, rows_alike
 
@@ -69,7 +69,7 @@ def test_answers_are_remembered_as_decoded_where_that_is_as_if_read(model):
     cache = left(answer(served, Job(DecodeRequest(prompt, (), 14), lambda event: None), lambda: False))
     text = [*cache.tokens, *range(5)]
     assert len(text) == len(prompt) + 13 + 5
-    reads = [list(reread(served, text, cache)), list(reread(fresh, text))]
+    reads = [list(prefill_next(served, text, cache)), list(prefill_next(fresh, text))]
     assert reads == ([[40]] if served.tree.decoded else [list(range(24, 44, 4))]) + [list(range(4, 44, 4))]
     a, b = served.tree.take(text, 64), fresh.tree.take(text, 64)
     assert a.tokens == b.tokens == text[:40]
@@ -85,9 +85,9 @@ def test_a_prompt_that_is_asked_again_is_not_read_again(model, tmp_path):
     fresh, served = [generate(serve(model), text)[0] for text in (prompt, longer)], serve(model)
     served.tree.decoded = rows_alike(model, served.tree.blank, 24)
     assert generate(served, prompt) == (fresh[0], 0)
-    assert list(read_end(served, prompt)) == [22] * served.tree.decoded
+    assert list(prefill_tail(served, prompt)) == [22] * served.tree.decoded
     assert generate(served, prompt) == (fresh[0], 22 if served.tree.decoded else 20)
-    assert list(read_end(served, prompt)) == []
+    assert list(prefill_tail(served, prompt)) == []
     assert generate(served, longer) == (fresh[1], 22 if served.tree.decoded else 20)
     assert generate(served, [*longer, 4])[1] == 24
     files = PrefixFiles(tmp_path, 1 << 30)
@@ -111,7 +111,7 @@ def test_a_prompts_end_is_read_in_one_pass_where_rows_are_alike(tmp_path, monkey
             [
                 generate(each, prompt)[0],
                 passes[: passes.index(3)],
-                list(read_end(each, prompt)),
+                list(prefill_tail(each, prompt)),
                 generate(each, longer),
             ]
         )
@@ -138,7 +138,7 @@ def test_only_where_states_were_noted_texts_go_on(tiny_models):
     model = tiny_models(vocab_size=40)[0]
     first, second = prompts(40)
     served = serve(model)
-    assert not served.tree.every_moment
+    assert not served.tree.is_stateless
     generate(served, first)
     assert generate(served, second)[1] == 0
 

@@ -105,7 +105,7 @@ def engine(monkeypatch):
 
     def make(files, answer):
         monkeypatch.setattr(engines, "answer", answer)
-        monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
+        monkeypatch.setattr(engines, "prefill_next", lambda *_: iter(()))
         tree = types.SimpleNamespace(decoded=False)
         served = types.SimpleNamespace(ranks=None, batch=None, files=files, tree=tree)
         made.append(Engine(load=lambda: served))
@@ -120,9 +120,9 @@ def engine(monkeypatch):
 
 
 def asked(engine, prompt):
-    over = threading.Event()
-    engine.submit([Job(DecodeRequest(prompt), lambda event: over.set())])
-    return over
+    finished = threading.Event()
+    engine.submit([Job(DecodeRequest(prompt), lambda event: finished.set())])
+    return finished
 
 
 def reached(condition):

@@ -39,16 +39,16 @@ def answers(model, k, requests, *, batched=True):
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=k), Chunking(4), 1 << 30)
     batch = BatchDecoder(model, tokenizer, options, 4) if batched else None
     engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, batch=batch))
-    found, over = [[] for _ in requests], threading.Semaphore(0)
+    found, finished = [[] for _ in requests], threading.Semaphore(0)
 
     def emit(i, event):
         found[i].append(event)
         if isinstance(event, (End, Failed)):
-            over.release()
+            finished.release()
 
     engine.start()
     engine.submit([Job(request, lambda event, i=i: emit(i, event)) for i, request in enumerate(requests)])
-    assert all(over.acquire(timeout=60) for _ in requests)
+    assert all(finished.acquire(timeout=60) for _ in requests)
     engine.stop(0)
     engine.thread.join(10)
     texts = ["".join(getattr(event, "text", "") for event in events) for events in found]
