@@ -52,7 +52,7 @@ class Scripted:
         self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
         self.format = format_of(tokenizer_of(OWN["json"]))
         monkeypatch.setattr(engines, "answer", self.answer)
-        monkeypatch.setattr(engines, "QUIET", 1e9)  # nothing is read ahead
+        monkeypatch.setattr(engines, "QUIET", 1e9)  # nothing is prefilled ahead
         batch = SimpleNamespace(step=lambda: None, close=lambda: None)
         served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
@@ -65,7 +65,7 @@ class Scripted:
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
         self.prompts.append(job.request.prompt)
         job.send(Begun(0))
-        job.reading = False
+        job.prefilling = False
         splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
@@ -79,7 +79,7 @@ class Scripted:
 @pytest.fixture
 def scripted(request, monkeypatch):
     app = Scripted(request.param, monkeypatch)
-    app.engine.start()
+    app.engine.thread.start()
     while app.engine.state == "loading":
         time.sleep(0.001)
     with TestClient(application(app.service), base_url="http://localhost") as client:

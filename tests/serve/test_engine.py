@@ -46,7 +46,7 @@ def engine(steps):
 
     def make(load=lambda: SERVED, store=lambda served: None, **limits):
         made.append(Engine(load=load, limits=Limits(**limits), store=store))  # type: ignore[arg-type]
-        made[-1].start()
+        made[-1].thread.start()
         return made[-1]
 
     yield make
@@ -107,7 +107,7 @@ def test_who_goes_frees_the_engine(engine, steps):
     first, second = submit(one, [1] * 10**7, [2])
     while not steps.order:
         time.sleep(0.001)
-    first.job.cancel()
+    first.job.cancelled = True
     wait([second])
     assert steps.closed == [1, 2]
     assert not first
@@ -191,8 +191,8 @@ def test_work_that_no_request_waits_for_is_dropped_with_one_line(engine, steps, 
         time.sleep(0.01)
     wait(submit(one, [2]))
     reason = "not {}: ValueError: the chat template refuses this conversation"
-    read, stored = reason.format("read ahead"), reason.format("stored")
-    assert caplog.messages[:2] == [f"the next prompt was {read}", f"prefixes were {stored}"]
+    prefilled, stored = reason.format("prefilled"), reason.format("stored")
+    assert caplog.messages[:2] == [f"the next prompt was {prefilled}", f"prefixes were {stored}"]
 
 
 def test_a_client_that_cannot_be_reached_is_given_up(engine, steps):

@@ -74,7 +74,7 @@ def run(load, requests, calls: Calls) -> list[Client]:
     """Answer two requests together, then one, and one more, for each of which the model is loaded again."""
     engine = Engine(load, Limits(idle_unload=0.001), store=lambda served: None)
     with calls.watched():
-        engine.start()
+        engine.thread.start()
     until(lambda: engine.state != "loading")
     calls.armed, clients = True, []
     for some in (requests[:2], requests[2:3], requests[3:]):

@@ -5,13 +5,14 @@ import time
 import mlx.core as mx
 import pytest
 from letter_chats import make_tokenizer
+from prefix_requests import rows_alike
 from served import settings
 
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import DecodeRequest, End, Job
-from mlx_mtp.serve.prefixes import comparisons, rows_alike
+from mlx_mtp.serve.prefixes import comparisons
 from mlx_mtp.serve.server import Loaded, shared
 
 PASSES = 7  # a chunk; what stands before its last four rows; these one by one; and at once
@@ -43,7 +44,7 @@ def start():
         options = {"num_draft_tokens": 2, "adaptive": False}
         given = settings(options=options, step=STEP, **changes)
         engines.append(Engine(lambda: shared(Loaded(model, make_tokenizer(), {}, {}), given), ready=at_ready))
-        engines[-1].start()
+        engines[-1].thread.start()
         return engines[-1]
 
     yield begin

@@ -9,6 +9,7 @@ from functools import cache
 import families
 import pytest
 from letters import Letters
+from prefix_requests import rows_alike
 from sweep import sampled
 
 import mlx_mtp
@@ -18,7 +19,7 @@ from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, prefill_next
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 from mlx_mtp.serve.prompts import Prompt
 
 STEP, SHOWN, MOST = 4, 14, 20
@@ -59,7 +60,7 @@ def start():
 
     def make(served):
         begun.append(Engine(load=lambda: served))
-        begun[-1].start()
+        begun[-1].thread.start()
         return begun[-1]
 
     yield make

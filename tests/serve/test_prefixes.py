@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tiny
 from letters import Letters
-from prefix_requests import generate, left, prompts, serve
+from prefix_requests import generate, left, prompts, rows_alike, serve
 from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
 from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next, prefill_tail
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import Chunking, rows_alike
+from mlx_mtp.serve.prefixes import Chunking
 
 KINDS = ["qwen3_5"]  # gated delta; windows are the first model's
 

@@ -109,7 +109,7 @@ def engine(monkeypatch):
         tree = types.SimpleNamespace(decoded=False)
         served = types.SimpleNamespace(ranks=None, batch=None, files=files, tree=tree)
         made.append(Engine(load=lambda: served))
-        made[-1].start()
+        made[-1].thread.start()
         return made[-1]
 
     yield make

@@ -46,7 +46,7 @@ def answers(model, k, requests, *, batched=True):
         if isinstance(event, (End, Failed)):
             finished.release()
 
-    engine.start()
+    engine.thread.start()
     engine.submit([Job(request, lambda event, i=i: emit(i, event)) for i, request in enumerate(requests)])
     assert all(finished.acquire(timeout=60) for _ in requests)
     engine.stop(0)

@@ -6,7 +6,7 @@ from letters import Letters
 import mlx_mtp
 from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job, Served, answer
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree, comparisons
 
 FIXED, LARGE = Chunking(4), 1 << 30
 
@@ -65,3 +65,9 @@ def prompts(vocab, seed=0):
     rng = np.random.default_rng(seed)
     first = rng.integers(0, vocab, 23).tolist()
     return first, [*first[:18], *rng.integers(0, vocab, 10).tolist()]
+
+
+def rows_alike(model, blank, rows):
+    """Return the result of `comparisons`."""
+    *_, found = comparisons(model, blank, rows)
+    return found

@@ -29,5 +29,5 @@ def start(load=demo, limits=None, **changes):
     """(site, application) of an engine that is starting."""
     engine = Engine(lambda: opened(load(), settings(**changes), service), limits or Limits())
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
-    engine.start()
+    engine.thread.start()
     return service, application(service)
