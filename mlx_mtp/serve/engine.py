@@ -272,7 +272,7 @@ class Engine:
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
         """Send an instruction to the other ranks, if there are any."""
         if self.served and self.served.ranks:
-            self.served.ranks.told(
+            self.served.ranks.broadcast(
                 (action, number, as_json(content) if isinstance(content, DecodeRequest) else content)
             )
 

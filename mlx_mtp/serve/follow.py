@@ -33,7 +33,7 @@ def follow(served: Served) -> None:
     """Execute the instructions of rank 0's engine until it ends."""
     running: dict[int, Any] = {}
     while True:
-        action, number, content = served.model.ranks.told()
+        action, number, content = served.model.ranks.broadcast()
         if action == "end":
             return
         if action == "begin":

@@ -189,7 +189,7 @@ def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeReques
         found: Any = None if served.ranks.rank else _fitting_max_tokens(served, cache, request)
     except Exception as e:  # the other ranks wait for a message
         found = first_line(e)
-    found = served.ranks.told(found)
+    found = served.ranks.broadcast(found)
     if isinstance(found, str):
         raise ValueError(found)
     return found

@@ -108,7 +108,7 @@ class OtherRanks:
     def __init__(self):
         self.instructions = []
 
-    def told(self, instruction):
+    def broadcast(self, instruction):
         self.instructions.append(instruction)
 
 
