@@ -225,9 +225,9 @@ def _next_prompt(
     *,
     continues: bool,
 ) -> list[int]:
-    """Encode the start of the next turn's prompt: the conversation, the answer, then empty results or a question.
+    """Encode the start of the next turn's prompt: the conversation, the answer, empty tool results or a question.
 
-    Which of them follows matters: templates drop the reasoning before a question, and keep it before a tool result.
+    Templates drop the reasoning before a question, and keep it before a tool result.
     """
     calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)

@@ -61,21 +61,16 @@ class Service:
 
 def application(service: Service, root: str = "") -> Starlette:
     """Return the ASGI application. root: a prefix of all paths, which a reverse proxy may strip or keep."""
-    posts: dict[str, type[ApiRequest]] = {
-        "/v1/chat/completions": ChatRequest,
-        "/chat/completions": ChatRequest,
-        "/v1/completions": CompletionRequest,
-        "/completions": CompletionRequest,
-        "/v1/responses": ResponsesRequest,
-        "/v1/messages": MessagesRequest,
-    }
+    posts: dict[str, type[ApiRequest]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
+    posts |= {f"/v1{path}": api for path, api in posts.items()}
+    posts |= {"/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
     handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
     cors: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
     app = Starlette(
         routes=[
-            *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
+            *(Route(path, partial(respond, api=api), methods=["POST"]) for path, api in posts.items()),
             Route("/v1/messages/count_tokens", counted, methods=["POST"]),
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
@@ -101,11 +96,8 @@ def _error(
     request: Request, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    if path.startswith("/v1/messages"):
-        body = anthropic_error(status, message)
-    else:
-        body = openai_error(status, message, param, code)
-    headers = {"retry-after": "1"} if status == 503 else {}
+    is_anthropic, headers = path.startswith("/v1/messages"), {"retry-after": "1"} if status == 503 else {}
+    body = anthropic_error(status, message) if is_anthropic else openai_error(status, message, param, code)
     return JSONResponse(body, status, headers)
 
 
@@ -170,16 +162,16 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
     return {WARNING: line} if line else {}
 
 
-async def respond(request: Request, make: type[ApiRequest]) -> Response:
+async def respond(request: Request, api: type[ApiRequest]) -> Response:
     """Submit a request to the engine; return its response, a stream if it requests one."""
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
-    api_request = await run_in_threadpool(make, body, info)
+    api_request = await run_in_threadpool(api, body, info)
     active = ActiveRequest(service, api_request, request.url.path, begun)
     warned = _warned(request, api_request.warnings)
     if len(api_request.requests) > (limit := service.engine.limits.queued):
-        raise Refused(f"n: allowed are at most {limit} choices, which fill the queue (--queue)", param="n")
+        raise Refused(f"n: allowed are at most {limit} choices (--queue plus --parallel)", param="n")
     try:
         service.engine.submit(active.jobs)
         if api_request.stream:

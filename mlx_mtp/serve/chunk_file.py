@@ -52,7 +52,8 @@ FOREIGN = Stored()  # stands for a file of another format
 
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
     """Write the chunks of a path to a file, about PIECE bytes per step; yield the number of bytes written."""
-    named, records, state = [_named(chunk) for chunk in path], [*map(_record, path)], _state(identity)
+    named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
+    state = {"format": FORMAT, "identity": identity}
     ends = itertools.accumulate(len(chunk.tokens) for chunk in path)
     digests = [_digest(state, *facts) for facts in zip(ends, records, named, strict=True)]
     begin = _begin(named, records, [BLANK] * len(path), state)
@@ -77,7 +78,7 @@ def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
 def bytes_needed(path: list[Chunk]) -> int:
     """Return the size of the file that `write_chunks` writes for a path."""
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
-    begin = _begin(named, records, [BLANK] * len(path), _state(BLANK))
+    begin = _begin(named, records, [BLANK] * len(path), {"format": FORMAT, "identity": BLANK})
     return len(begin) + sum(chunk.nbytes for chunk in path)
 
 
@@ -127,7 +128,7 @@ class ChunkReader:
     def chunk(self, index: int, like: PromptCache, primed: int) -> Chunk:
         """Return a chunk without a parent; raises ValueError if it is damaged or has wrong shapes.
 
-        like: a cache with rows, in the expected layout. primed: number of positions that the heads read before.
+        like: a cache with rows, in the expected layout. primed: positions that the heads read before this chunk.
         """
         with _damaged(self._file):
             record, end = {**self._records[index]}, self.stored.ends[index]
@@ -187,10 +188,6 @@ def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like
         whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
         checkpoint = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
     return Chunk(tuple(record["tokens"]), rows=rows, checkpoint=checkpoint, primed=record["primed"])
-
-
-def _state(identity: str) -> dict[str, Any]:
-    return {"format": FORMAT, "identity": identity}
 
 
 def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]) -> bytes:

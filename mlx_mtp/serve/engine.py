@@ -17,19 +17,7 @@ from ..machine.errors import first_line, with_type
 from ..machine.stream import in_turn
 from .failures import dropped
 from .follow import PREFILL, as_json
-from .job import (
-    LOST,
-    DecodeRequest,
-    Failed,
-    Interrupted,
-    Job,
-    Served,
-    answer,
-    compare_rows,
-    keep,
-    prefill_next,
-    prefill_tail,
-)
+from .job import LOST, Failed, Interrupted, Job, Served, answer, compare_rows, keep, prefill_next, prefill_tail
 
 Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
@@ -122,7 +110,7 @@ class Engine:
                 self._release()
 
     def _serve(self) -> None:
-        """Take turns until the engine ends; an exception that nothing else caught costs one turn."""
+        """Call `_turn` until the engine ends; an exception that nothing else caught ends one turn only."""
         while True:
             try:
                 if not self._turn():
@@ -143,7 +131,7 @@ class Engine:
         except BaseException as e:
             self.served, self.state = None, "unloaded" if self._opened else "failed"
             if self._opened:
-                self._refuse_waiting(e)
+                self._fail_queued(e)
             else:
                 self.error = e
             return False
@@ -156,7 +144,7 @@ class Engine:
                 self.ready()
         return True
 
-    def _refuse_waiting(self, error: BaseException) -> None:
+    def _fail_queued(self, error: BaseException) -> None:
         """End all queued jobs because the model could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
         failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
@@ -190,10 +178,10 @@ class Engine:
         try:
             with dropped("a prefix was not stored"), in_turn():
                 self._keep_for(self.served, job.request.prompt)
-            self._broadcast("begin", id(job), job.request)
-            self.running.append((job, answer(self.served, job, self._crowded)))
+            self._broadcast("begin", id(job), as_json(job.request))
+            self.running.append((job, answer(self.served, job, lambda: len(self.running) > 1)))
         except BaseException as e:
-            self._end(job, None, error=e)
+            self._end(job, None, e)
         finally:
             del self._queue[0]
 
@@ -201,6 +189,7 @@ class Engine:
         """Store the finished jobs' rows that a new prompt can reuse, because background work has not stored them yet.
 
         A prompt of another conversation must share at least a chunk: all share the first tokens of the template.
+        Ends the background prefill if the prompt continues it, which stores its last chunk.
         """
         for job, cache in self._finished:
             continues = prompt[: len(job.request.prompt)] == job.request.prompt
@@ -228,7 +217,7 @@ class Engine:
             with dropped("the next prompt was not prefilled"), in_turn():
                 self._add_finished(job, cache)
         except BaseException as e:
-            self._end(job, steps, error=e)
+            self._end(job, steps, e)
 
     def _add_finished(self, job: Job, cache: PromptCache | None) -> None:
         """Queue a finished job for a prefill of its conversation; if the queue is full, drop the oldest one."""
@@ -242,23 +231,17 @@ class Engine:
         _, cache = self._finished.popleft()
         keep(served, cache.tokens if cache else [], cache)
 
-    def _end(
-        self, job: Job, steps: Steps | None, failed: Failed | None = None, *, error: BaseException | None = None
-    ) -> None:
-        """Remove a job.
-
-        steps:  its generator if that has not ended; it is closed on all ranks.
-        failed: the last event for the client. error: an exception to convert to that event.
-        """
+    def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
+        """Remove a job. steps: its generator unless that has ended; failed: its last event, or an exception."""
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
-        if error is not None:
-            failed = LOST
+        if is_error := isinstance(failed, BaseException):
+            error, failed = failed, LOST
             with dropped("an error has no text"):
                 failed = _failed(error)
         if failed and not job.cancelled:
             job.send(failed)
-        if steps or error:
+        if steps or is_error:
             with dropped("the other ranks received no message"):
                 self._broadcast("close", id(job))
         if steps:
@@ -272,9 +255,7 @@ class Engine:
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
         """Send an instruction to the other ranks, if there are any."""
         if self.served and self.served.ranks:
-            self.served.ranks.broadcast(
-                (action, number, as_json(content) if isinstance(content, DecodeRequest) else content)
-            )
+            self.served.ranks.broadcast((action, number, content))
 
     def _release(self) -> None:
         """Store the prefix cache in files, then release the model and the batch."""
@@ -289,9 +270,6 @@ class Engine:
                 if served.batch:
                     served.batch.close()
 
-    def _crowded(self) -> bool:
-        return len(self.running) > 1
-
     def _stays_idle(self, seconds: float) -> bool:
         """Wait up to `seconds`; return whether neither a request nor `stop` ended the wait."""
         woken = self._wake.wait(min(seconds, threading.TIMEOUT_MAX))
@@ -299,7 +277,7 @@ class Engine:
         return not (woken or self._queue or self._stopping is not None)
 
     def _idle(self) -> None:
-        """Do a step of background work; if there is none, wait for a request or until the model is to be unloaded."""
+        """Do a step of background work; if none is left, wait for a request, and unload the model after the limit."""
         if self._background:
             self._background = self._continued(self._background, "a prompt was not prefilled")
         elif self.served and self._finished:

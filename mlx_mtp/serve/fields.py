@@ -115,12 +115,18 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
-NO_PICTURES = "this server supports text only, no pictures"
+NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_text`
 
 
 def plain_text(value: Any, name: str) -> str:
     """Join the text parts of a message's content; raises Refused for other parts."""
-    return "".join(part if isinstance(part, str) else _unreadable(part, name) for part in _parts(value, name))
+    parts = _parts(value, name)
+    for part in parts:
+        if not isinstance(part, str):
+            kind = part.get("type")
+            reason = f" ({NO_PICTURES})" if kind in PICTURES else ""
+            raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{reason}", param=name)
+    return "".join(parts)
 
 
 def tool_text(value: Any, name: str, warnings: list[str]) -> str:
@@ -131,7 +137,7 @@ def tool_text(value: Any, name: str, warnings: list[str]) -> str:
             found, noted = found + ("\n" if noted and part else "") + part, False
             continue
         kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-        line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server supports text only'}.]"
+        line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
         found, noted = found + ("\n" if found and not found.endswith("\n") else "") + line, True
         warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
     return found
@@ -146,9 +152,3 @@ def _parts(value: Any, name: str) -> list[Any]:
         text(part, "refusal" if part["type"] == "refusal" else "text") if part.get("type") in TEXTS else part
         for part in value
     ]
-
-
-def _unreadable(part: dict[str, Any], name: str) -> str:
-    kind = part.get("type")
-    why = f" ({NO_PICTURES})" if kind in PICTURES else ""
-    raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{why}", param=name)

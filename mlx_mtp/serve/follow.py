@@ -12,9 +12,7 @@ PREFILL = 0  # the number of the background prefill; jobs have other numbers
 
 
 def as_json(request: DecodeRequest) -> dict[str, Any]:
-    """Return a request as JSON; `follows`, which rank 0 calls, is left out, and penalties whose keys may be numbers
-    become pairs.
-    """
+    """Return a request as JSON, without `follows`; penalties become pairs because their keys may be numbers."""
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
         "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()]

@@ -11,7 +11,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
-from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
@@ -290,7 +289,10 @@ def _decode(
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options["logprobs"] = request.logprobs is not None
-    if processors := _logits_processors(served, request):
+    processors = request.rules.processors(served.tokenizer, len(request.prompt))
+    if request.penalties:
+        processors = [*make_logits_processors(**request.penalties), *processors]
+    if processors:
         options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
     options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
     reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[caches[0].offset :]
@@ -332,11 +334,6 @@ def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSp
         return splitter
     begun = begun_in(served.frames, served.tokenizer.decode(request.prompt)) if request.continues else None
     return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
-
-
-def _logits_processors(served: Served, request: DecodeRequest) -> list[LogitsProcessor]:
-    penalties = make_logits_processors(**request.penalties) if request.penalties else []
-    return [*penalties, *request.rules.processors(served.tokenizer, len(request.prompt))]
 
 
 def _decode_alone(

@@ -35,10 +35,7 @@ class Metrics:
         self._depths = self._made(Counter, *depths, ["position"])
         first = "time_to_first_token_seconds", "From a request to its first token."
         whole = "e2e_request_latency_seconds", "From a request to its last token."
-        tool = (
-            "time_to_first_token_after_tool_result_seconds",
-            "From a request whose prompt ends with a tool result to its first token.",
-        )
+        tool = "time_to_first_token_after_tool_result_seconds", "From a tool result to the first token."
         self._first, self._whole, self._after_tool = (
             self._made(Histogram, *each, buckets=SECONDS) for each in (first, whole, tool)
         )
@@ -52,11 +49,7 @@ class Metrics:
             ("memory_bytes", "Bytes that MLX has allocated.", mx.get_active_memory),
         ):
             self._made(Gauge, name, words).set_function(value)
-
-        failed = (
-            "kernels_failed",
-            "Number of row counts at which a Metal kernel is off because it does not compile or run.",
-        )
+        failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
     def answered(self, end: End, request: DecodeRequest, seconds: float) -> None:

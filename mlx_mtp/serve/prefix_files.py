@@ -95,12 +95,11 @@ class PrefixFiles:
                     yield from self._write(tree, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
-        """Write one file, a piece before each yield, then remove the files that it replaces."""
+        """Write a sequence to a file, a piece before each yield, then remove the files that it replaces."""
         tokens, resumable = _tokens(path), _resumable(path)
         file = self.directory / _name(tree.identity, tokens)
-        replaced = {
-            f for f, own in self._usable(tree) if own.resumable <= resumable and _starts_with(tokens, own.tokens)
-        }
+        usable = [(f, own) for f, own in self._usable(tree) if own.resumable <= resumable]
+        replaced = {f for f, own in usable if tokens[: len(own)] == own.tokens}
         size, used = bytes_needed(path), path[-1].used
         if not self._make_room(size, used, replaced):
             return
@@ -153,7 +152,7 @@ class PrefixFiles:
         """Return whether a file contains a path; if so, set its time to that of the path's last use."""
         tokens, resumable, used = _tokens(path), _resumable(path), path[-1].used
         for file, own in self._usable(tree):
-            if resumable <= own.resumable and _starts_with(own.tokens, tokens):
+            if resumable <= own.resumable and own.tokens[: len(tokens)] == tokens:
                 if file.stat().st_mtime < used:
                     os.utime(file, (used, used))
                 return True
@@ -223,10 +222,6 @@ def _tokens(path: list[Chunk]) -> list[int]:
 def _resumable(path: list[Chunk]) -> set[int]:
     """Return the positions of a path at which sequences can continue."""
     return {chunk.checkpoint.length for chunk in path if chunk.checkpoint}
-
-
-def _starts_with(tokens: Sequence[int], prefix: Sequence[int]) -> bool:
-    return tokens[: len(prefix)] == prefix
 
 
 def _info(file: Path) -> os.stat_result | None:

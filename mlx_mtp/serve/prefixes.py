@@ -241,7 +241,7 @@ class PrefixTree:
             del oldest.parent.children[oldest.tokens]
 
     def leaves(self, *, tails: bool = True) -> Iterator[Chunk]:
-        """Yield the chunks without children; tails: count tails as chunks."""
+        """Yield the last chunk of each sequence; tails=False ignores chunks that are tails."""
         found = [self.root]
         while found:
             chunk = found.pop()
@@ -306,9 +306,9 @@ def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
 def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
     """Compare the rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
 
-    Yields False after each forward pass except the last, then the result. It is True if a chunk's rows differ from
-    those of plain steps by about as much as verify rows: not at all with MLX's own BLAS, by float32's rounding with
-    a BLAS whose rounding depends on the number of rows. Other dtypes are False, without a pass.
+    Yields False after each forward pass except the last, then the result: whether a chunk's rows differ from those of
+    plain steps by at most NEAR times the difference of verify rows. With MLX's own BLAS both are 0; with a BLAS whose
+    rounding depends on the number of rows both are roundings of float32. Other dtypes yield False, without a pass.
     """
     if model.no_hidden().dtype != mx.float32:
         yield False

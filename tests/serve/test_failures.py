@@ -94,7 +94,7 @@ def run(load, requests, calls: Calls) -> list[Client]:
 def check(clients: list[Client], texts: list[str], calls: Calls) -> None:
     """Check that texts are correct up to their end, and that only the failed requests are cut."""
     lost, stack = [client for client in clients if client.failed], calls.stack or []
-    shared = "BatchDecoder.step" in stack or "Engine._refuse_waiting" in stack
+    shared = "BatchDecoder.step" in stack or "Engine._fail_queued" in stack
     background = "Engine._idle" in stack or not stack
     assert len(lost) <= (0 if background else 2 if shared else 1)
     for client, text in zip(clients, texts, strict=True):

@@ -28,7 +28,7 @@ EVERY = [
     {"max_kv_size": 65},
 ]
 FLAGS = sampled(FEW, EVERY)
-SYSTEM = "You answer in one word, whatever is asked, and never explain a word of it to anybody who asks. " * 2
+SYSTEM = "You answer in one word, whatever the question is, and never explain a word of it to your reader. " * 2
 
 
 @pytest.fixture(scope="module")
