@@ -1,4 +1,4 @@
-"""The interface of the APIs: parse a request body, and write the response as JSON or as server-sent events."""
+"""Define the interface of the APIs: parse a request body, and write the response as JSON or as server-sent events."""
 
 import hashlib
 import json

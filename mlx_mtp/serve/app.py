@@ -1,4 +1,4 @@
-"""The ASGI application: routes requests to their API, and sends the engine's events to the clients."""
+"""Define the ASGI application: it routes requests to their API, and sends the engine's events to the clients."""
 
 import asyncio
 import contextlib

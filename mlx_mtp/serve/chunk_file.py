@@ -1,4 +1,4 @@
-"""The file format of prefix cache entries: a safetensors file with the chunks of one sequence.
+"""Read and write prefix cache files: each is a safetensors file with the chunks of one sequence.
 
 Each chunk has a digest, so that a reader reads and verifies only the chunks that it uses.
 """

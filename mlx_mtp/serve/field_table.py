@@ -1,4 +1,4 @@
-"""The table of all request fields and their treatment, for the server and its documentation."""
+"""List all request fields and their treatment, for the server and its documentation."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, with the text and the bytes of each token."""
+"""Look up log probabilities of tokens, with the text and the bytes of each token."""
 
 from typing import Any
 

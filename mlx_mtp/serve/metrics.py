@@ -1,4 +1,4 @@
-"""Metrics of the server for `GET /metrics`, under the names that dashboards of other servers use."""
+"""Collect the metrics of the server for `GET /metrics`, under the names that dashboards of other servers use."""
 
 from typing import Any
 

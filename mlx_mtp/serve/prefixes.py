@@ -1,4 +1,4 @@
-"""The prefix cache: a tree of chunks of prompt tokens, each with its rows of the KV caches.
+"""Implement the prefix cache: a tree of chunks of prompt tokens, each with its rows of the KV caches.
 
 A prompt is cut into chunks by its tokens alone, whatever the tree contains. A reused chunk was computed from the same
 tokens, in the same shapes, on the same state as a new prefill would be, so no bit of a response depends on the tree.

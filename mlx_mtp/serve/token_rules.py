@@ -1,4 +1,4 @@
-"""Logits processors that exclude tokens from an answer."""
+"""Exclude tokens from an answer with logits processors."""
 
 import re
 from collections.abc import Collection, Sequence
