@@ -10,7 +10,7 @@ from .tool_calls.schema import Tools
 MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
-class Said(NamedTuple):
+class TextPart(NamedTuple):
     """A piece of an answer; logprobs: of the tokens that came with it, if asked for."""
 
     text: str
@@ -25,12 +25,12 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
-Part = Said | ToolCall
+Part = TextPart | ToolCall
 
 
 def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
     """Join what was said, or the reasoning before it."""
-    return "".join(part.text for part in parts if isinstance(part, Said) and part.reasoning == reasoning)
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning == reasoning)
 
 
 def calls_of(parts: list[Part]) -> list[ToolCall]:
@@ -38,7 +38,7 @@ def calls_of(parts: list[Part]) -> list[ToolCall]:
 
 
 def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
-    return [each for part in parts if isinstance(part, Said) for each in part.logprobs]
+    return [each for part in parts if isinstance(part, TextPart) for each in part.logprobs]
 
 
 class Splitter:
@@ -165,7 +165,7 @@ class Splitter:
             return []
         parts: list[Part] = []
         if self._aside:
-            parts, self._aside = [Said(self._aside[0], True, self._taken_logprobs())], None
+            parts, self._aside = [TextPart(self._aside[0], True, self._taken_logprobs())], None
         if self._trims:
             self._text, self._trims = self._text.lstrip("\n"), False
         self._think_start = ""
@@ -263,14 +263,14 @@ class Splitter:
         if self._trims and text:
             text = text.lstrip("\n")
             self._trims = not text
-        return [Said(text, reasoning, self._taken_logprobs())] if text else []
+        return [TextPart(text, reasoning, self._taken_logprobs())] if text else []
 
     def _calls(self, calls: list[ToolCall]) -> list[Part]:
         self.called = True
         return list(calls[:1] if self._one_call else calls)
 
-    def _piece(self, text: str) -> Said:
-        return Said(text, self.reasoning, self._taken_logprobs())
+    def _piece(self, text: str) -> TextPart:
+        return TextPart(text, self.reasoning, self._taken_logprobs())
 
     def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
         taken, self._logprobs = tuple(self._logprobs), []

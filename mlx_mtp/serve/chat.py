@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
+from .answer import Part, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
 from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
 from .fields import MOST_TOP, Door, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
 from .forms import Message
@@ -48,7 +48,7 @@ class ChatExchange(Completion):
             yield self._delta(choice, {"role": "assistant", "content": ""})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        if isinstance(part, Said):
+        if isinstance(part, TextPart):
             name = "reasoning_content" if part.reasoning else "content"
             yield self._delta(choice, {name: part.text}, _logprobs(part.logprobs) if part.logprobs else None)
             return

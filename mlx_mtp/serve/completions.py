@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from .answer import Part, Said, TokenLogprob, logprobs_of, text_of
+from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
 from .chat import check_format
 from .exchange import Answer, Completion
 from .fields import MOST_CHOICES, MOST_TOP, Door, Refused, integer, stops
@@ -34,7 +34,7 @@ class CompletionExchange(Completion):
         return ()
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        assert isinstance(part, Said)
+        assert isinstance(part, TextPart)
         yield self.chunk(_choice(choice, part.text, part.logprobs or None))
 
     def finish(self, choice: int, end: End) -> Iterable[str]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from .answer import MOST_UNCERTAIN, Part, Said, Splitter, TokenLogprob
+from .answer import MOST_UNCERTAIN, Part, Splitter, TextPart, TokenLogprob
 from .tool_calls.call_format import behind_space
 
 REASONING, CONTENT = "reasoning", "content"
@@ -194,7 +194,7 @@ class FramedSplitter:
         """Take text out of a frame: as reasoning, or as what the inner splitter makes of content."""
         text, self._text = self._text[:end], self._text[end:]
         if self._kind == REASONING:
-            return [Said(text, True, self._taken_logprobs())]
+            return [TextPart(text, True, self._taken_logprobs())]
         for each in self._taken_logprobs():
             self._inner.feed("", each)
         return self._inner.feed(text)

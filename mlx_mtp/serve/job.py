@@ -15,7 +15,7 @@ from ..decoding.sampling import LogitsProcessor
 from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Said, Splitter
+from .answer import Part, Splitter, TextPart
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
@@ -322,7 +322,7 @@ def _decode(
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
             if begun and ask.thinking and (breaks := begun.line_breaks(text)):
-                _tell(job, [Said(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
+                _tell(job, [TextPart(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
             found = splitter.feed(text, token_logprob(served.tokenizer, response, ask.logprobs))
             reasoned += splitter.reasoning
             _tell(job, found)

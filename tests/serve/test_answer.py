@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, TextPart, ToolCall
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
@@ -21,7 +21,7 @@ def split(text, size, *, stops=(), cut=False, **options):
         if splitter.stopped is not None:
             break
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
+    said = ["".join(p.text for p in parts if isinstance(p, TextPart) and p.reasoning == r) for r in (False, True)]
     return *said, [tuple(p) for p in parts if isinstance(p, ToolCall)], splitter.stopped
 
 

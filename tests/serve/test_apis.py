@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import mlx_mtp
-from mlx_mtp.serve.answer import Said
+from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.exchange import data
 from mlx_mtp.serve.history import parsed
 from mlx_mtp.serve.job import Ask, Begun, End, Job
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_being_read_is_silence(served):
     served.site.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
     assert over.wait(60)
     assert len(prompt) > 2 * served.site.engine.served.tree.chunking.step
-    assert [type(event) for event in events] == [Begun, Said, End]
+    assert [type(event) for event in events] == [Begun, TextPart, End]
 
 
 def test_penalties_and_bias_change_the_answer(chat, truth):

@@ -12,7 +12,7 @@ from sweep import SWEEP
 from templates import OFFERED, tokenizer_of
 
 from mlx_mtp.serve import frames, job
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, TextPart, ToolCall
 from mlx_mtp.serve.frames import CONTENT, REASONING, FramedSplitter, add_reasoning_marks, begun_in, frames_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of, unread_calls
 
@@ -76,7 +76,7 @@ def split(framing, text, cuts=(), *, begun=None, cut=False, tools=OFFERED):
         parts += splitter.feed(text[at:end])
         at = end
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (True, False)]
+    said = ["".join(p.text for p in parts if isinstance(p, TextPart) and p.reasoning == r) for r in (True, False)]
     return *said, [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)]
 
 
@@ -185,5 +185,5 @@ def test_a_request_is_split_by_the_models_frames(ask, kind):
     served = SimpleNamespace(tokenizer=tokenizer, frames=frames.HARMONY, tool_format=HARMONY_FORMAT)
     text = "x" if kind else "<|channel|>final<|message|>x"
     splitter = job._splitter(served, job.Ask([1], **ask))
-    assert splitter.feed(text) + splitter.end(cut=False) == [Said("x", kind == REASONING)]
+    assert splitter.feed(text) + splitter.end(cut=False) == [TextPart("x", kind == REASONING)]
     assert type(job._splitter(served, job.Ask([1]))) is Splitter

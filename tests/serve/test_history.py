@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, result, tokenizer_of, turn
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, TextPart, ToolCall
 from mlx_mtp.serve.chat import messages_of
 from mlx_mtp.serve.exchange import CallIds
 from mlx_mtp.serve.prompts import encode_chat, marks_of
@@ -120,7 +120,7 @@ def test_every_answer_can_be_sent_back(name, parts, cut, thinks, whole):
         tokenizer_of_answer, (), thinking=True, tool_format=format_of(tokenizer_named("json")), tools=OFFERED
     )
     said = splitter.feed(written if whole else written[:cut]) + splitter.end(cut=not whole)
-    texts = ["".join(p.text for p in said if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
+    texts = ["".join(p.text for p in said if isinstance(p, TextPart) and p.reasoning == r) for r in (False, True)]
     calls = [call(p.name, p.arguments, f"id{i}") for i, p in enumerate(p for p in said if isinstance(p, ToolCall))]
     answer = turn("assistant", texts[0], *calls, reasoning_content=texts[1])
     results = [result(f"RESULT{i}", each["id"]) for i, each in enumerate(calls)]

@@ -13,7 +13,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.answer import Said, ToolCall
+from mlx_mtp.serve.answer import TextPart, ToolCall
 from mlx_mtp.serve.chat import ChatExchange
 from mlx_mtp.serve.engine import Engine
 from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
@@ -267,7 +267,7 @@ def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
     )
     (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.site.door).asks
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
-    for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
+    for parts in ([TextPart("It is 3.")], [TextPart("I call f."), *calls]):
         ask.follows(parts)
         roles = [message["role"] for message in seen[-1]]
         assert roles == ["user", "assistant", *(["tool", "tool"] if len(parts) > 1 else ["user"])]

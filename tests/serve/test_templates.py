@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 from templates import OFFERED, OWN, TOOLS, A, U, all_templates, call, tokenizer_of, turn
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, TextPart, ToolCall
 from mlx_mtp.serve.forms import Conversation
 from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
@@ -99,7 +99,7 @@ def test_calls_come_back_as_the_template_renders_them(name, data):
         parts += splitter.feed(written[start:end])
     parts += splitter.end(cut=False)
     assert [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)] == calls, written
-    assert name not in OWN or "".join(p.text for p in parts if isinstance(p, Said)).strip() == ""
+    assert name not in OWN or "".join(p.text for p in parts if isinstance(p, TextPart)).strip() == ""
 
 
 def test_a_template_without_tools_is_found_also_where_it_refuses_system_prompts():

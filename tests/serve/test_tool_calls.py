@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
 
-from mlx_mtp.serve.answer import MOST_READ, Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import MOST_READ, Splitter, TextPart, ToolCall
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 20_000 if SWEEP else 25
@@ -56,7 +56,7 @@ def split(text, cuts, format, *, cut=False, thinking=True, **options):
         parts += splitter.feed(text[start:end])
         start = end
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
+    said = ["".join(p.text for p in parts if isinstance(p, TextPart) and p.reasoning == r) for r in (False, True)]
     return *said, [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)]
 
 
