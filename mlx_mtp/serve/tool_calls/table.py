@@ -1,4 +1,4 @@
-"""List the formats of tool calls, and find which of them a tokenizer's model writes."""
+"""The table of tool-call formats, and the choice of the one that a tokenizer's model writes."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..template_traits import NAME, probes
-from .call_format import CallFormat, behind_space
+from .call_format import CallFormat, skip_space
 from .gemma import GemmaCalls
 from .json_calls import JsonCalls, JsonMarks
 from .pythonic import PythonicCalls
@@ -79,7 +79,7 @@ SOLAR = JsonMarks(
     "<|tool_calls|>", "<|calls|>",
     "<|tool_call:begin|>", r"[^<]*<\|tool_call:name\|>{name}<\|tool_call:args\|>\s*", r"<\|tool_call:end\|>",
 )  # fmt: skip
-# The name stands in front of the channel or behind it; a call may be in any channel.
+# The name is before or after the channel; a call may be in any channel.
 HARMONY = JsonMarks(
     "<|start|>assistant", call="<|channel|>",
     head=r"(?:[a-z]+\s+)?to=(?:functions\.)?{name}(?![\w.-])\s*(?:<\|channel\|>[a-z]+\s*)?(?:<\|constrain\|>)?\s*[a-z]*\s*"
@@ -88,7 +88,7 @@ HARMONY = JsonMarks(
 )  # fmt: skip
 FUNCTIONARY = JsonMarks("<function=", head=r"{name}>\s*", foot="</function>")
 FUNCTIONARY_3_2 = JsonMarks(">>>", head=r"{name}\n")
-# Further models that write a list or a line of JSON between marks of their own.
+# Other models that write a list or a line of JSON between marks.
 PLAIN_JSON = (
     HERMES,
     JsonMarks("<tool_calls>", "</tool_calls>"),  # Apriel, MiniMax-M1
@@ -111,9 +111,9 @@ FORMATS: tuple[CallFormat, ...] = (
     FUNCTION_GEMMA,
     dataclasses.replace(PYTHONIC, escaped=False),
     PYTHONIC,
-    JsonCalls(LLAMA),  # the last one, as its calls need no mark
+    JsonCalls(LLAMA),  # last, because its calls need no mark
 )
-# By the names of mlx-lm's parsers, or their last words.
+# Keys: names of mlx-lm's parsers, or their last words.
 BY_PARSER: dict[str, CallFormat] = {
     "coder": Tagged(CODER),
     "glm47": Tagged(GLM),
@@ -130,7 +130,7 @@ BY_PARSER: dict[str, CallFormat] = {
     "function_gemma": FUNCTION_GEMMA,
     "pythonic": PYTHONIC,
 }
-# By a mark in a chat template that renders no call, the first three also in a vocabulary.
+# Keys: marks in a chat template that renders no call; the first three are also searched in the vocabulary.
 BY_MARK: dict[str, CallFormat] = {
     "<｜DSML｜": Tagged(DSML),
     NAMESPACE: Tagged(MINIMAX_M3),
@@ -142,7 +142,7 @@ BY_MARK: dict[str, CallFormat] = {
 
 
 def format_of(tokenizer: Any) -> CallFormat | None:
-    """The format in which the chat template renders calls, else by mlx-lm's rules, else by marks; None if unknown."""
+    """Return the chat template's tool-call format, or None: as rendered, else by mlx-lm's parser, else by marks."""
     if format := _as_rendered(tokenizer):
         return format
     if tokenizer.has_tool_calling:
@@ -156,7 +156,7 @@ def format_of(tokenizer: Any) -> CallFormat | None:
 
 
 def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
-    """Why calls in answers may come back as text; None where they are read. format: the one that reads them."""
+    """Return why calls in answers may be returned as text; None if `format` reads what the template renders."""
     printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
     if format is None:
         return "the chat template names no known format of tool calls"
@@ -166,7 +166,7 @@ def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
 
 
 def _as_rendered(tokenizer: Any) -> CallFormat | None:
-    """The format that reads a call as it was before the template rendered it."""
+    """Return the format that recovers a call's arguments from the template's rendering; None if none does."""
     parameters = {"type": "object", "properties": {key: {"type": "string"} for key in ("text", "more")}}
     tools = Tools([{"type": "function", "function": {"name": NAME, "parameters": parameters}}])
     for text, more in (("\n <x> \n", "\n"), ("x", "y")):
@@ -179,9 +179,9 @@ def _as_rendered(tokenizer: Any) -> CallFormat | None:
 
 
 def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
-    """The arguments of the calls that begin with a mark of the format, or without one where it is Llama's."""
+    """Yield the arguments of the calls in a text; calls without a mark count only in Llama's format."""
     for match in format.opening(tools).finditer(text):
-        if not text.startswith(format.marks, behind_space(text, match.start())) and format is not FORMATS[-1]:
+        if not text.startswith(format.marks, skip_space(text, match.start())) and format is not FORMATS[-1]:
             continue
         if reading := format.read(text[match.start() :], tools, complete=False):
             yield from (json.loads(call.arguments) for call in reading.calls)
