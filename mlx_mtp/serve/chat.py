@@ -4,8 +4,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
-from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
-from .fields import MOST_TOP, Door, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
+from .api_request import ROLES, Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
+from .fields import (
+    MOST_TOP,
+    ModelInfo,
+    Refused,
+    boolean,
+    fields_of,
+    integer,
+    items,
+    plain_text,
+    stops,
+    text,
+    tool_text,
+)
 from .forms import Message
 from .job import Begun, End
 from .sampling_fields import most_tokens
@@ -13,13 +25,13 @@ from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
 
 
-class ChatExchange(Completion):
+class ChatRequest(ChoicesRequest):
     """One chat completion."""
 
     api, prefix, kinds = "chat", "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
@@ -27,12 +39,12 @@ class ChatExchange(Completion):
         top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not wanted:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        self.asks = asks_of(
-            door,
+        self.requests = chat_decode_requests(
+            info,
             body,
             messages_of(items(body, "messages"), self.warnings),
             tools,
-            template_of(body, door, self.warnings),
+            template_of(body, info, self.warnings),
             self.warnings,
             self.call_ids,
             most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),
@@ -66,7 +78,7 @@ class ChatExchange(Completion):
         calls = [function_call(self.call_ids.of(index, i), *call) for i, call in enumerate(calls_of(answer.parts))]
         content = text_of(answer.parts) or (None if calls else "")
         message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
-        told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
+        told = None if self.requests[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
         shown = {"message": {**message, "refusal": None}, "logprobs": told}
         return {"index": index, **shown, "finish_reason": answer.end.reason}
 

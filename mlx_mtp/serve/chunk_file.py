@@ -145,19 +145,22 @@ class ChunkReader:
             if digest.hexdigest() != expected:
                 raise ValueError("its content does not match its digest")
             chunk = _rebuilt(record, end, arrays, like)
-            check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
-            chunk.rows, chunk.moment = packed_rows(chunk.rows), chunk.moment and packed_moment(chunk.moment)
-            mx.eval(chunk.rows, chunk.moment.arrays if chunk.moment else [])
+            check_piece(chunk.rows, chunk.checkpoint, like, len(chunk.tokens), chunk.primed - above)
+            chunk.rows, chunk.checkpoint = (
+                packed_rows(chunk.rows),
+                chunk.checkpoint and packed_moment(chunk.checkpoint),
+            )
+            mx.eval(chunk.rows, chunk.checkpoint.arrays if chunk.checkpoint else [])
             return chunk
 
 
 def _named(chunk: Chunk) -> dict[str, mx.array]:
     """Name a chunk's arrays: kind, index of the cache or of the array, index of the part."""
     kinds: dict[str, dict[int, Parts]] = {"rows": dict(enumerate(chunk.rows))}
-    if chunk.moment:
-        kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.moment.kept)}
-        kinds["backlog"] = {i: (rows,) for i, rows in enumerate(chunk.moment.backlog)}
-        kinds["whole"] = chunk.moment.whole
+    if chunk.checkpoint:
+        kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.checkpoint.kept)}
+        kinds["backlog"] = {i: (rows,) for i, rows in enumerate(chunk.checkpoint.backlog)}
+        kinds["whole"] = chunk.checkpoint.whole
     return {
         f"{kind}.{i}.{j}": part
         for kind, groups in kinds.items()
@@ -168,8 +171,8 @@ def _named(chunk: Chunk) -> dict[str, mx.array]:
 
 def _record(chunk: Chunk) -> dict[str, Any]:
     """Collect what of a chunk is no array."""
-    moment = chunk.moment and {"primed": chunk.moment.primed, "starts": chunk.moment.starts}
-    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": moment}
+    checkpoint = chunk.checkpoint and {"primed": chunk.checkpoint.primed, "starts": chunk.checkpoint.starts}
+    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": checkpoint}
 
 
 def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
@@ -179,12 +182,12 @@ def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like
         kind, i, _ = name.split(".")
         groups[kind][int(i)] = (*groups[kind].get(int(i), ()), array)
     rows = [groups["rows"].get(i, ()) for i in range(len(like.caches))]
-    moment = None
+    checkpoint = None
     if at := record["moment"]:
         kept, backlog = ([part for (part,) in groups[kind].values()] for kind in ("kept", "backlog"))
         whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
-        moment = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
-    return Chunk(tuple(record["tokens"]), rows=rows, moment=moment, primed=record["primed"])
+        checkpoint = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
+    return Chunk(tuple(record["tokens"]), rows=rows, checkpoint=checkpoint, primed=record["primed"])
 
 
 def _state(identity: str) -> dict[str, Any]:

@@ -5,30 +5,30 @@ from itertools import accumulate
 from typing import Any
 
 from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
+from .api_request import Answer, ChoicesRequest
 from .chat import check_format
-from .exchange import Answer, Completion
-from .fields import MOST_CHOICES, MOST_TOP, Door, Refused, integer, stops
+from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
 from .job import Begun, End
 from .prompts import Prompt, encode_text
-from .sampling_fields import asks_for, most_tokens
+from .sampling_fields import decode_requests, most_tokens
 
 
-class CompletionExchange(Completion):
+class CompletionRequest(ChoicesRequest):
     """One request for completions of a prompt, or of several."""
 
     api, prefix, kinds = "completions", "cmpl-", ("text_completion", "text_completion")
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(body.get("response_format"), "response_format")
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is n", param="best_of")
-        prompts = _prompts(body.get("prompt"), door)
+        prompts = _prompts(body.get("prompt"), info)
         if len(prompts) * self.choices > MOST_CHOICES:
             raise Refused(f"prompt: allowed are {MOST_CHOICES} choices of all prompts together", param="prompt")
         more: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         more |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
-        self.asks = [ask for prompt in prompts for ask in asks_for(door, prompt, body, **more)]
+        self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **more)]
 
     def begin(self, begun: Begun) -> Iterable[str]:
         return ()
@@ -42,7 +42,7 @@ class CompletionExchange(Completion):
         yield self.chunk(_choice(choice, "", None, end.reason))
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        told = None if self.asks[index].logprobs is None else logprobs_of(answer.parts)
+        told = None if self.requests[index].logprobs is None else logprobs_of(answer.parts)
         return _choice(index, text_of(answer.parts), told, answer.end.reason)
 
 
@@ -64,17 +64,17 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _prompts(given: Any, door: Door) -> list[Prompt]:
+def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
     """Read a text, token ids, or a list of either."""
     if isinstance(given, list) and given and not all(type(each) is int for each in given):
-        return [_prompt(each, door) for each in given]
-    return [_prompt(given, door)]
+        return [_prompt(each, info) for each in given]
+    return [_prompt(given, info)]
 
 
-def _prompt(given: Any, door: Door) -> Prompt:
+def _prompt(given: Any, info: ModelInfo) -> Prompt:
     if isinstance(given, str):
-        return encode_text(door.tokenizer, given)
-    most = len(door.tokenizer)
+        return encode_text(info.tokenizer, given)
+    most = len(info.tokenizer)
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
         return Prompt(given)
     raise Refused(f"prompt={repr(given)[:80]}: allowed are a text, token ids below {most}, or a list", param="prompt")

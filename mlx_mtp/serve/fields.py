@@ -19,7 +19,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True)
-class Door:
+class ModelInfo:
     """What requests are measured by: the names of the model, its tokenizer, and how long a text may be.
 
     names:    that a request may call the model; "*" allows any. defaults: of sampling, where a request says nothing.

@@ -5,25 +5,27 @@ from typing import Any
 
 from ..machine.stream import in_turn
 from .failures import dropped
-from .job import Ask, Job, Served, answer, reread
+from .job import DecodeRequest, Job, Served, answer, prefill_next
 from .token_rules import TokenRules
 
-AHEAD = 0  # the number of what is read ahead; answers have others
+PREFILL = 0  # the number of what is read ahead; answers have others
 UNTOLD = ("follows",)  # of an Ask: rank 0 calls it
 
 
-def as_json(ask: Ask) -> dict[str, Any]:
+def as_json(request: DecodeRequest) -> dict[str, Any]:
     """Write an Ask for the other ranks; penalties as pairs, for their keys may be numbers."""
-    told = {field.name: getattr(ask, field.name) for field in fields(ask) if field.name not in UNTOLD}
-    return told | {"penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in ask.penalties.items()]}
+    told = {field.name: getattr(request, field.name) for field in fields(request) if field.name not in UNTOLD}
+    return told | {
+        "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()]
+    }
 
 
-def from_json(told: dict[str, Any]) -> Ask:
+def from_json(told: dict[str, Any]) -> DecodeRequest:
     """Read what `as_json` wrote."""
     pairs = {n: dict(v) if isinstance(v, list) else v for n, v in told["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in told["rules"])
     own = {"turns": tuple(told["turns"]), "stops": tuple(told["stops"]), "rules": TokenRules(*rules)}
-    return Ask(**{**told, **own, "penalties": pairs})
+    return DecodeRequest(**{**told, **own, "penalties": pairs})
 
 
 def follow(served: Served) -> None:
@@ -35,9 +37,9 @@ def follow(served: Served) -> None:
             return
         if word == "begin":
             job = Job(from_json(what), emit=lambda event: None)  # clients are rank 0's
-            running[number] = answer(served, job, crowded=bool)
+            running[number] = answer(served, job, shared_device=bool)
         elif word == "read ahead":
-            running[number] = reread(served, what)
+            running[number] = prefill_next(served, what)
         elif number not in running:
             continue
         elif word == "close":

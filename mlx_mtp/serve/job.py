@@ -16,13 +16,13 @@ from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
 from .answer import Part, Splitter, TextPart
+from .batch_decoder import BatchDecoder, Responses
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
 from .logprobs import token_logprob
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
-from .together import Responses, Together
 from .token_rules import NO_RULES, TokenRules
 from .tool_calls.call_format import CallFormat
 
@@ -30,7 +30,7 @@ log = logging.getLogger("mlx_mtp.serve")
 
 
 @dataclass(frozen=True)
-class Ask:
+class DecodeRequest:
     """Everything that decides one answer.
 
     prompt:  token ids. turns: where other prompts may begin to differ from it.
@@ -111,20 +111,20 @@ class Job:
     prompt is not read to the end. over: the engine has finished with it. lost: an event did not reach its client.
     """
 
-    ask: Ask
+    request: DecodeRequest
     emit: Callable[[Event], None]
     deadline: float = float("inf")
     cancelled: bool = False
     begun: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reading: bool = True
-    over: bool = False
+    finished: bool = False
     lost: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    def tell(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
         """Send an event to the client. Behind one that could not be sent nothing follows but LOST, so that no answer
         looks whole that is not; the job is cancelled then.
         """
@@ -143,7 +143,7 @@ class Job:
 class Served(NamedTuple):
     """A loaded model, and what all its answers share.
 
-    options: defaults of `stream_generate`'s keyword arguments. together: decodes all answers; without it, as on
+    options: defaults of `stream_generate`'s keyword arguments. batch: decodes all answers; without it, as on
     several ranks, each takes cycles of its own. frames: of the parts of an answer.
     """
 
@@ -153,7 +153,7 @@ class Served(NamedTuple):
     options: dict[str, Any]
     tool_format: CallFormat | None
     files: PrefixFiles | None = None
-    together: Together | None = None
+    batch: BatchDecoder | None = None
     frames: Frames | None = None
 
     @property
@@ -162,21 +162,21 @@ class Served(NamedTuple):
         return self.model.ranks
 
 
-def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
+def answer(served: Served, job: Job, shared_device: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
     """Answer a request, yielding after every step; return its cache, also when `Interrupted` is thrown in.
 
     crowded: others' steps come in between, so time tells nothing.
     """
-    ask = job.ask
-    held = [_reused(served, ask.prompt, len(ask.prompt) + min(ask.max_tokens, RESERVED_TOKENS))]
-    most, cached = _agreed(served, held[0], ask), held[0].offset
-    job.tell(Begun(cached))
+    request = job.request
+    caches = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
+    most, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
+    job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
-        for _ in read(served, held[0], ask.prompt, ask.turns, spare=served.tree.uncut):
+        for _ in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
             yield
         job.reading = False
-        yield from _decode(served, job, held, most, cached, crowded)
-    return held[0] if held else None
+        yield from _decode(served, job, caches, most, cached, shared_device)
+    return caches[0] if caches else None
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
@@ -189,12 +189,12 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
     return served.tree.blank.like_new()
 
 
-def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
+def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Do as `_fitting`, which on several ranks is for rank 0 to say."""
     if not served.ranks:
-        return _fitting(served, cache, ask)
+        return _fitting_max_tokens(served, cache, request)
     try:
-        found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
+        found: Any = None if served.ranks.rank else _fitting_max_tokens(served, cache, request)
     except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
     found = served.ranks.told(found)
@@ -203,9 +203,9 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
     return found
 
 
-def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
+def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
     """Cut an answer to what there is memory for; raises ValueError where there is not even for the prompt."""
-    rest, most = len(ask.prompt) - cache.offset, ask.max_tokens
+    rest, most = len(request.prompt) - cache.offset, request.max_tokens
     while True:
         try:
             check_prompt(served.model, cache, rest, most, served.tree.chunking.step, ignore=False)
@@ -216,7 +216,7 @@ def _fitting(served: Served, cache: PromptCache, ask: Ask) -> int:
         most //= 2
 
 
-def read(
+def prefill(
     served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
 ) -> Iterator[int]:
     """Read whole chunks of a prompt, never its last token, and remember them; yield how far it has come.
@@ -225,38 +225,38 @@ def read(
     spare: most tokens that are left to read in one pass, though a chunk ends among them.
     """
     cuts = served.tree.chunking.cuts(prompt)
-    resumes = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
+    resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
-            _read_to(served, cache, prompt[:end])
+            _prefill_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
-                served.tree.store(cache, resumes=end in resumes)
+                served.tree.store(cache, resumable=end in resumable)
             try:
                 yield end
             except BaseException:
                 with dropped("a prefix was not stored", served.tree.clear):
-                    served.tree.store(cache, resumes=True)
+                    served.tree.store(cache, resumable=True)
                 raise
 
 
-def _read_to(served: Served, cache: PromptCache, text: list[int]) -> None:
+def _prefill_to(served: Served, cache: PromptCache, text: list[int]) -> None:
     """Read what a cache lacks of a text."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     next(generate_step(text[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
-def reread(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
+def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
     """Read a conversation with its answer as a prompt, a chunk at a time: it is what the next one begins with.
 
     cache: what decoding the answer left, which saves reading it where its rows are as if read.
     """
-    return _read_on(served, prompt, keep(served, prompt, cache))
+    return _prefill_on(served, prompt, keep(served, prompt, cache))
 
 
-def _read_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
     if served.tree.stores:
-        yield from read(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+        yield from prefill(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
@@ -267,7 +267,7 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
     return None
 
 
-def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
+def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Read all but the last token of a prompt that was answered and may be asked again.
 
     Only where all rows are alike, so that it need not be cut into the same chunks each time.
@@ -275,9 +275,9 @@ def read_end(served: Served, prompt: list[int]) -> Iterator[int]:
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
-        _read_to(served, cache, prompt[:end])
+        _prefill_to(served, cache, prompt[:end])
         with dropped("a prefix was not stored", served.tree.clear):
-            served.tree.insert(cache, is_rest=True)
+            served.tree.insert(cache, is_tail=True)
         yield end
 
 
@@ -299,20 +299,22 @@ def compare_rows(served: Served) -> Iterator[bool]:
 
 
 def _decode(
-    served: Served, job: Job, held: list[PromptCache], most: int, cached: int, crowded: Callable[[], bool]
+    served: Served, job: Job, caches: list[PromptCache], most: int, cached: int, shared_device: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer, and tell its parts as they are known. held: the cache, as `Together.decode` takes it."""
-    ask, stats = job.ask, Stats()
-    splitter = _splitter(served, ask)
-    begun = Continuation(served.tokenizer, ask.prompt) if ask.continues else None
-    options = {**served.options, **ask.sampling, "max_tokens": most, "stats": stats}
-    options["logprobs"] = ask.logprobs is not None
-    if processors := _processors(served, ask):
+    """Decode the answer, and tell its parts as they are known. held: the cache, as `BatchDecoder.decode` takes it."""
+    request, stats = job.request, Stats()
+    splitter = _splitter_for(served, request)
+    begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
+    options = {**served.options, **request.sampling, "max_tokens": most, "stats": stats}
+    options["logprobs"] = request.logprobs is not None
+    if processors := _logits_processors(served, request):
         options["logits_processors"] = [*(options.get("logits_processors") or ()), *processors]
-    options["stop_tokens"] = (*options.get("stop_tokens", ()), *ask.rules.stop_tokens)
-    reasoned, first, reason, rest = 0, 0.0, "stop", ask.prompt[held[0].offset :]
-    together = served.together
-    responses = together.decode(rest, held, options) if together else _alone(served, rest, held[0], options, crowded)
+    options["stop_tokens"] = (*options.get("stop_tokens", ()), *request.rules.stop_tokens)
+    reasoned, first, reason, rest = 0, 0.0, "stop", request.prompt[caches[0].offset :]
+    batch = served.batch
+    responses = (
+        batch.decode(rest, caches, options) if batch else _alone(served, rest, caches[0], options, shared_device)
+    )
     with contextlib.closing(responses):
         for response in responses:
             if response is None:
@@ -321,56 +323,56 @@ def _decode(
             reason = response.finish_reason or "stop"
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
-            if begun and ask.thinking and (breaks := begun.line_breaks(text)):
-                _tell(job, [TextPart(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
-            found = splitter.feed(text, token_logprob(served.tokenizer, response, ask.logprobs))
+            if begun and request.thinking and (breaks := begun.line_breaks(text)):
+                _send(job, [TextPart(breaks, reasoning=True)])  # the splitter drops those in front of reasoning
+            found = splitter.feed(text, token_logprob(served.tokenizer, response, request.logprobs))
             reasoned += splitter.reasoning
-            _tell(job, found)
-            if splitter.stopped is not None or (ask.one_call and splitter.called):
+            _send(job, found)
+            if splitter.stopped is not None or (request.one_call and splitter.called):
                 reason = "stop"  # even if it is the last token that may come
                 break
-    _tell(job, splitter.end(cut=reason == "length"))
+    _send(job, splitter.end(cut=reason == "length"))
     reason = "stop" if splitter.stopped is not None else reason
     reason = "tool_calls" if splitter.called and reason == "stop" else reason
-    job.tell(End(reason, splitter.stopped, stats, cached, first, reasoned))
+    job.send(End(reason, splitter.stopped, stats, cached, first, reasoned))
 
 
-def _splitter(served: Served, ask: Ask) -> Splitter | FramedSplitter:
+def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSplitter:
     """A splitter for the answer, which knows the frame within which the prompt ends."""
-    framed = ask.chat and served.frames is not None
-    thinking = ask.chat and served.tokenizer.has_thinking and not framed
+    framed = request.chat and served.frames is not None
+    thinking = request.chat and served.tokenizer.has_thinking and not framed
     splitter = Splitter(
-        served.tokenizer, ask.stops, thinking=thinking, begun=ask.thinking and not framed,
-        tool_format=served.tool_format, tools=ask.tools, one_call=ask.one_call,
+        served.tokenizer, request.stops, thinking=thinking, begun=request.thinking and not framed,
+        tool_format=served.tool_format, tools=request.tools, one_call=request.one_call,
     )  # fmt: skip
     if not (framed and served.frames):
         return splitter
-    begun = begun_in(served.frames, served.tokenizer.decode(ask.prompt)) if ask.continues else None
-    return FramedSplitter(served.frames, splitter, REASONING if ask.thinking else begun)
+    begun = begun_in(served.frames, served.tokenizer.decode(request.prompt)) if request.continues else None
+    return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
 
 
-def _processors(served: Served, ask: Ask) -> list[LogitsProcessor]:
-    penalties = make_logits_processors(**ask.penalties) if ask.penalties else []
-    return [*penalties, *ask.rules.processors(served.tokenizer, len(ask.prompt))]
+def _logits_processors(served: Served, request: DecodeRequest) -> list[LogitsProcessor]:
+    penalties = make_logits_processors(**request.penalties) if request.penalties else []
+    return [*penalties, *request.rules.processors(served.tokenizer, len(request.prompt))]
 
 
 def _alone(
-    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
+    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], shared_device: Callable[[], bool]
 ) -> Responses:
-    """Decode an answer in cycles of its own, as `Together.decode`: others' may come where None is yielded."""
+    """Decode an answer in cycles of its own, as `BatchDecoder.decode`: others' may come where None is yielded."""
     step, stats, cycles = served.tree.chunking.step, options["stats"], 0
     options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
     responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
     with contextlib.closing(responses):
         for response in responses:
-            stats.crowded = crowded()
+            stats.crowded = shared_device()
             yield response
             if stats.cycles != cycles:
                 cycles = stats.cycles
                 yield None
 
 
-def _tell(job: Job, parts: list[Part]) -> None:
+def _send(job: Job, parts: list[Part]) -> None:
     for part in parts:
         job.parts.append(part)
-        job.tell(part)
+        job.send(part)

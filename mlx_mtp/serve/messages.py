@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .chat import functions_of
-from .exchange import (
+from .api_request import (
     Answer,
-    Exchange,
-    asks_of,
+    ApiRequest,
+    chat_decode_requests,
     data,
     end_of_prompt,
     figures,
@@ -18,8 +17,9 @@ from .exchange import (
     new_id,
     prompt_of,
 )  # fmt: skip
+from .chat import functions_of
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, Door, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .history import parsed
 from .job import Begun, End, Failed
@@ -34,20 +34,22 @@ KINDS = {
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageExchange(Exchange):
+class MessagesRequest(ApiRequest):
     """One message."""
 
     api = "messages"
     call_prefix = "toolu_"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
-        conversation, template = conversation_of(body, self.warnings), template_of(body, door, self.warnings)
+        conversation, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
         how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
         how["one_call"] = one_call
-        self.asks = asks_of(door, body, conversation, tools, template, self.warnings, self.call_ids, **how)
+        self.requests = chat_decode_requests(
+            info, body, conversation, tools, template, self.warnings, self.call_ids, **how
+        )
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -98,7 +100,7 @@ class MessageExchange(Exchange):
 
     def _usage(self, cached: int, made: int) -> dict[str, Any]:
         """Count tokens, those of the prompt that were not read again apart."""
-        read = {"input_tokens": len(self.asks[0].prompt) - cached, "cache_read_input_tokens": cached}
+        read = {"input_tokens": len(self.requests[0].prompt) - cached, "cache_read_input_tokens": cached}
         return {**read, "cache_creation_input_tokens": 0, "output_tokens": made}
 
     def _usage_of(self, end: End) -> dict[str, Any]:
@@ -132,13 +134,13 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
 
 
-def count_tokens(body: dict[str, Any], door: Door) -> tuple[dict[str, int], list[str]]:
+def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
     """Count the tokens of a prompt; also return the warnings of the request. Raises Refused."""
-    door.called(body)
+    info.called(body)
     warnings = check_fields("messages", body)
     tools, _ = _tools(body, warnings)
-    messages, template = conversation_of(body, warnings), template_of(body, door, warnings)
-    prompt = prompt_of(door, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    messages, template = conversation_of(body, warnings), template_of(body, info, warnings)
+    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from ..decoding.buffer_count import Buffers
 from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
-from .job import Ask, End
+from .job import DecodeRequest, End
 
 disable_created_metrics()  # of each counter a second figure, the time when it began
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -46,7 +46,7 @@ class Metrics:
         )
         for name, words, value in (
             ("num_requests_running", "Requests that are answered.", lambda: len(engine.running)),
-            ("num_requests_waiting", "Requests that wait.", lambda: engine.waiting),
+            ("num_requests_waiting", "Requests that wait.", lambda: engine.queued),
             ("prefix_cache_bytes", "Bytes of remembered beginnings.", lambda: self._tree("nbytes")),
             ("prefix_cache_chunks", "Chunks of remembered beginnings.", lambda: self._tree("chunks")),
             ("prefix_cache_buffers", "Buffers of remembered beginnings.", lambda: self._tree("buffers")),
@@ -58,15 +58,15 @@ class Metrics:
         failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
-    def answered(self, end: End, ask: Ask, seconds: float) -> None:
+    def answered(self, end: End, request: DecodeRequest, seconds: float) -> None:
         """Count one answer."""
         self.requests.labels(end.reason).inc()
         for counter, count in self._counters:
-            counter.inc(count(end, len(ask.prompt)))
+            counter.inc(count(end, len(request.prompt)))
         for depth, accepted in enumerate(end.stats.accepted):
             self._depths.labels(str(depth)).inc(accepted)
         self._first.observe(end.first_token)
-        if ask.after_tool:
+        if request.after_tool:
             self._after_tool.observe(end.first_token)
         self._whole.observe(seconds)
 

@@ -15,7 +15,7 @@ from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
-from .prefixes import Chunk, PrefixTree, resumable
+from .prefixes import Chunk, PrefixTree, resumable_path
 
 log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
@@ -86,19 +86,19 @@ class PrefixFiles:
         tried: set[Chunk] = set()
         self._refresh()
         self._make_room(0, float("inf"), ())
-        while leaves := [leaf for leaf in tree.leaves(rests=False) if leaf not in tried]:
+        while leaves := [leaf for leaf in tree.leaves(tails=False) if leaf not in tried]:
             leaf = max(leaves, key=lambda c: c.used)
             tried.add(leaf)
-            path = resumable(leaf.path())
+            path = resumable_path(leaf.path())
             if path and not self._holds(tree, path):
                 with contextlib.suppress(Outgrown):
                     yield from self._write(tree, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
         """Write one file, a piece before each yield, and remove the files that it makes unnecessary."""
-        tokens, resumes = _tokens(path), _resumes(path)
+        tokens, resumable = _tokens(path), _resumes(path)
         file = self.directory / _name(tree.identity, tokens)
-        replaced = {f for f, own in self._usable(tree) if own.resumable <= resumes and _begins(tokens, own.tokens)}
+        replaced = {f for f, own in self._usable(tree) if own.resumable <= resumable and _begins(tokens, own.tokens)}
         size, used = bytes_needed(path), path[-1].used
         if not self._make_room(size, used, replaced):
             return
@@ -106,7 +106,7 @@ class PrefixFiles:
         with atomic.file(file) as work:
             for written in write_chunks(work, path, tree.identity):
                 yield written
-                if any(not child.is_rest for child in leaf.children.values()):
+                if any(not child.is_tail for child in leaf.children.values()):
                     raise Outgrown
         os.utime(file, (used, used))
         self.known[file] = read_stored(file)
@@ -124,7 +124,7 @@ class PrefixFiles:
             _check_memory(file, sum(reader.bytes_of(i) for i in range(len(ends))))
             for i, end in enumerate(ends):
                 known = chunk.children.get(tuple(stored.tokens[begin:end]))
-                if known is None or (known.moment is None and end in stored.resumable):
+                if known is None or (known.checkpoint is None and end in stored.resumable):
                     known = tree.graft(chunk, reader.chunk(i, like, chunk.primed))
                 if known is None or known.primed != reader.primed(i):
                     break
@@ -149,9 +149,9 @@ class PrefixFiles:
 
     def _holds(self, tree: PrefixTree, path: list[Chunk]) -> bool:
         """Return whether a file holds a path; if so, its time becomes that of the path's last use."""
-        tokens, resumes, used = _tokens(path), _resumes(path), path[-1].used
+        tokens, resumable, used = _tokens(path), _resumes(path), path[-1].used
         for file, own in self._usable(tree):
-            if resumes <= own.resumable and _begins(own.tokens, tokens):
+            if resumable <= own.resumable and _begins(own.tokens, tokens):
                 if file.stat().st_mtime < used:
                     os.utime(file, (used, used))
                 return True
@@ -220,7 +220,7 @@ def _tokens(path: list[Chunk]) -> list[int]:
 
 def _resumes(path: list[Chunk]) -> set[int]:
     """Find the positions of a path at which sequences can continue."""
-    return {chunk.moment.length for chunk in path if chunk.moment}
+    return {chunk.checkpoint.length for chunk in path if chunk.checkpoint}
 
 
 def _begins(tokens: Sequence[int], beginning: Sequence[int]) -> bool:

@@ -30,7 +30,7 @@ from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
 from ..tuning.kernel_fallback import run_first
 
-MOST_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
+MAX_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
 LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
 TICK = 1e-6  # seconds between two uses, at least
 NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
@@ -67,22 +67,22 @@ class Chunk:
     tokens: tuple[int, ...] = ()
     parent: "Chunk | None" = None
     rows: list[Parts] = field(default_factory=list)
-    moment: Moment | None = None
+    checkpoint: Moment | None = None
     primed: int = 0
     used: float = 0.0
-    is_rest: bool = False
+    is_tail: bool = False
     children: dict[tuple[int, ...], "Chunk"] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        held = [part for parts in self.rows for part in parts] + (self.moment.arrays if self.moment else [])
+        held = [part for parts in self.rows for part in parts] + (self.checkpoint.arrays if self.checkpoint else [])
         return sum(part.nbytes for part in held)
 
     @property
     def buffers(self) -> int:
         """Number of buffers: one per type of its rows, and one per type of its moment's arrays."""
         rows = (part for parts in self.rows for part in parts)
-        return buffers(rows) + (buffers(self.moment.arrays) if self.moment else 0)
+        return buffers(rows) + (buffers(self.checkpoint.arrays) if self.checkpoint else 0)
 
     def path(self) -> list["Chunk"]:
         """List the chunks from the first one of the text to this one."""
@@ -93,9 +93,9 @@ class Chunk:
         return chunks[::-1]
 
 
-def resumable(path: list[Chunk]) -> list[Chunk]:
+def resumable_path(path: list[Chunk]) -> list[Chunk]:
     """Cut a path behind the last chunk at whose end texts can go on."""
-    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.moment), default=0)]
+    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.checkpoint), default=0)]
 
 
 class PrefixTree:
@@ -108,11 +108,11 @@ class PrefixTree:
 
     decoded: bool | None = False
 
-    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, most_buffers: int = MOST_BUFFERS):
-        self.blank, self.chunking, self.limit, self.most_buffers = blank, chunking, limit, most_buffers
+    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, max_buffers: int = MAX_BUFFERS):
+        self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
         self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
         self._now = 0.0
-        self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
+        self.is_stateless = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
 
     @cached_property
     def identity(self) -> str:
@@ -136,28 +136,28 @@ class PrefixTree:
         return bool(self.limit and not self.blank.is_mlx_lm)
 
     @property
-    def uncut(self) -> int:
+    def uncut_tail(self) -> int:
         """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
-        return self.chunking.step if self.decoded and self.every_moment else 0
+        return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
         """Make a cache of the longest remembered beginning of `tokens`, with room for so many positions."""
-        return self.joined(self._known(tokens), room)
+        return self.joined(self._matching(tokens), room)
 
     def joined(self, path: list[Chunk], room: int) -> PromptCache:
         """Make a cache of the chunks of a path, up to the last moment of it."""
-        path = resumable(path)
+        path = resumable_path(path)
         if not path:
             return self.blank.like_new()
-        at, tokens = path[-1].moment, [token for chunk in path for token in chunk.tokens]
+        at, tokens = path[-1].checkpoint, [token for chunk in path for token in chunk.tokens]
         assert at is not None
         return join(self.blank, [chunk.rows for chunk in path], at, tokens, room)
 
     def covered(self, tokens: Sequence[int]) -> int:
         """Count the tokens that `take` would find."""
-        return max((chunk.moment.length for chunk in self._known(tokens) if chunk.moment), default=0)
+        return max((chunk.checkpoint.length for chunk in self._matching(tokens) if chunk.checkpoint), default=0)
 
-    def store(self, cache: PromptCache, *, resumes: bool) -> None:
+    def store(self, cache: PromptCache, *, resumable: bool) -> None:
         """Remember the last chunk of a cache that rests where one ends, if those before are remembered.
 
         resumes: later texts may go on from here; where moments are small all of them can. Of decoded answers all
@@ -166,29 +166,29 @@ class PrefixTree:
         if self.decoded:
             self.insert(cache)
             return
-        if not self._takes(cache):
+        if not self._can_store(cache):
             return
         *before, last = self._split(cache.tokens, cache.offset)
         known = self._walk(before)
         if len(known) < len(before):
             return
         chunk = self._child(known[-1] if known else self.root, last, cache, cache.offset, cache.primed)
-        self._finish(chunk, cache, resumes=resumes or self.every_moment)
+        self._finish(chunk, cache, resumable=resumable or self.is_stateless)
 
-    def insert(self, cache: PromptCache, *, is_rest: bool = False) -> None:
+    def insert(self, cache: PromptCache, *, is_tail: bool = False) -> None:
         """Remember all tokens of a cache that rests where a chunk ends; texts may go on from there.
 
         is_rest: it rests elsewhere, as only caches of decoded answers may.
         """
-        if not self._takes(cache):
+        if not self._can_store(cache):
             return
         chunk, end = self.root, 0
         for part in self._split(cache.tokens, cache.offset):
             end += len(part)
             last, new = end == cache.offset, part not in chunk.children
             chunk = self._child(chunk, part, cache, end, cache.primed if last else min(end - 1, cache.primed))
-            chunk.is_rest = is_rest and last and (new or chunk.is_rest)
-        self._finish(chunk, cache, resumes=True)
+            chunk.is_tail = is_tail and last and (new or chunk.is_tail)
+        self._finish(chunk, cache, resumable=True)
 
     def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
         """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
@@ -202,7 +202,7 @@ class PrefixTree:
         cuts = self.chunking.cuts(prompt[: length + 1])
         if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
             self.insert(whole)  # files end there, and so do prompts that differ later
-        self.insert(found, is_rest=length not in cuts)
+        self.insert(found, is_tail=length not in cuts)
         return found
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
@@ -213,14 +213,14 @@ class PrefixTree:
             self._count(chunk)
         return chunk
 
-    def _finish(self, chunk: Chunk, cache: PromptCache, *, resumes: bool) -> None:
-        if chunk.moment is None and resumes:
+    def _finish(self, chunk: Chunk, cache: PromptCache, *, resumable: bool) -> None:
+        if chunk.checkpoint is None and resumable:
             self._count(chunk, -1)
-            chunk.moment = moment(cache)
+            chunk.checkpoint = moment(cache)
             self._count(chunk)
         path = chunk.path()
         mx.eval([part for each in path for parts in each.rows for part in parts])
-        mx.eval(chunk.moment.arrays if chunk.moment else [])
+        mx.eval(chunk.checkpoint.arrays if chunk.checkpoint else [])
         self.use(chunk)
 
     def graft(self, above: Chunk, chunk: Chunk) -> Chunk | None:
@@ -233,7 +233,7 @@ class PrefixTree:
         if known.primed != chunk.primed:
             return None
         self._count(known, -1)
-        known.moment = known.moment or chunk.moment
+        known.checkpoint = known.checkpoint or chunk.checkpoint
         self._count(known)
         return known
 
@@ -242,12 +242,12 @@ class PrefixTree:
         self._touch(chunk)
         self._shrink()
 
-    def leaves(self, *, rests: bool = True) -> Iterator[Chunk]:
+    def leaves(self, *, tails: bool = True) -> Iterator[Chunk]:
         """Yield the chunks at which texts end; rests: with those that only a prompt's end has made."""
         found = [self.root]
         while found:
             chunk = found.pop()
-            below = [child for child in chunk.children.values() if rests or not child.is_rest]
+            below = [child for child in chunk.children.values() if tails or not child.is_tail]
             found += below
             if chunk is not self.root and not below:
                 yield chunk
@@ -262,7 +262,7 @@ class PrefixTree:
         self.buffers += sign * chunk.buffers
         self.chunks += sign
 
-    def _takes(self, cache: PromptCache) -> bool:
+    def _can_store(self, cache: PromptCache) -> bool:
         """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
         return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
@@ -280,7 +280,7 @@ class PrefixTree:
             found.append(chunk)
         return found
 
-    def _known(self, tokens: Sequence[int]) -> list[Chunk]:
+    def _matching(self, tokens: Sequence[int]) -> list[Chunk]:
         """Find the chunks of a text, and behind them the longest end of another one that it goes on from."""
         found = self._walk(self._split(tokens))
         above, rest = found[-1] if found else self.root, tuple(tokens[sum(len(chunk.tokens) for chunk in found) :])
@@ -298,7 +298,7 @@ class PrefixTree:
 
     def _shrink(self) -> None:
         """Drop the least recently used ends of texts until bytes and buffers are within their limits."""
-        while self.nbytes > self.limit or self.buffers > self.most_buffers:
+        while self.nbytes > self.limit or self.buffers > self.max_buffers:
             chunk = min(self.leaves(), key=lambda c: c.used)
             assert chunk.parent is not None
             self._count(chunk, -1)

@@ -5,31 +5,31 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
+from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
 from .chat import check_format, chosen_tools, functions_of, messages_of
-from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
-from .fields import Door, Refused, fields_of, items, stops, text, tool_text
+from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
 from .forms import Message, joined, one_turn
 from .job import Begun, End, Failed
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
 
-class ResponseExchange(Exchange):
+class ResponsesRequest(ApiRequest):
     """One response."""
 
     api = "responses"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(fields_of(body, "text").get("format"), "text.format")
         _check_include(body.get("include"))
         given = functions_of(items(body, "tools"), self.warnings)
         tools, one_call = chosen_tools(body, [_tool(tool) for tool in given], self.warnings)
-        template = template_of(body, door, self.warnings)
+        template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         how: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
         found = _messages(body, self.warnings)
-        self.asks = asks_of(door, body, found, tools, template, self.warnings, self.call_ids, **how)
+        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **how)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
         self._kind, self._said, self._number, self._calls = "", "", 0, 0
@@ -116,7 +116,7 @@ class ResponseExchange(Exchange):
         return data({"type": name, "sequence_number": number, **fields})
 
     def _ended(self, end: End) -> dict[str, Any]:
-        made, prompt = end.stats.generation_tokens, len(self.asks[0].prompt)
+        made, prompt = end.stats.generation_tokens, len(self.requests[0].prompt)
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": end.cached},

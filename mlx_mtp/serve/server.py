@@ -17,9 +17,10 @@ import uvicorn
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_draft_tokens, default_step
-from .app import Site, application
+from .app import Service, application
+from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
-from .fields import Door
+from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
 from .job import Served
@@ -27,7 +28,6 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
-from .together import Together
 from .tool_calls.table import format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -97,15 +97,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self.engine.thread.is_alive()
 
 
-def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Site], None]) -> None:
+def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Service], None]) -> None:
     """Serve until a signal ends it. Raises what loading the model raised, and OSError for an address in use.
 
     load: is called on the engine's thread, and `ready` when requests are answered.
     """
-    engine = Engine(lambda: opened(load(), settings, site), settings.limits, lambda: ready(site), _store)
-    site = Site(engine, Metrics(engine), settings.rules, settings.timeout)
+    engine = Engine(lambda: opened(load(), settings, service), settings.limits, lambda: ready(service), _store)
+    service = Service(engine, Metrics(engine), settings.rules, settings.timeout)
     config = uvicorn.Config(
-        application(site, settings.root_path),
+        application(service, settings.root_path),
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -147,19 +147,19 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     if tree.limit and not ranks and not blank.is_mlx_lm:
         tree.decoded = None  # the engine compares rows when it is idle; ranks decide nothing by time
     options = {**settings.options, "num_draft_tokens": k}
-    together = None if ranks else Together(model, tokenizer, options, step)
+    batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, together, frames)
+    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames)
 
 
-def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
+def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     """Open the site's door for requests to a model that is loaded."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
-    site.metrics.counted = count_buffers(served.tree.blank)
+    service.metrics.counted = count_buffers(served.tree.blank)
     own = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
-    site.door = Door(
+    service.info = ModelInfo(
         names=settings.names,
         tokenizer=tokenizer,
         marks=marks_of(tokenizer),
@@ -167,7 +167,7 @@ def opened(loaded: Loaded, settings: Settings, site: Site) -> Served:
         max_tokens=settings.max_tokens,
         defaults={**advised, **settings.sampling},
         template=settings.template,
-        turns=not served.tree.every_moment,
+        turns=not served.tree.is_stateless,
         created=int(time.time()),
         unread_calls=unread_calls(tokenizer, served.tool_format),
         seeds=lambda: int.from_bytes(os.urandom(7)),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..cache.prompt_prefix import RESERVED_KEYS
-from .fields import Door, Refused, field_of, fields_of, integer, text
+from .fields import ModelInfo, Refused, field_of, fields_of, integer, text
 from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
 
 OFF = ("none", "off", "disable", "disabled")  # reasoning efforts that mean no thinking
@@ -12,17 +12,17 @@ KINDS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 LOWEST = "low"
 
 
-def template_of(body: dict[str, Any], door: Door, warnings: list[str]) -> dict[str, Any]:
+def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
     """The variables of the chat template; adds a warning for what the template cannot do."""
     allowed = "an object of the template's own variables"
     given = field_of(body, "chat_template_kwargs", allowed, _are_variables) or {}
     wanted, effort = _wanted(body, given), _effort(body)
-    found = dict(door.template)
+    found = dict(info.template)
     if wanted is not None:
-        found |= _switched(door, wanted, warnings)
+        found |= _switched(info, wanted, warnings)
     if effort and effort not in OFF:
-        found |= _with_effort(door, {**found, **given}, effort, warnings)
-    for name in unread(door.tokenizer, given.keys() - SWITCH_NAMES):
+        found |= _with_effort(info, {**found, **given}, effort, warnings)
+    for name in unread(info.tokenizer, given.keys() - SWITCH_NAMES):
         warnings.append(f"chat_template_kwargs.{name[:80]}: the chat template does not read it")
     return {**found, **given}
 
@@ -31,21 +31,21 @@ def _are_variables(value: Any) -> bool:
     return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
 
 
-def _switched(door: Door, wanted: bool, warnings: list[str]) -> dict[str, Any]:
-    if switch := thinking_switch(door.tokenizer, door.template):
+def _switched(info: ModelInfo, wanted: bool, warnings: list[str]) -> dict[str, Any]:
+    if switch := thinking_switch(info.tokenizer, info.template):
         return {switch.name: switch.on if wanted else switch.off}
     if not wanted:
         warnings.append("thinking cannot be switched off: the chat template has no variable for it")
-        return _with_effort(door, door.template, LOWEST, [])
-    if not door.tokenizer.has_thinking:
+        return _with_effort(info, info.template, LOWEST, [])
+    if not info.tokenizer.has_thinking:
         warnings.append("thinking cannot be switched on: the chat template has no variable for it")
     return {}
 
 
-def _with_effort(door: Door, options: dict[str, Any], effort: str, warnings: list[str]) -> dict[str, Any]:
-    if rendered(door.tokenizer, {**options, "reasoning_effort": effort}) is not None:
+def _with_effort(info: ModelInfo, options: dict[str, Any], effort: str, warnings: list[str]) -> dict[str, Any]:
+    if rendered(info.tokenizer, {**options, "reasoning_effort": effort}) is not None:
         return {"reasoning_effort": effort}
-    if rendered(door.tokenizer, options) is not None:
+    if rendered(info.tokenizer, options) is not None:
         warnings.append(f"reasoning_effort={effort[:80]!r} is ignored: the chat template refuses it")
     return {}
 

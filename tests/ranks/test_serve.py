@@ -13,7 +13,7 @@ import rank_group
 from sweep import sweep
 
 from mlx_mtp.serve.follow import as_json, from_json
-from mlx_mtp.serve.job import Ask
+from mlx_mtp.serve.job import DecodeRequest
 from mlx_mtp.serve.token_rules import TokenRules
 
 
@@ -44,13 +44,13 @@ def ready(port: int) -> bool:
 
 
 def test_what_is_told_is_what_was_asked():
-    ask = Ask(
+    request = DecodeRequest(
         [1, 2], (1,), 7, {"temp": 0.5, "seed": 2**62}, {"logit_bias": {5: -1.5}, "repetition_penalty": 1.1}, ("x",)
     )
     rules = TokenRules(min_tokens=2, stop_tokens=(3, 4), bad_words=("no",))
-    ask = replace(ask, rules=rules, continues=True)
-    told = from_json(json.loads(json.dumps(as_json(ask))))
-    assert told == ask
+    request = replace(request, rules=rules, continues=True)
+    told = from_json(json.loads(json.dumps(as_json(request))))
+    assert told == request
 
 
 @sweep

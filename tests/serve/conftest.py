@@ -11,14 +11,14 @@ from starlette.testclient import TestClient
 
 @pytest.fixture(scope="session")
 def served():
-    site, app = start()
+    service, app = start()
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
-        client.site = site
+        client.service = service
         yield client
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
 
 
 @pytest.fixture

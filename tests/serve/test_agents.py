@@ -20,9 +20,9 @@ from mlx_mtp.cache.prompt_prefix import shared
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.answer import Splitter
-from mlx_mtp.serve.app import WARNING, Site, application
+from mlx_mtp.serve.app import WARNING, Service, application
 from mlx_mtp.serve.engine import Engine, Limits
-from mlx_mtp.serve.fields import Door
+from mlx_mtp.serve.fields import ModelInfo
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.job import Begun, End
 from mlx_mtp.serve.metrics import Metrics
@@ -52,28 +52,28 @@ class Scripted:
         self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
         self.format = format_of(tokenizer_of(OWN["json"]))
         monkeypatch.setattr(engines, "answer", self.answer)
-        monkeypatch.setattr(engines, "CALM", 1e9)  # nothing is read ahead
-        together = SimpleNamespace(step=lambda: None, close=lambda: None)
-        served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
+        monkeypatch.setattr(engines, "QUIET", 1e9)  # nothing is read ahead
+        batch = SimpleNamespace(step=lambda: None, close=lambda: None)
+        served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
-        self.site = Site(self.engine, Metrics(self.engine), Rules())
-        self.site.door = Door(
+        self.service = Service(self.engine, Metrics(self.engine), Rules())
+        self.service.info = ModelInfo(
             ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0
         )
 
     def answer(self, served, job, crowded):
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
-        self.prompts.append(job.ask.prompt)
-        job.tell(Begun(0))
+        self.prompts.append(job.request.prompt)
+        job.send(Begun(0))
         job.reading = False
-        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.ask.tools)
+        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
-                job.tell(part)
+                job.send(part)
             yield
         for part in splitter.end(cut=False):
-            job.tell(part)
-        job.tell(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
+            job.send(part)
+        job.send(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def scripted(request, monkeypatch):
     app.engine.start()
     while app.engine.state == "loading":
         time.sleep(0.001)
-    with TestClient(application(app.site), base_url="http://localhost") as client:
+    with TestClient(application(app.service), base_url="http://localhost") as client:
         app.client = client
         yield app
     app.engine.stop(0)

@@ -7,9 +7,9 @@ import pytest
 
 import mlx_mtp
 from mlx_mtp.serve.answer import TextPart
-from mlx_mtp.serve.exchange import data
+from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
-from mlx_mtp.serve.job import Ask, Begun, End, Job
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job
 from mlx_mtp.serve.logprobs import _bytes
 
 
@@ -99,7 +99,7 @@ def test_logprobs(chat):
 
 
 def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
-    tokenizer = served.site.door.tokenizer
+    tokenizer = served.service.info.tokenizer
     first, *_ = tokenizer.encode("\U0001f600", add_special_tokens=False)
     choice = chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
     assert choice["logprobs"]["content"][0]["bytes"] == [0xF0]
@@ -117,12 +117,14 @@ class Pieces(str):
 
 def test_a_prompt_that_is_being_read_is_silence(served):
     """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
-    events, over = [], threading.Event()
-    prompt = served.site.door.tokenizer.encode("read this " * 100)
-    ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
-    served.site.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
-    assert over.wait(60)
-    assert len(prompt) > 2 * served.site.engine.served.tree.chunking.step
+    events, finished = [], threading.Event()
+    prompt = served.service.info.tokenizer.encode("read this " * 100)
+    request = DecodeRequest(prompt, max_tokens=1, sampling={"seed": 1})
+    served.service.engine.submit(
+        [Job(request, lambda event: (events.append(event), isinstance(event, End) and finished.set()))]
+    )
+    assert finished.wait(60)
+    assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
     assert [type(event) for event in events] == [Begun, TextPart, End]
 
 

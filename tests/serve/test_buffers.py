@@ -11,7 +11,7 @@ import published
 import pytest
 from letters import Letters
 from mlx.utils import tree_flatten
-from prefix_asks import ask, prompts, serve
+from prefix_requests import generate, prompts, serve
 from sweep import sampled
 
 import mlx_mtp
@@ -23,9 +23,9 @@ from mlx_mtp.decoding.buffer_count import CONVERSATION, LEAST_CHUNK, count_buffe
 from mlx_mtp.demo import demo_path
 from mlx_mtp.machine.memory import METAL_BUFFERS
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import MOST_BUFFERS
+from mlx_mtp.serve.prefixes import MAX_BUFFERS
 
-CHUNK = 4  # tokens, of `prefix_asks`
+CHUNK = 4  # tokens, of `prefix_requests`
 KINDS = ("qwen3_5", "step3p5", "mimo_v2_flash", "glm4_moe")  # states, windows and several heads, rows alone
 RELEASED = [file for file in published.FILES if not file.stem.startswith("eagle3")]
 MANY = ("step-3.5-flash", "qwen3.5-0.8b", "deepseek-v3.2")  # of several windows, states, or weights
@@ -50,7 +50,7 @@ def chunks_of(tree):
 
 def arrays_of(chunk):
     rows = [part for parts in chunk.rows for part in parts]
-    return [rows, chunk.moment.arrays if chunk.moment else []]
+    return [rows, chunk.checkpoint.arrays if chunk.checkpoint else []]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def model(request, tmp_path, tiny_models):
 
 def test_the_count_is_that_of_real_arrays(model, tmp_path):
     served, prompt = serve(model), prompts(model.vocab_size)[1]
-    ask(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
+    generate(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
     tree, tokens = served.tree, len(prompt) - len(prompt) % CHUNK - (len(prompt) % CHUNK == 0) * CHUNK
     found = chunks_of(tree)
     assert len(found) == tokens // CHUNK == tree.chunks
@@ -115,12 +115,12 @@ def test_copies_in_one_buffer_have_the_values_and_are_aligned():
 def test_the_least_recently_used_chunks_go_where_there_are_too_many_buffers(model):
     served = serve(model)
     texts = [np.random.default_rng(seed).integers(0, model.vocab_size, 21).tolist() for seed in range(4)]
-    ask(served, texts[0])
+    generate(served, texts[0])
     tree = served.tree
-    tree.most_buffers = 2 * tree.buffers
+    tree.max_buffers = 2 * tree.buffers
     for text in texts[1:]:
-        ask(served, text)
-        assert tree.buffers <= tree.most_buffers
+        generate(served, text)
+        assert tree.buffers <= tree.max_buffers
     held = [tree.covered(text) for text in texts]
     assert held[0] == 0
     assert held[-1] == 20
@@ -139,6 +139,6 @@ def test_a_long_conversation_with_a_full_prefix_cache_is_below_a_tenth_of_the_li
     blank = mlx_mtp.make_prompt_cache(model, **layout)
     found = count_buffers(blank, CONVERSATION, LEAST_CHUNK)
     recurrent = CONVERSATION // LEAST_CHUNK * (not all(has_rows(c) for c in blank.caches))  # a type more in 16 bits
-    assert found.prefixes + recurrent <= MOST_BUFFERS, "the conversation itself would not fit"
+    assert found.prefixes + recurrent <= MAX_BUFFERS, "the conversation itself would not fit"
     several = 8 * found.caches + 3 * found.recordings  # requests at once, and recordings of more threads
-    assert replace(found, prefixes=MOST_BUFFERS).total + several < METAL_BUFFERS // 10
+    assert replace(found, prefixes=MAX_BUFFERS).total + several < METAL_BUFFERS // 10

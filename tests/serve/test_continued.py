@@ -140,7 +140,7 @@ def rest_of(served, api, content, **more):
 def test_every_api_continues_where_the_answer_was_cut(served, api):
     body = {"messages": [SAID], "max_tokens": 30}
     whole = served.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"]
-    tokenizer = served.site.door.tokenizer
+    tokenizer = served.service.info.tokenizer
     ids = tokenizer.encode(whole, add_special_tokens=False)
     for cut in (1, 3, 6):
         front = tokenizer.decode(ids[:cut])

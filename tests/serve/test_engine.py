@@ -8,10 +8,10 @@ import types
 import pytest
 
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.engine import Engine, Full, Limits
-from mlx_mtp.serve.job import Ask, End, Failed, Job
+from mlx_mtp.serve.engine import Engine, Limits, QueueFull
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 
-SERVED = types.SimpleNamespace(ranks=None, together=None, files=None, tree=types.SimpleNamespace(decoded=False))
+SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
 
 
 class Steps:
@@ -24,15 +24,15 @@ class Steps:
 
     def answer(self, served, job, crowded):
         try:
-            for token in job.ask.prompt:
+            for token in job.request.prompt:
                 self.hold.wait()
                 if token < 0:
                     raise {-1: RuntimeError("broken"), -2: ValueError("wrong")}[token]
-                self.order.append(job.ask.prompt[0])
+                self.order.append(job.request.prompt[0])
                 yield
-            job.tell("end")
+            job.send("end")
         finally:
-            self.closed.append(job.ask.prompt[0])
+            self.closed.append(job.request.prompt[0])
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ class Client(list):
 
     def __init__(self, prompt, **more):
         super().__init__()
-        self.over = threading.Event()
-        self.job = Job(Ask(prompt, follows=more.pop("follows", None)), self.take, **more)
+        self.finished = threading.Event()
+        self.job = Job(DecodeRequest(prompt, follows=more.pop("follows", None)), self.take, **more)
 
     def take(self, event):
         self.append(event)
         if event == "end" or isinstance(event, (End, Failed)):
-            self.over.set()
+            self.finished.set()
 
 
 def submit(engine, *prompts, **more):
@@ -79,7 +79,7 @@ def submit(engine, *prompts, **more):
 
 
 def wait(clients):
-    assert all(client.over.wait(5) for client in clients)
+    assert all(client.finished.wait(5) for client in clients)
 
 
 def test_steps_are_taken_in_turn(engine, steps):
@@ -103,7 +103,7 @@ def test_what_fails_fails_alone(engine, steps):
 
 
 def test_who_goes_frees_the_engine(engine, steps):
-    one = engine(at_once=1)
+    one = engine(active=1)
     first, second = submit(one, [1] * 10**7, [2])
     while not steps.order:
         time.sleep(0.001)
@@ -115,18 +115,18 @@ def test_who_goes_frees_the_engine(engine, steps):
 
 def test_a_full_queue_and_an_ending_engine_take_nobody(engine, steps):
     steps.hold.clear()
-    one = engine(at_once=1, waiting=2)
+    one = engine(active=1, queued=2)
     clients = submit(one, [1])
-    while one.waiting:
+    while one.queued:
         time.sleep(0.001)
     clients += submit(one, [2], [3])
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         submit(one, [4])
     one.stop(0)
     steps.hold.set()
     one.thread.join(5)
     assert [type(c[-1]) for c in clients[1:]] == [Failed, Failed]
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         submit(one, [5])
 
 
@@ -152,12 +152,12 @@ def test_what_was_asked_last_is_read_to_its_end_in_a_quiet_moment(engine, steps,
     """Nobody is told if it fails."""
     read, served = [], types.SimpleNamespace(**{**vars(SERVED), "tree": types.SimpleNamespace(decoded=True)})
 
-    def read_end(served, prompt):
+    def prefill_tail(served, prompt):
         read.append(prompt)
         yield 1 // (not breaks)
 
-    monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
-    monkeypatch.setattr(engines, "read_end", read_end)
+    monkeypatch.setattr(engines, "prefill_next", lambda *_: iter(()))
+    monkeypatch.setattr(engines, "prefill_tail", prefill_tail)
     one = engine(lambda: served)
     wait(submit(one, [1], [2, 2]))
     until = time.monotonic() + 5
@@ -203,7 +203,7 @@ def test_a_client_that_cannot_be_reached_is_given_up(engine, steps):
     for client in (gone, other):
         one.submit([client.job])
     wait([other])
-    while not gone.job.over:
+    while not gone.job.finished:
         time.sleep(0.001)
     assert other == ["end"]
     assert [type(event) for event in gone] == [str, Failed]

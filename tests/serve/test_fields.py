@@ -137,7 +137,7 @@ ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens
 
 
 @pytest.fixture
-def door():
+def info():
     plain = load(demo_path())._tokenizer
     tokenizer = TokenizerWrapper(plain)
     tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
@@ -149,16 +149,16 @@ def door():
     return use
 
 
-def prompt_of(door, body):
+def prompt_of(info, body):
     warnings = []
-    options = template_of(body, door, warnings)
+    options = template_of(body, info, warnings)
     question = [{"role": "user", "content": "hi"}]
-    return door.tokenizer.apply_chat_template(question, tokenize=False, **options), warnings
+    return info.tokenizer.apply_chat_template(question, tokenize=False, **options), warnings
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_spelling_sets_the_variable_that_the_template_reads(door, name):
-    used = door(TEMPLATES[name], {"reasoning_effort": "high"} if name == "strict" else None)
+def test_every_spelling_sets_the_variable_that_the_template_reads(info, name):
+    used = info(TEMPLATES[name], {"reasoning_effort": "high"} if name == "strict" else None)
     for body in OFF:
         text, warnings = prompt_of(used, body)
         assert "OFF" in text, body
@@ -170,22 +170,22 @@ def test_every_spelling_sets_the_variable_that_the_template_reads(door, name):
 
 
 @pytest.mark.parametrize("name", NO_SWITCH)
-def test_thinking_that_cannot_be_switched_off_is_a_warning(door, name):
+def test_thinking_that_cannot_be_switched_off_is_a_warning(info, name):
     for body in OFF:
         if body != {"chat_template_kwargs": {"thinking": False}}:
-            _, warnings = prompt_of(door(NO_SWITCH[name]), body)
+            _, warnings = prompt_of(info(NO_SWITCH[name]), body)
             assert len(warnings) == 1, body
             assert "cannot be switched off" in warnings[0]
-    assert prompt_of(door(NO_SWITCH[name]), {"thinking": {"type": "adaptive"}, "enable_thinking": None})[1] == []
+    assert prompt_of(info(NO_SWITCH[name]), {"thinking": {"type": "adaptive"}, "enable_thinking": None})[1] == []
 
 
-def test_efforts_and_variables_reach_the_template(door):
+def test_efforts_and_variables_reach_the_template(info):
     for body in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
-        assert prompt_of(door(PRINTS), body) == ("hieffort low", [])
-    assert prompt_of(door(TEMPLATES["strict"], {"reasoning_effort": "high"}), {"reasoning_effort": "low"})[1] == [
+        assert prompt_of(info(PRINTS), body) == ("hieffort low", [])
+    assert prompt_of(info(TEMPLATES["strict"], {"reasoning_effort": "high"}), {"reasoning_effort": "low"})[1] == [
         "reasoning_effort='low' is ignored: the chat template refuses it"
     ]
-    text, warnings = prompt_of(door(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
+    text, warnings = prompt_of(info(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
     assert (text, len(warnings)) == ("hi", 1)
     assert "chat_template_kwargs.reasoning_efort" in warnings[0]
 
@@ -193,9 +193,9 @@ def test_efforts_and_variables_reach_the_template(door):
 @pytest.mark.parametrize(
     "wrong", [{"thinking": "off"}, {"thinking": {"type": "never"}}, {"enable_thinking": "false"}, {"reasoning": 5}]
 )
-def test_spellings_that_mean_nothing_are_refused(door, wrong):
+def test_spellings_that_mean_nothing_are_refused(info, wrong):
     with pytest.raises(Refused, match=next(iter(wrong))):
-        prompt_of(door(PRINTS), wrong)
+        prompt_of(info(PRINTS), wrong)
 
 
 # Tools and pictures
@@ -225,11 +225,11 @@ def test_tools_beside_functions_are_ignored_with_a_warning(served, api, tool, ot
     assert other["type"] in alone.json()["error"]["message"]
 
 
-def test_tools_without_a_place_in_the_template_are_a_warning(served, door, caplog):
+def test_tools_without_a_place_in_the_template_are_a_warning(served, info, caplog):
     assert "no place" in post(served, "chat", tools=[CHAT_FUNCTION]).headers[WARNING]
     assert "no place" in caplog.text
-    assert not renders_tools(door("").tokenizer, {})
-    assert renders_tools(door("{% if tools %}{{ tools | tojson }}{% endif %}").tokenizer, {})
+    assert not renders_tools(info("").tokenizer, {})
+    assert renders_tools(info("{% if tools %}{{ tools | tojson }}{% endif %}").tokenizer, {})
 
 
 PNG = {"type": "base64", "media_type": "image/png", "data": ""}

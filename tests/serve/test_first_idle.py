@@ -10,7 +10,7 @@ from served import settings
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, End, Job
+from mlx_mtp.serve.job import DecodeRequest, End, Job
 from mlx_mtp.serve.prefixes import comparisons, rows_alike
 from mlx_mtp.serve.server import Loaded, shared
 
@@ -63,8 +63,8 @@ def until(found) -> None:
 def answered(engine) -> str:
     """Ask for five letters behind PROMPT."""
     events = []
-    engine.submit([job := Job(Ask(PROMPT, max_tokens=5), events.append)])
-    until(lambda: job.over)
+    engine.submit([job := Job(DecodeRequest(PROMPT, max_tokens=5), events.append)])
+    until(lambda: job.finished)
     assert isinstance(events[-1], End)
     return "".join(getattr(event, "text", "") for event in events)
 
@@ -98,10 +98,10 @@ def test_an_answer_is_the_same_before_while_and_after_rows_are_compared(passes, 
     counted.clear()
     engine = start(model)
     until(lambda: counted)
-    monkeypatch.setattr(engines, "CALM", 1000)
+    monkeypatch.setattr(engines, "QUIET", 1000)
     assert answered(engine) == text
     assert not engine.served.tree.decoded
-    monkeypatch.setattr(engines, "CALM", 0.001)
+    monkeypatch.setattr(engines, "QUIET", 0.001)
     assert answered(engine) == text  # which ends the wait for calm
     until(lambda: engine.served.tree.decoded)
     assert answered(engine) == text

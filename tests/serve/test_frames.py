@@ -184,6 +184,6 @@ def test_a_request_is_split_by_the_models_frames(ask, kind):
     tokenizer = SimpleNamespace(has_thinking=True, decode=lambda _: "<|channel|>final<|message|>It beg")
     served = SimpleNamespace(tokenizer=tokenizer, frames=frames.HARMONY, tool_format=HARMONY_FORMAT)
     text = "x" if kind else "<|channel|>final<|message|>x"
-    splitter = job._splitter(served, job.Ask([1], **ask))
+    splitter = job._splitter_for(served, job.DecodeRequest([1], **ask))
     assert splitter.feed(text) + splitter.end(cut=False) == [TextPart("x", kind == REASONING)]
-    assert type(job._splitter(served, job.Ask([1]))) is Splitter
+    assert type(job._splitter_for(served, job.DecodeRequest([1]))) is Splitter

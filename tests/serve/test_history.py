@@ -11,8 +11,8 @@ from sweep import SWEEP
 from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, result, tokenizer_of, turn
 
 from mlx_mtp.serve.answer import Splitter, TextPart, ToolCall
+from mlx_mtp.serve.api_request import CallIds
 from mlx_mtp.serve.chat import messages_of
-from mlx_mtp.serve.exchange import CallIds
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of

@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 from browser import CHROMIUM, Browser
 
-from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.guard import Rules
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machin
 @pytest.fixture(scope="module")
 def address(served):
     """Where a real server listens, in front of the same engine; it wants a key."""
-    site = Site(served.site.engine, served.site.metrics, Rules("secret"), door=served.site.door)
-    server = uvicorn.Server(uvicorn.Config(application(site), port=0, log_level="error"))
+    service = Service(served.service.engine, served.service.metrics, Rules("secret"), info=served.service.info)
+    server = uvicorn.Server(uvicorn.Config(application(service), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     while not server.started:

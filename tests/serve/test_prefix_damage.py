@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from letters import Letters
-from prefix_asks import LARGE, lines, prompts, restarted, serve, written
-from prefix_asks import ask_two as ask
+from prefix_requests import LARGE, lines, prompts, restarted, serve, written
+from prefix_requests import generate_two as generate
 
 from mlx_mtp.serve import chunk_file
 from mlx_mtp.serve.prefix_files import PrefixFiles
@@ -75,7 +75,7 @@ def stored(small, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
         written(small, directory, *texts)
-        return directory, texts, [ask(serve(small), text)[0] for text in texts]
+        return directory, texts, [generate(serve(small), text)[0] for text in texts]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the start", "after the start"])
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_used_is_removed_with_one_line(small, stored, tmp_
     file = max(PrefixFiles(directory, LARGE).known.items(), key=lambda item: len(item[1]))[0]
     damage(file)
     served = started or restarted(small, directory)
-    assert [ask(served, text)[0] for text in texts] == fresh
+    assert [generate(served, text)[0] for text in texts] == fresh
     assert len(lines(caplog)) == 1
     assert not file.exists()
     assert len(list(directory.iterdir())) == 1
@@ -100,7 +100,7 @@ def test_a_file_that_is_gone_or_cannot_be_read_changes_nothing(small, stored, tm
     shutil.copytree(source, directory)
     served = restarted(small, directory)
     act(max(served.files.known, key=lambda file: len(served.files.known[file])))
-    assert [ask(served, text)[0] for text in texts] == fresh
+    assert [generate(served, text)[0] for text in texts] == fresh
     assert len(lines(caplog)) == count
     shutil.rmtree(directory)
     served.files.save(served.tree)
@@ -119,12 +119,12 @@ def test_a_byte_that_changes_never_changes_an_answer(small, stored, tmp_path, pl
     length = 8 + int.from_bytes(content[:8], "little") if header else len(content)
     content[int(place * length)] ^= flip
     file.write_bytes(content)
-    assert ask(started or restarted(small, directory), texts[1])[0] == fresh[1]
+    assert generate(started or restarted(small, directory), texts[1])[0] == fresh[1]
 
 
 def test_a_full_disk_is_one_line_and_nothing_is_left(small, tmp_path, monkeypatch, caplog):
     served = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(served, prompts(40)[0])
+    generate(served, prompts(40)[0])
     for broken in ("fsync", "rename"):
         caplog.clear()
 
@@ -169,20 +169,20 @@ def test_what_another_server_is_writing_stays_and_counts(small, tmp_path, monkey
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     one = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(one, first, turns=(18,))
+    generate(one, first, turns=(18,))
     assert all(one.files.step(one.tree) for _ in range(5))
     (partial,) = tmp_path.iterdir()
     other = restarted(small, tmp_path)
-    ask(other, second)
+    generate(other, second)
     other.files.save(other.tree)
     (whole,) = other.files.known
     other.files.limit = whole.stat().st_size + partial.stat().st_size - 1
     other.files.save(other.tree)
     assert not whole.exists()
     one.files.save(one.tree)
-    assert ask(other, first)[1] == 20  # it finds what the first one has written since
+    assert generate(other, first)[1] == 20  # it finds what the first one has written since
     assert not partial.exists()
     one.files.limit = 0
     one.files.save(one.tree)
-    assert ask(other, [*first, 1])[1] == 20
-    assert ask(restarted(small, tmp_path), first)[1] == 0
+    assert generate(other, [*first, 1])[1] == 20
+    assert generate(restarted(small, tmp_path), first)[1] == 0

@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, Job
+from mlx_mtp.serve.job import DecodeRequest, Job
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.server import Loaded
 
@@ -42,9 +42,9 @@ def session(demo, flags, directory, *questions, until=lambda: True):
     """(texts, cached tokens) of questions behind one system prompt, in a server of its own; until: what ends it."""
     layout = {"kv_group_size": 32, **flags}
     files = directory and PrefixFiles(directory, 1 << 28)
-    site, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
+    service, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
     found = []
-    while site.engine.state == "loading":
+    while service.engine.state == "loading":
         time.sleep(0.01)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         for question in questions:
@@ -58,9 +58,9 @@ def session(demo, flags, directory, *questions, until=lambda: True):
         while not until() and time.monotonic() < end:
             time.sleep(0.01)
         assert until()
-    site.engine.store = lambda served: None  # as if the process were killed now
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.store = lambda served: None  # as if the process were killed now
+    service.engine.stop(0)
+    service.engine.thread.join()
     return found
 
 
@@ -105,9 +105,9 @@ def engine(monkeypatch):
 
     def make(files, answer):
         monkeypatch.setattr(engines, "answer", answer)
-        monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
+        monkeypatch.setattr(engines, "prefill_next", lambda *_: iter(()))
         tree = types.SimpleNamespace(decoded=False)
-        served = types.SimpleNamespace(ranks=None, together=None, files=files, tree=tree)
+        served = types.SimpleNamespace(ranks=None, batch=None, files=files, tree=tree)
         made.append(Engine(load=lambda: served))
         made[-1].start()
         return made[-1]
@@ -120,9 +120,9 @@ def engine(monkeypatch):
 
 
 def asked(engine, prompt):
-    over = threading.Event()
-    engine.submit([Job(Ask(prompt), lambda event: over.set())])
-    return over
+    finished = threading.Event()
+    engine.submit([Job(DecodeRequest(prompt), lambda event: finished.set())])
+    return finished
 
 
 def reached(condition):
@@ -174,7 +174,7 @@ def test_nothing_is_written_while_anybody_is_answered(engine):
     files, hold = Storing(10**9), threading.Event()
 
     def slow(served, job, crowded):
-        while job.ask.prompt == [2] and not hold.is_set():
+        while job.request.prompt == [2] and not hold.is_set():
             yield
         job.emit("end")
         yield

@@ -66,13 +66,13 @@ def client(tmp_path_factory):
         return Loaded(model, tokenizer, {}, {})
 
     options = {"adaptive": False}
-    site, app = start(load, options=options)
+    service, app = start(load, options=options)
     with TestClient(app, base_url="http://localhost") as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
         yield client
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
 
 
 def chat(client, **body):

@@ -5,7 +5,7 @@ from compile_mode import NO_FUSE, set_mode
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
@@ -27,7 +27,7 @@ def demo():
 
 def start(load=demo, limits=None, **changes):
     """(site, application) of an engine that is starting."""
-    engine = Engine(lambda: opened(load(), settings(**changes), site), limits or Limits())
-    site = Site(engine, Metrics(engine), changes.get("rules", Rules()))
+    engine = Engine(lambda: opened(load(), settings(**changes), service), limits or Limits())
+    service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
     engine.start()
-    return site, application(site)
+    return service, application(service)

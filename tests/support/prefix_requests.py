@@ -4,7 +4,7 @@ import numpy as np
 from letters import Letters
 
 import mlx_mtp
-from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job, Served, answer
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 
@@ -18,10 +18,10 @@ def serve(model, limit=LARGE, chunking=FIXED, files=None, drafts=2, **layout):
     return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None, files)
 
 
-def ask(served, prompt, n=6, turns=(), **sampling):
+def generate(served, prompt, n=6, turns=(), **sampling):
     """(text, tokens of the prompt that were remembered)."""
     events = []
-    for _ in answer(served, Job(Ask(prompt, turns, n, sampling=sampling), events.append), lambda: False):
+    for _ in answer(served, Job(DecodeRequest(prompt, turns, n, sampling=sampling), events.append), lambda: False):
         pass
     (begun,) = [e for e in events if isinstance(e, Begun)]
     assert isinstance(events[-1], End)
@@ -29,16 +29,16 @@ def ask(served, prompt, n=6, turns=(), **sampling):
     return "".join(getattr(e, "text", "") for e in events), begun.cached
 
 
-def ask_two(served, prompt, **more):
+def generate_two(served, prompt, **more):
     """(a text of two tokens, tokens of the prompt that were remembered)."""
-    return ask(served, prompt, 2, **more)
+    return generate(served, prompt, 2, **more)
 
 
 def written(model, directory, *texts, turns=(18,), **layout):
     """Answer prompts, and keep what is remembered of them in files."""
     served = serve(model, files=PrefixFiles(directory, LARGE), **layout)
     for text in texts:
-        ask_two(served, text, turns=turns)
+        generate_two(served, text, turns=turns)
     served.files.save(served.tree)
     return served
 

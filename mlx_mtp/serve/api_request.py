@@ -13,11 +13,11 @@ from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
-from .fields import MOST_CHOICES, Door, Refused, boolean, integer
+from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
-from .job import Ask, Begun, End, Failed
+from .job import Begun, DecodeRequest, End, Failed
 from .prompts import Prompt, encode_chat
-from .sampling_fields import asks_for
+from .sampling_fields import decode_requests
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
@@ -35,9 +35,9 @@ class Answer(NamedTuple):
 class CallIds:
     """The ids of the calls in a request's answers, in the form that the model's chat template takes."""
 
-    def __init__(self, door: Door, prefix: str):
+    def __init__(self, info: ModelInfo, prefix: str):
         self._prefix, self._nonce = prefix, secrets.token_hex(12)
-        self._short = traits_of(door.tokenizer).ids == "short"
+        self._short = traits_of(info.tokenizer).ids == "short"
 
     def of(self, choice: int, index: int) -> str:
         """The id of the call with this index in an answer."""
@@ -45,7 +45,7 @@ class CallIds:
         return digest[:9] if self._short else self._prefix + digest[:24]
 
 
-class Exchange:
+class ApiRequest:
     """A request as one API reads it, and its answers as that API writes them.
 
     body: of the request, as JSON has it; raises Refused.
@@ -56,14 +56,14 @@ class Exchange:
     """
 
     api: str
-    asks: list[Ask]
+    requests: list[DecodeRequest]
     call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.warnings = door.called(body), check_fields(self.api, body)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        self.model, self.warnings = info.called(body), check_fields(self.api, body)
         self.stream = boolean(body, "stream")
-        self.call_ids = CallIds(door, self.call_prefix)
+        self.call_ids = CallIds(info, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
@@ -78,14 +78,14 @@ class Exchange:
     def whole(self, answers: list[Answer]) -> dict[str, Any]: ...
 
 
-class Completion(Exchange):
+class ChoicesRequest(ApiRequest):
     """A request for choices, each of which is told in chunks: what OpenAI's two completions have in common."""
 
     prefix: str  # of ids
     kinds: tuple[str, str]  # names of the whole and of a chunk
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
         options = body.get("stream_options") or {}
         self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -112,7 +112,7 @@ class Completion(Exchange):
 
     def usage(self, ends: list[End]) -> dict[str, Any]:
         """Count tokens as OpenAI does, all choices together, and beside them what the drafts did."""
-        prompt = sum(len(ask.prompt) for ask in self.asks) // self.choices
+        prompt = sum(len(request.prompt) for request in self.requests) // self.choices
         made, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
         accepted = drafts["draft_n_accepted"]
         return {
@@ -163,8 +163,8 @@ def figures(ends: list[End]) -> dict[str, Any]:
     }
 
 
-def asks_of(
-    door: Door,
+def chat_decode_requests(
+    info: ModelInfo,
     body: dict[str, Any],
     messages: list[Message],
     tools: list[Any] | None,
@@ -172,24 +172,24 @@ def asks_of(
     warnings: list[str],
     ids: CallIds,
     **more: Any,
-) -> list[Ask]:
+) -> list[DecodeRequest]:
     """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
 
     messages: with texts as content. ids: of the answers' calls. more: of `asks_for`.
     """
     how = end_of_prompt(body, messages)
-    prompt = prompt_of(door, messages, tools, template, turns=door.turns, **how)
-    if tools and not renders_tools(door.tokenizer, template):
+    prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
+    if tools and not renders_tools(info.tokenizer, template):
         warnings.append("tools are not in the prompt: the chat template has no place for them")
-    elif tools and door.unread_calls:
-        warnings.append(f"tool calls may come back as text: {door.unread_calls}")
-    known, tokens = door.tokenizer, prompt.tokens
+    elif tools and info.unread_calls:
+        warnings.append(f"tool calls may come back as text: {info.unread_calls}")
+    known, tokens = info.tokenizer, prompt.tokens
     thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)
-    follows = partial(_next_prompt, door, messages, tools, template, ids, continues=continues)
+    follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
     more["after_tool"] = _after_tool(messages)
-    return asks_for(door, prompt, body, **more)
+    return decode_requests(info, prompt, body, **more)
 
 
 def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:
@@ -211,19 +211,19 @@ def _after_tool(messages: list[Message]) -> bool:
 
 
 def prompt_of(
-    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
+    info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
 ) -> Prompt:
     """Encode a conversation; raises Refused."""
     if not messages:
         raise Refused("messages: allowed is one or more", param="messages")
     try:
-        return encode_chat(door.tokenizer, door.marks, messages, tools, template, **how)
+        return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
     except ValueError as e:
         raise Refused(str(e), param="messages") from e
 
 
 def _next_prompt(
-    door: Door,
+    info: ModelInfo,
     messages: list[Message],
     tools: list[Any] | None,
     template: dict[str, Any],
@@ -241,7 +241,7 @@ def _next_prompt(
     told = finished(messages, answer) if continues else [*messages, answer]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     asked = [*told, *(results or [{"role": "user", "content": ""}])]
-    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
+    return encode_chat(info.tokenizer, info.marks, asked, tools, template, turns=False, answers=False).tokens
 
 
 def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:

@@ -18,7 +18,7 @@ Responses = Generator[GenerationResponse | None, None, None]
 FAILED = "answers that were decoded together failed"
 
 
-class Together:
+class BatchDecoder:
     """The batch of a model, and of each of its answers what was said and is not told yet.
 
     options: keyword arguments of `stream_generate` for all answers. step: tokens of a prompt that are read at a time.
