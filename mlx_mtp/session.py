@@ -56,7 +56,7 @@ class Turn:
 class ChatSession:
     """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
-    cache: its `PromptCache`, whose `tokens` are right however a turn ended. num_draft_tokens: may be set between turns.
+    cache: its `PromptCache`; `tokens` are correct however a turn ended. num_draft_tokens: may change between turns.
     stopping: set it in a signal handler or another thread to end the current turn; the end of the turn clears it.
     """
 
