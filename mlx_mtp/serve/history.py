@@ -1,4 +1,4 @@
-"""Bring tool calls and their results in a conversation to the form that the chat template takes."""
+"""Convert the tool calls and tool results of a conversation to the form that the chat template accepts."""
 
 import hashlib
 import itertools
@@ -13,15 +13,15 @@ from .tool_calls.json_text import members
 from .tool_calls.schema import dumps
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-STAND_IN = "\ufdd2"  # begins the key of a value that stands for a text; a noncharacter
-ESCAPED = r"\ufdd2"  # as templates print it that print ASCII only
+STAND_IN = "\ufdd2"  # starts the key of a placeholder; a noncharacter
+ESCAPED = r"\ufdd2"  # how templates that print only ASCII print it
 KEY = rf'"(?:{STAND_IN}|{re.escape(ESCAPED)})(\d+)"'
 STANDING_IN = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
-Hold = Callable[[Any], Any]  # takes marks out of the texts of a JSON value
+Hold = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
 
 
 class Link(NamedTuple):
-    """What a result needs of its call. given: the id as the client wrote it."""
+    """The facts of a call that its result needs. given: the client's id. id: the template's. number: call's index."""
 
     given: str
     id: str
@@ -30,26 +30,26 @@ class Link(NamedTuple):
 
 
 def linked(messages: list[Message], traits: Traits) -> list[Message]:
-    """Messages with ids that the template takes, results with their calls' names and in the order of the calls.
+    """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
     A result without an id belongs to the first call of the last answer that has no result yet.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
-    waiting: list[Link] = []
+    pending: list[Link] = []
     count = 0
     for message in messages:
         if calls := message.get("tool_calls"):
             if traits.content != CONTENT:
                 found += [(0, each) for each in _without_calls(message)]
                 message = {"role": "assistant", "content": traits.content}
-            waiting = [_link(call, count + i, traits) for i, call in enumerate(calls)]
+            pending = [_link(call, count + i, traits) for i, call in enumerate(calls)]
             count += len(calls)
-            links |= {link.given: link for link in waiting}
-            named = [{**call, "id": link.id} for call, link in zip(calls, waiting, strict=True)]
-            message = {**message, "tool_calls": named}
+            links |= {link.given: link for link in pending}
+            calls = [{**call, "id": link.id} for call, link in zip(calls, pending, strict=True)]
+            message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
-            found.append(_linked_result(message, links, waiting, traits))
+            found.append(_linked_result(message, links, pending, traits))
         else:
             found.append((0, message))
     runs = itertools.groupby(found, key=lambda each: each[1]["role"])
@@ -57,43 +57,41 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
 
 
 def _without_calls(message: Message) -> list[Message]:
-    """What an answer says beside its calls, as a turn of its own."""
-    said = {key: value for key, value in message.items() if key != "tool_calls"}
-    return [said] if said["content"] or said.get("reasoning_content") else []
+    """Return an answer's content and reasoning as a message, if it has any."""
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [rest] if rest["content"] or rest.get("reasoning_content") else []
 
 
 def _link(call: dict[str, Any], number: int, traits: Traits) -> Link:
     given, name = call.get("id") or "", call["function"]["name"]
-    own = f"functions.{name}:{number}" if traits.ids == "numbered" else _id(given or f"call_{number}", traits)
-    return Link(given, own, name, number)
+    id = f"functions.{name}:{number}" if traits.ids == "numbered" else _id(given or f"call_{number}", traits)
+    return Link(given, id, name, number)
 
 
 def _id(given: str, traits: Traits) -> str:
-    """The id itself where the template takes it, else one that follows from it."""
+    """Return an id that the template accepts: the given one if possible, otherwise a hash of it."""
     if traits.ids != "short" or SHORT_ID.fullmatch(given):
         return given
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _linked_result(
-    message: Message, links: dict[str, Link], waiting: list[Link], traits: Traits
+    message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """A result with the id and the name of its call, and the call's number."""
+    """Return the number of a result's call, and the result with the call's id and name."""
     given = message.get("tool_call_id", "")
-    link = next((link for link in waiting if link.given == given or not given), None)
-    if link:
-        waiting.remove(link)
-    link = link or links.get(given)
-    if not link:
+    if link := next((link for link in pending if link.given == given or not given), None):
+        pending.remove(link)
+    elif not (link := links.get(given)):
         return 0, {**message, "tool_call_id": _id(given, traits)} if given else message
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 
 
 def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact: bool) -> tuple[list[Message], list]:
-    """Messages with the arguments of calls in the template's form, and the texts of the stand-ins among them.
+    """Return messages with tool-call arguments in the template's form, and the texts of their placeholders.
 
-    exact: what the template would write in letters of its own is a stand-in for the text as the client wrote it.
-    Text that is no JSON object is an object's one member where the template reads members.
+    exact: put a placeholder where the template would write JSON otherwise than the client did. If the template reads
+    members, arguments that are no JSON object become an object with one member.
     """
     texts: list[str] = []
     found: list[Message] = []
@@ -105,7 +103,7 @@ def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact
 
 
 def restored(text: str, texts: list[str]) -> str | None:
-    """A rendered text with the texts that stand-ins stand for; None where the template took one of them apart."""
+    """Replace the placeholders in a rendered text by their texts; return None if the template changed one of them."""
     if not texts:
         return text
     text = STANDING_IN.sub(lambda match: texts[int(match[1] or match[2])], text)
@@ -113,7 +111,7 @@ def restored(text: str, texts: list[str]) -> str | None:
 
 
 def stand_ins(text: str) -> int:
-    """The number of stand-ins that a rendered text has."""
+    """Return the number of different placeholders in a rendered text."""
     return len({match[1] or match[2] for match in STANDING_IN.finditer(text)})
 
 
@@ -141,7 +139,7 @@ def _arguments(given: Any, kind: str, hold: Hold, exact: bool, texts: list[str])
 
 
 def _member(value: Any, written: str | None, hold: Hold, texts: list[str]) -> Any:
-    """A member of an object; a stand-in where it is an object or a list that JSON's usual form does not equal."""
+    """Return an argument's value, or a placeholder if it is an object or a list with unusual JSON spacing."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
         return hold(value)
     stand_in = _stand_in(hold(written), texts)
@@ -154,7 +152,7 @@ def _stand_in(text: str, texts: list[str]) -> str:
 
 
 def parsed(arguments: Any) -> Any:
-    """Read the arguments of a call, which are JSON where they are an object; else they stay what they are."""
+    """Return a call's arguments as an object if they are the JSON of one, otherwise unchanged."""
     try:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
