@@ -124,26 +124,23 @@ def chosen_tools(
     return (None if choice == "none" else functions or None), one
 
 
-def functions_of(
-    tools: list[dict[str, Any]], warnings: list[str], kinds: tuple[str, ...] = ("function",)
-) -> list[dict[str, Any]]:
-    """Return the tools of these types, which a client runs, and add a warning for each other tool.
+def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "function") -> list[dict[str, Any]]:
+    """Return the tools of type `kind`, and add a warning for each other tool.
 
-    Raises Refused if no tool is of these types.
+    Raises Refused if all tools are of other types, since then the request cannot be served.
     """
-    functions = [tool for tool in tools if (tool.get("type") or kinds[0]) in kinds]
-    others = [tool for tool in tools if (tool.get("type") or kinds[0]) not in kinds]
+    functions = [tool for tool in tools if (tool.get("type") or kind) == kind]
+    others = [tool for tool in tools if (tool.get("type") or kind) != kind]
     if others and not functions:
-        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kinds[0]}", param="tools")
+        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kind}", param="tools")
     for tool in others:
         name = f" {tool['name'][:80]!r}" if isinstance(tool.get("name"), str) else ""
         warnings.append(f"tool{name} of type {repr(tool.get('type'))[:80]} is ignored; the server takes functions")
     return functions
 
 
-def messages_of(given: list[dict[str, Any]], warnings: list[str] | None = None) -> list[Message]:
+def messages_of(given: list[dict[str, Any]], warnings: list[str]) -> list[Message]:
     """Convert messages to the form of all APIs: content is text, and roles and tool calls have one spelling."""
-    warnings = [] if warnings is None else warnings
     return [_message(message, warnings) for message in given]
 
 

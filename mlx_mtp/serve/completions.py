@@ -67,9 +67,8 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
     """Return the prompts of a text, of token ids, or of a list of either."""
-    if isinstance(given, list) and given and not all(type(each) is int for each in given):
-        return [_prompt(each, info) for each in given]
-    return [_prompt(given, info)]
+    several = isinstance(given, list) and given and not all(type(each) is int for each in given)
+    return [_prompt(each, info) for each in (given if several else [given])]
 
 
 def _prompt(given: Any, info: ModelInfo) -> Prompt:

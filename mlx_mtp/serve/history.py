@@ -41,7 +41,8 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     for message in messages:
         if calls := message.get("tool_calls"):
             if traits.content != CONTENT:
-                found += [(0, each) for each in _without_calls(message)]
+                rest = {key: value for key, value in message.items() if key != "tool_calls"}
+                found += [(0, rest)] if rest["content"] or rest.get("reasoning_content") else []
                 message = {"role": "assistant", "content": traits.content}
             pending = [_link(call, count + i, traits) for i, call in enumerate(calls)]
             count += len(calls)
@@ -54,12 +55,6 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
             found.append((0, message))
     runs = itertools.groupby(found, key=lambda each: each[1]["role"])
     return [message for _, run in runs for _, message in sorted(run, key=lambda each: each[0])]
-
-
-def _without_calls(message: Message) -> list[Message]:
-    """Return an answer's content and reasoning as a message, if it has any."""
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return [rest] if rest["content"] or rest.get("reasoning_content") else []
 
 
 def _link(call: dict[str, Any], number: int, traits: Traits) -> Link:

@@ -152,7 +152,7 @@ def _reason(end: End) -> dict[str, Any]:
 def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None, bool]:
     """Return the offered tools in OpenAI's form, or None, and whether at most one may be called."""
     tools = []
-    for tool in functions_of(items(body, "tools"), warnings, ("custom",)):
+    for tool in functions_of(items(body, "tools"), warnings, "custom"):
         if not text(tool, "name"):
             raise Refused("tools: a tool needs a name", param="tools")
         schema = tool.get("input_schema") or {"type": "object", "properties": {}}

@@ -41,7 +41,7 @@ def tokenizer_named(name):
 
 def rendered(name, messages, tools=OFFERED, **options):
     tokenizer = tokenizer_named(name)
-    prompt = encode_chat(tokenizer, marks_of(tokenizer), messages_of(messages), tools, options, turns=True)
+    prompt = encode_chat(tokenizer, marks_of(tokenizer), messages_of(messages, []), tools, options, turns=True)
     return tokenizer.decode(prompt.tokens)
 
 

@@ -18,8 +18,8 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input")
 
 
 @dataclass(frozen=True)
-class JsonMarks:
-    """The marks of one format.
+class JsonCalls:
+    """A format with these marks. In every such format a JSON object with a name and arguments is a call.
 
     start, end: marks around a block of calls; end is "" if a block lasts until the answer ends.
     call: mark that starts one call, also where a model omits the block's mark.
@@ -34,24 +34,17 @@ class JsonMarks:
     foot: str = ""
     names_are_keys: bool = False
 
-
-class JsonCalls:
-    """A format with these marks. In every such format a JSON object with a name and arguments is a call."""
-
-    def __init__(self, marks: JsonMarks):
-        self._marks = marks
-
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self._marks.start, self._marks.call) if self._marks.call else (self._marks.start,)
+        return (self.start, self.call) if self.call else (self.start,)
 
     def opening(self, tools: Tools) -> regex.Pattern[str]:
-        return _patterns(self._marks, tuple(tools.names)).opening
+        return _patterns(self, tuple(tools.names)).opening
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
         """Implement `CallFormat.read`. Calls whose end mark is missing count too."""
         calls: list[ToolCall] = []
-        patterns, end = _patterns(self._marks, tuple(tools.names)), 0
+        patterns, end = _patterns(self, tuple(tools.names)), 0
         while (block := patterns.start.match(text, end)) or not calls:
             found, at = self._block(text, block.end() if block else 0, patterns, tools)
             if not found:
@@ -73,7 +66,7 @@ class JsonCalls:
 
     def _next(self, text: str, at: int, patterns: "JsonPatterns", tools: Tools) -> Reading | None:
         """Return the calls of the JSON value at `at`; None if it is not JSON or calls a tool that is not offered."""
-        head = patterns.head.match(text, at) if self._marks.head else None
+        head = patterns.head.match(text, at) if self.head else None
         start = head.end() if head else at
         if (end := end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
             return None
@@ -81,7 +74,7 @@ class JsonCalls:
             if head:
                 calls = [ToolCall(head["name"], strict(text[start:end]))]
             else:
-                calls = list(_calls(text, start, tools, self._marks.names_are_keys))
+                calls = list(_calls(text, start, tools, self.names_are_keys))
         except ValueError:
             return None
         foot = patterns.foot.match(text, end)
@@ -99,7 +92,7 @@ class JsonPatterns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> JsonPatterns:
+def _patterns(marks: JsonCalls, names: tuple[str, ...]) -> JsonPatterns:
     name = any_of(list(names))
     head = rf"(?:{regex.escape(marks.call)})?\s*" + marks.head.replace("{name}", f"(?P<name>{name})")
     start, end = regex.escape(marks.start), regex.escape(marks.end)
@@ -135,7 +128,7 @@ def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterato
     inner = next((found[key] for key in ("function", "tool") if found.get(key, "").startswith("{")), None)
     if inner:
         found = {**found, **_object(inner, 0)}
-    name = _string(next((found[key] for key in NAME_KEYS if found.get(key, "").startswith('"')), '""'))
+    name = json.loads(strict(next((found[key] for key in NAME_KEYS if found.get(key, "").startswith('"')), '""')))
     if name not in tools.names:
         raise ValueError(f"{name!r} was not offered")
     yield ToolCall(name, _arguments(found))
@@ -143,22 +136,17 @@ def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterato
 
 def _object(text: str, start: int) -> dict[str, str]:
     """Return an object's values as text, by key. Raises ValueError if the object is not complete."""
-    return {_string(key): value for key, value in members(text, start)}
+    return {json.loads(strict(key)): value for key, value in members(text, start)}
 
 
 def _arguments(call: dict[str, str]) -> str:
     """Return a call's arguments, unchanged if they are valid JSON. Raises ValueError if they are no object."""
     written = next((call[key] for key in ARGUMENT_KEYS if key in call), "{}")
     if written.startswith('"'):  # JSON in JSON
-        written = _string(written)
+        written = json.loads(strict(written))
     if written.strip() in ("", "null"):
         return "{}"
     found = strict(written.strip())
     if not found.startswith("{"):
         raise ValueError("arguments must be an object")
     return found
-
-
-def _string(text: str) -> str:
-    """Parse a quoted JSON string."""
-    return json.loads(strict(text))

@@ -118,7 +118,8 @@ class UnescapedReader:
             elif call := self._call.match(self._text, position.at):
                 stack.append(iter([ListPosition(call.end(), (*position.calls, (call["name"], ())), True)]))
             elif position.calls and self._text.startswith("]", at := skip_space(self._text, position.at)):
-                found = Reading([_unescaped_call(name, given) for name, given in position.calls], at + 1)
+                calls = [(name, {key: _unescaped(value) for key, value in given}) for name, given in position.calls]
+                found = Reading([ToolCall(name, dumps(arguments)) for name, arguments in calls], at + 1)
                 if self._text.startswith(self._end, skip_space(self._text, at + 1)):
                     return found
                 unclosed = unclosed or found
@@ -145,10 +146,6 @@ class UnescapedReader:
             yield ListPosition(found.start(), calls, True)
             if value[:1] not in ("'", '"', "{", "["):
                 return
-
-
-def _unescaped_call(name: str, given: tuple[tuple[str, str], ...]) -> ToolCall:
-    return ToolCall(name, dumps({key: _unescaped(value) for key, value in given}))
 
 
 def _unescaped(text: str) -> Any:

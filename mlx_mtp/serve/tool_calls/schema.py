@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 Schema = dict[str, Any]
@@ -16,8 +17,7 @@ class Tools:
     """The functions that a request offers. offered: a list in OpenAI's form; entries without a name are skipped."""
 
     def __init__(self, offered: Iterable[Any] | None):
-        self.offered = list(offered or ())
-        functions = [tool.get("function") for tool in self.offered if isinstance(tool, dict)]
+        functions = [tool.get("function") for tool in offered or () if isinstance(tool, dict)]
         self._parameters: dict[str, Schema] = {
             f["name"]: f.get("parameters") or {} for f in functions if isinstance(f, dict) and f.get("name")
         }
@@ -76,11 +76,9 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
 
 def _from_python(text: str) -> str:
     """Return the JSON of a Python list, tuple or dict literal; any other text becomes a JSON string."""
-    if text.strip()[:1] in ("{", "["):
-        try:
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if text.strip()[:1] in ("{", "["):
             return dumps(_without_nan(ast.literal_eval(text.strip())))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            pass
     return dumps(text)
 
 
@@ -147,12 +145,10 @@ def strict(text: str) -> str:
 
     Line breaks and stray backslashes in strings are escaped; NaN and infinities become null, as in JavaScript.
     """
-    try:
+    with suppress(ValueError, RecursionError):
         json.loads(text, parse_constant=_refuse)
         text.encode()
         return text
-    except (ValueError, RecursionError):
-        pass
     try:
         return dumps(json.loads(_with_escaped_backslashes(text), strict=False, parse_constant=lambda _: None))
     except RecursionError as e:

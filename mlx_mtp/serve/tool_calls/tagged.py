@@ -28,8 +28,8 @@ MOST_ENDS, MOST_PLACES, MOST_CHECKED = 2000, 2500, 200_000
 
 
 @dataclass(frozen=True)
-class Tags:
-    """The tags of one format.
+class TaggedCalls:
+    """A format with these tags.
 
     start, end: around a block of calls. foot: ends one call; "" if the end of the block does.
     head: pattern that starts a call, with {name} for the offered names.
@@ -49,6 +49,25 @@ class Tags:
     pad: str = ""
     cdata: bool = False
     nested: str = ""
+
+    @functools.cached_property
+    def head_mark(self) -> str:
+        """The literal text before the name in `head`."""
+        found = LITERAL.match(self.head.partition("{name}")[0])
+        return regex.sub(r"\\(.)", r"\1", found[0]) if found else ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.start, self.head_mark) if mark)
+
+    def opening(self, tools: Tools) -> regex.Pattern[str]:
+        return _patterns(self, tuple(tools.names)).opening
+
+    def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
+        for to_the_end, declared, even in itertools.product((True, False), repeat=3):
+            if reading := TagSearch(text, self, tools, complete, declared, even).first(to_the_end):
+                return reading
+        return None
 
     def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
         """Return the JSON of argument `key` of the offered function `name`."""
@@ -89,27 +108,6 @@ class Trail(NamedTuple):
     read: str | Argument
 
 
-class Tagged:
-    """The tool-call format with these tags."""
-
-    def __init__(self, tags: Tags):
-        self.tags = tags
-        self._head_mark = _literal(tags.head)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return tuple(mark for mark in (self.tags.start, self._head_mark) if mark)
-
-    def opening(self, tools: Tools) -> regex.Pattern[str]:
-        return _patterns(self.tags, tuple(tools.names)).opening
-
-    def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        for to_the_end, declared, even in itertools.product((True, False), repeat=3):
-            if reading := TagSearch(text, self.tags, tools, complete, declared, even).first(to_the_end):
-                return reading
-        return None
-
-
 class TagPatterns(NamedTuple):
     """Compiled patterns of a format's tags and the offered names."""
 
@@ -120,7 +118,7 @@ class TagPatterns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _patterns(tags: Tags, names: tuple[str, ...]) -> TagPatterns:
+def _patterns(tags: TaggedCalls, names: tuple[str, ...]) -> TagPatterns:
     escape = regex.escape
     head = tags.head.replace("{name}", f"(?P<name>{any_of(list(names))})")
     foot = rf"{escape(tags.foot or tags.end)}"
@@ -135,12 +133,6 @@ def _patterns(tags: Tags, names: tuple[str, ...]) -> TagPatterns:
     )
 
 
-def _literal(pattern: str) -> str:
-    """Return the literal text before the name in a head's pattern."""
-    found = LITERAL.match(pattern.partition("{name}")[0])
-    return regex.sub(r"\\(.)", r"\1", found[0]) if found else ""
-
-
 class TagSearch:
     """Searches one text for the first reading of its calls.
 
@@ -148,7 +140,7 @@ class TagSearch:
     precedes and follows each argument.
     """
 
-    def __init__(self, text: str, tags: Tags, tools: Tools, complete: bool, declared: bool, even: bool):
+    def __init__(self, text: str, tags: TaggedCalls, tools: Tools, complete: bool, declared: bool, even: bool):
         self.text, self.tags, self.tools = text, tags, tools
         self.complete, self.declared, self.even = complete, declared, even
         self.patterns = _patterns(tags, tuple(tools.names))
@@ -186,7 +178,7 @@ class TagSearch:
             yield place._replace(at=at + len(self.tags.end), inside=False)
         if not place.inside and self.tags.start and self.text.startswith(self.tags.start, at):
             yield from self._after_head(place, at + len(self.tags.start))
-        elif place.inside or _literal(self.tags.head) or not place.trail:
+        elif place.inside or self.tags.head_mark or not place.trail:
             yield from self._after_head(place, at)
 
     def _after_head(self, place: Place, at: int) -> Iterator[Place]:
