@@ -61,14 +61,11 @@ NAMES = {"told", "tell", "said", "say", "there", "over", "behind", "beside", "wh
 # Rooms that are not checked yet, one a line.
 NOT_YET = [
     "CHANGELOG.md",
-    "README.md",
     "batch",
     "cache",
     "checkpoint",
     "decoding",
-    "generate.py",
     "kernels",
-    "python.md",
     "ranks",
     "serve",
     "serve.md",
