@@ -35,6 +35,7 @@ from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
 
 Prompt = str | mx.array | Sequence[int]
+Generated = Generator[Yielded, None, None]
 RULE = "=" * 10
 
 
@@ -82,7 +83,7 @@ def generate_step(
     stop_tokens: Collection[int] = (),
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
-) -> Generator[Yielded, None, None]:
+) -> Generated:
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
     Raises ValueError for an option out of range, at the call.
@@ -109,9 +110,7 @@ def generate_step(
     return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)))
 
 
-def _with_costs_kept(
-    generated: Generator[Yielded, None, None], remember_costs: Callable[[], None]
-) -> Generator[Yielded, None, None]:
+def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:
     """Yield a generation's tokens; at its end store the measured costs, which the next generation starts with."""
     try:
         yield from generated
@@ -151,7 +150,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Any:
 
 
 def _responses(
-    detokenizer: Any, generated: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
+    detokenizer: Any, generated: Generated, stats: Stats, stops: Collection[int]
 ) -> Generator[GenerationResponse, None, None]:
     """Yield a response for each generated token; as in mlx-lm the last one has a finish reason."""
     with closing(generated):

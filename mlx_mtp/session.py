@@ -257,7 +257,6 @@ def _running_text(messages: list[dict]) -> str:
     """Join a conversation's messages without a template, each message of the user on a new line."""
     text = ""
     for message in messages:
-        if message["role"] == "user" and text and not text.endswith("\n"):
-            text += "\n"
-        text += message["content"]
+        new_line = message["role"] == "user" and text and not text.endswith("\n")
+        text += ("\n" if new_line else "") + message["content"]
     return text

@@ -35,19 +35,19 @@ def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversati
     return conversation
 
 
-def joined(messages: list[Message], role: str, join: Callable[[Message, Message], Message]) -> list[Message]:
-    """Merge adjacent messages of a role by `join`."""
+def joined(messages: list[Message], role: str) -> list[Message]:
+    """Merge adjacent messages of a role."""
     found: list[Message] = []
     for message in messages:
         if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = join(found[-1], message)
+            found[-1] = _merged(found[-1], message)
         else:
             found.append(message)
     return found
 
 
-def one_turn(message: Message, more: Message) -> Message:
-    """Merge two messages of one role: their contents, reasoning and tool calls."""
+def _merged(message: Message, more: Message) -> Message:
+    """Merge the contents, reasoning and tool calls of two messages."""
     found = {**message, **more}
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
         if texts := [each[name] for each in (message, more) if each.get(name)]:
@@ -98,18 +98,15 @@ def _with_one_system_turn(conversation: Conversation) -> Conversation:
     if not any(message["role"] == "system" for message in others):
         return conversation
     others = [{**message, "role": "user"} if message["role"] == "system" else message for message in others]
-    return conversation._replace(messages=joined([first, *others], "user", one_turn))
+    return conversation._replace(messages=joined([first, *others], "user"))
 
 
 def _with_neighbours_joined(conversation: Conversation) -> Conversation:
     """Merge adjacent messages of the same role, after dropping empty answers."""
-    messages = [
-        message
-        for message in conversation.messages
-        if message["role"] != "assistant" or message.get("content") or message.get("tool_calls")
-    ]
+    given = conversation.messages
+    messages = [m for m in given if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     for role in ("system", "user", "assistant"):
-        messages = joined(messages, role, one_turn)
+        messages = joined(messages, role)
     return conversation._replace(messages=messages)
 
 
@@ -158,7 +155,7 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
     if first["role"] != "system":
         return conversation
     question = {**first, "role": "user"}
-    return conversation._replace(messages=joined([question, *others[:1]], "user", one_turn) + others[1:])
+    return conversation._replace(messages=joined([question, *others[:1]], "user") + others[1:])
 
 
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
@@ -168,7 +165,7 @@ def with_calls_as_text(conversation: Conversation, *, calls: bool = True, result
         messages = [_with_calls_in_content(message) for message in messages]
     if results and any(message["role"] == "tool" for message in messages):
         messages = [{"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages]
-        messages = joined(messages, "user", one_turn)
+        messages = joined(messages, "user")
     return conversation._replace(messages=messages)
 
 

@@ -89,11 +89,10 @@ def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact
     members, arguments that are no JSON object become an object with one member.
     """
     texts: list[str] = []
-    found: list[Message] = []
-    for message in messages:
+    found = [dict(message) for message in messages]
+    for message in found:
         if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [_with_arguments(call, traits, hold, exact, texts) for call in calls]}
-        found.append(message)
+            message["tool_calls"] = [_with_arguments(call, traits, hold, exact, texts) for call in calls]
     return found, texts
 
 

@@ -44,12 +44,10 @@ class MessagesRequest(ApiRequest):
         super().__init__(body, info)
         fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
-        conversation, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
-        how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
-        how["one_call"] = one_call
-        self.requests = chat_decode_requests(
-            info, body, conversation, tools, template, self.warnings, self.call_ids, **how
-        )
+        found, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
+        most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
+        more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -120,9 +118,9 @@ class MessagesRequest(ApiRequest):
             self._calls += 1
             name = self.call_ids.of(0, self._calls - 1)
             return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
-        return (
-            {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
-        )
+        if part.reasoning:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
 
     def _delta(self, delta: dict[str, Any]) -> str:
         return data({"type": "content_block_delta", "index": self._index, "delta": delta})

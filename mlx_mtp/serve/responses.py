@@ -8,7 +8,7 @@ from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
 from .chat import check_format, chosen_tools, functions_of, messages_of
 from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
-from .forms import Message, joined, one_turn
+from .forms import Message, joined
 from .job import Begun, End, Failed
 from .sampling_fields import most_tokens
 from .thinking import template_of
@@ -190,7 +190,7 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
         found.append({"role": "user", "content": given})
     else:
         found += [message for item in items(body, "input") for message in _message(item, warnings)]
-    return joined(messages_of(found, warnings), "assistant", one_turn)
+    return joined(messages_of(found, warnings), "assistant")
 
 
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:

@@ -63,10 +63,8 @@ def _switches(tokenizer: Any, options: dict[str, Any], switch: Switch) -> bool:
 
 def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
     """Return whether the chat template prints the offered tools."""
-    for messages in ((QUESTION,), (SYSTEM, QUESTION)):
-        if rendered(tokenizer, {**options, "tools": [TOOL]}, *messages) != rendered(tokenizer, options, *messages):
-            return True
-    return False
+    offered, conversations = {**options, "tools": [TOOL]}, ((QUESTION,), (SYSTEM, QUESTION))
+    return any(rendered(tokenizer, offered, *each) != rendered(tokenizer, options, *each) for each in conversations)
 
 
 def unread(tokenizer: Any, names: Any) -> list[str]:

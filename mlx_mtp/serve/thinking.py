@@ -15,7 +15,8 @@ LOWEST = "low"
 def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
     """Return a request's chat-template variables, and add a warning for each that has no effect. Raises Refused."""
     allowed = "an object of the template's own variables"
-    given = field_of(body, "chat_template_kwargs", allowed, _are_variables) or {}
+    name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
+    given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
     thinks, effort = _thinks(body, given), _effort(body)
     found = dict(info.template)
     if thinks is not None:
@@ -25,10 +26,6 @@ def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> d
     for name in unread(info.tokenizer, given.keys() - SWITCH_NAMES):
         warnings.append(f"chat_template_kwargs.{name[:80]}: the chat template does not read it")
     return {**found, **given}
-
-
-def _are_variables(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
 
 
 def _switched(info: ModelInfo, thinks: bool, warnings: list[str]) -> dict[str, Any]:

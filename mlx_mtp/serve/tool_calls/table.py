@@ -158,11 +158,11 @@ def format_of(tokenizer: Any) -> CallFormat | None:
 
 def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
     """Return why calls in answers may be returned as text; None if `format` reads what the template renders."""
-    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
     if format is None:
         return "the chat template names no known format of tool calls"
+    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
     if printed and _as_rendered(tokenizer) is None:
-        return "the chat template renders tool calls in a format that is not known"
+        return "the chat template renders tool calls in an unknown format"
     return None
 
 
