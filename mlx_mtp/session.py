@@ -48,7 +48,7 @@ class Turn:
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens that were not reused, per second until the first token of the answer."""
+        """Prefill speed: new prompt tokens per second, up to the first token of the answer."""
         new, seconds = self.prompt_tokens - self.reused, self.prompt_time + self.stats.prefill_time
         return new / seconds if seconds else 0.0
 
@@ -233,7 +233,7 @@ class ChatSession:
         return last.length
 
     def _take_snapshot(self) -> None:
-        """Take a snapshot at the current position unless there is one."""
+        """Store a snapshot of the caches at the current position, unless there is one."""
         here = self.cache.offset
         if here and not (self._snapshots and self._snapshots[-1][0].length == here):
             self._snapshots.append((self.cache.snapshot(), self.cache.quantizing))

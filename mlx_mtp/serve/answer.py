@@ -85,7 +85,7 @@ class Splitter:
         return self._step == self._in_reasoning
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that are certain now."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
@@ -201,7 +201,7 @@ class Splitter:
         return self._calls(reading.calls)
 
     def _first_of_two(self) -> list[Part] | None:
-        """Return the first call once a second one has started."""
+        """Return the first call once a second one has started; None before."""
         marks = self._call_marks()
         while True:
             at, mark = self._first(self._text[self._searched :], marks)
@@ -229,13 +229,13 @@ class Splitter:
         return self._emit(end, reasoning)
 
     def _count(self, read: int) -> None:
-        """Count characters that were read; above MOST_READ the rest of the answer is text."""
+        """Count characters that were read in search of calls; stop searching above MOST_READ."""
         self._read += read
         if self._read > MOST_READ:
             self._format = self.opening = None
 
     def _begins_call(self, text: str, at: int) -> bool | None:
-        """Return whether a call starts at `at`; None if more text decides."""
+        """Return whether a call starts at `at`; None if more text is needed."""
         match = self.opening.match(text, at, partial=True) if self.opening else None
         if match is None or (match.partial and len(text) - at > MOST_UNCERTAIN):
             return False
@@ -251,7 +251,7 @@ class Splitter:
         return min(found, default=(len(text), ""))
 
     def _emit(self, end: int, reasoning: bool = False) -> list[Part]:
-        """Remove the first `end` characters from the text, and return them as a part."""
+        """Remove and return the first `end` characters of the text, without line breaks after a mark of reasoning."""
         text, self._text = self._text[:end], self._text[end:]
         if self._trims and text:
             text = text.lstrip("\n")

@@ -93,7 +93,7 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Convert each system message after the first to a user message, merged with adjacent ones."""
+    """Convert system messages, except one at the start, to user messages, merged with adjacent user messages."""
     first, *others = conversation.messages
     if not any(message["role"] == "system" for message in others):
         return conversation

@@ -127,7 +127,7 @@ class FramedSplitter:
         return self._kind == REASONING
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that are certain now."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
@@ -147,7 +147,7 @@ class FramedSplitter:
         return parts
 
     def _between(self, final: bool) -> list[Part] | None:
-        """Enter the frame that starts here, or content without a frame; return None if more text decides."""
+        """Enter the frame that starts the text, or content without a frame; return None if more text is needed."""
         begin = self._patterns.begin.match(self._text, partial=True)
         if begin and begin.partial and not final and len(self._text) < MOST_UNCERTAIN:
             return None
@@ -158,7 +158,7 @@ class FramedSplitter:
         return []
 
     def _inside(self, final: bool) -> list[Part] | None:
-        """Emit the text before the end of this frame, or before a possible end; return None if more text decides."""
+        """Return the parts of the text before the open frame's end; None if its end needs more text to be certain."""
         pattern = self._patterns.think_end if self._kind == REASONING else self._patterns.end
         end = pattern.search(self._text, partial=not final)
         if end is None:
@@ -173,9 +173,9 @@ class FramedSplitter:
         return []
 
     def _follows(self, at: int, final: bool) -> bool | None:
-        """Return whether nothing, a frame or a call follows at `at`; None if more text decides.
+        """Return whether the answer's end, a frame or a call follows at `at`; None if more text is needed.
 
-        Inside a call's arguments frames are text.
+        Inside a call's arguments the marks of frames are text.
         """
         at = skip_space(self._text, at)
         if at == len(self._text):

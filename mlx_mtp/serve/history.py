@@ -13,11 +13,11 @@ from .tool_calls.json_text import members
 from .tool_calls.schema import dumps
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-STAND_IN = "\ufdd2"  # starts the key of a placeholder; a noncharacter
-ESCAPED = r"\ufdd2"  # how templates that print only ASCII print it
-KEY = rf'"(?:{STAND_IN}|{re.escape(ESCAPED)})(\d+)"'
-STANDING_IN = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
-Hold = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
+PLACEHOLDER = "\ufdd2"  # starts the key of a placeholder; a noncharacter
+IN_ASCII = r"\ufdd2"  # how templates that print only ASCII print it
+KEY = rf'"(?:{PLACEHOLDER}|{re.escape(IN_ASCII)})(\d+)"'
+PLACEHOLDERS = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
+Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
 
 
 class Link(NamedTuple):
@@ -82,7 +82,9 @@ def _linked_result(
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 
 
-def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact: bool) -> tuple[list[Message], list]:
+def with_arguments(
+    messages: list[Message], traits: Traits, escape: Escape, *, exact: bool
+) -> tuple[list[Message], list]:
     """Return messages with tool-call arguments in the template's form, and the texts of their placeholders.
 
     exact: put a placeholder where the template would write JSON otherwise than the client did. If the template reads
@@ -92,7 +94,7 @@ def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact
     found = [dict(message) for message in messages]
     for message in found:
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_with_arguments(call, traits, hold, exact, texts) for call in calls]
+            message["tool_calls"] = [_with_arguments(call, traits, escape, exact, texts) for call in calls]
     return found, texts
 
 
@@ -100,49 +102,49 @@ def restored(text: str, texts: list[str]) -> str | None:
     """Replace the placeholders in a rendered text by their texts; return None if the template changed one of them."""
     if not texts:
         return text
-    text = STANDING_IN.sub(lambda match: texts[int(match[1] or match[2])], text)
-    return None if STAND_IN in text or ESCAPED in text else text
+    text = PLACEHOLDERS.sub(lambda match: texts[int(match[1] or match[2])], text)
+    return None if PLACEHOLDER in text or IN_ASCII in text else text
 
 
-def stand_ins(text: str) -> int:
+def placeholders(text: str) -> int:
     """Return the number of different placeholders in a rendered text."""
-    return len({match[1] or match[2] for match in STANDING_IN.finditer(text)})
+    return len({match[1] or match[2] for match in PLACEHOLDERS.finditer(text)})
 
 
 def _with_arguments(
-    call: dict[str, Any], traits: Traits, hold: Hold, exact: bool, texts: list[str]
+    call: dict[str, Any], traits: Traits, escape: Escape, exact: bool, texts: list[str]
 ) -> dict[str, Any]:
     function = dict(call["function"])
-    arguments = _arguments(function.pop("arguments"), traits.arguments, hold, exact, texts)
-    held = hold({**call, "function": function})
-    return {**held, "function": {**held["function"], "arguments": arguments}}
+    arguments = _arguments(function.pop("arguments"), traits.arguments, escape, exact, texts)
+    escaped = escape({**call, "function": function})
+    return {**escaped, "function": {**escaped["function"], "arguments": arguments}}
 
 
-def _arguments(given: Any, kind: str, hold: Hold, exact: bool, texts: list[str]) -> Any:
+def _arguments(given: Any, kind: str, escape: Escape, exact: bool, texts: list[str]) -> Any:
     if not isinstance(given, str):
-        return hold(dumps(given) if kind == "text" else given)
+        return escape(dumps(given) if kind == "text" else given)
     if kind == "text":
-        return hold(given)
+        return escape(given)
     if kind == "json" and exact:
-        return {_stand_in(hold(given), texts): 0}
+        return {_placeholder(escape(given), texts): 0}
     found = parsed(given)
     if not isinstance(found, dict):
-        return {"arguments": hold(given)}
+        return {"arguments": escape(given)}
     written = {json.loads(key): value for key, value in members(given.strip(), 0)} if exact else {}
-    return {hold(key): _member(value, written.get(key), hold, texts) for key, value in found.items()}
+    return {escape(key): _member(value, written.get(key), escape, texts) for key, value in found.items()}
 
 
-def _member(value: Any, written: str | None, hold: Hold, texts: list[str]) -> Any:
+def _member(value: Any, written: str | None, escape: Escape, texts: list[str]) -> Any:
     """Return an argument's value, or a placeholder if it is an object or a list with unusual JSON spacing."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
-        return hold(value)
-    stand_in = _stand_in(hold(written), texts)
-    return {stand_in: 0} if isinstance(value, dict) else [stand_in]
+        return escape(value)
+    placeholder = _placeholder(escape(written), texts)
+    return {placeholder: 0} if isinstance(value, dict) else [placeholder]
 
 
-def _stand_in(text: str, texts: list[str]) -> str:
+def _placeholder(text: str, texts: list[str]) -> str:
     texts.append(text)
-    return f"{STAND_IN}{len(texts) - 1}"
+    return f"{PLACEHOLDER}{len(texts) - 1}"
 
 
 def parsed(arguments: Any) -> Any:

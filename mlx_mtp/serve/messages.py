@@ -184,7 +184,7 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert a message's blocks to messages: one for each tool result, and one for everything else."""
+    """Convert a message's blocks to messages: one for each tool result, then one for everything else, if any."""
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from ..cache.prompt_prefix import render, shared
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
 from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
-from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
+from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
 # Around the hexadecimal form of a special token that a user wrote. They are noncharacters of Unicode, which some
 # templates print as escape sequences.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-HELD = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
-RESERVED = [re.escape(each) for each in (OPEN, CLOSE, STAND_IN, r"\ufdd0", r"\ufdd1", ESCAPED)]
+ESCAPED = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
+RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"\ufdd1", IN_ASCII)]
 
 
 class Prompt(NamedTuple):
@@ -72,15 +72,15 @@ class Chat(NamedTuple):
         """Render a form of a conversation, with tool-call arguments as the client wrote them if possible."""
         options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
         messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
-        hold = partial(_escaped, pattern=self.marks.special)
+        escape = partial(_escaped, pattern=self.marks.special)
         systems = [_content(each) for each in messages if each["role"] == "system"]
         with contextlib.suppress(ValueError):
-            exact, texts = with_arguments(messages, self.traits, hold, exact=True)
+            exact, texts = with_arguments(messages, self.traits, escape, exact=True)
             printed = render_begun(self.tokenizer, exact, options) if texts else ""
             if texts and (text := restored(printed, texts)) is not None:
-                whole = stand_ins(printed) == len(texts) and all(each in text for each in systems)
+                whole = placeholders(printed) == len(texts) and all(each in text for each in systems)
                 return Rendered(form, exact, texts, options, text, whole)
-        messages, _ = with_arguments(messages, self.traits, hold, exact=False)
+        messages, _ = with_arguments(messages, self.traits, escape, exact=False)
         text = render_begun(self.tokenizer, messages, options)
         return Rendered(form, messages, [], options, text, all(each in text for each in systems))
 
@@ -195,7 +195,7 @@ def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """Encode a rendered text; special tokens that were escaped are encoded one character at a time."""
     tokens: list[int] = []
-    for i, part in enumerate(HELD.split(text)):
+    for i, part in enumerate(ESCAPED.split(text)):
         if i % 2:
             tokens += _letters(tokenizer, bytes.fromhex(part).decode())
         elif part:
@@ -210,7 +210,7 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)  # a message may repeat one mark a million times
 def _letters(tokenizer: Any, mark: str) -> list[int]:
-    """Encode a mark one character at a time, so that it does not become a special token."""
+    """Return the token ids of a special token's characters, encoded one at a time so that it stays text."""
     ids = [token for letter in mark for token in tokenizer.encode(letter, add_special_tokens=False)]
     assert not set(ids) & set(tokenizer.all_special_ids), f"{mark!r} contains a character that is a special token"
     return ids

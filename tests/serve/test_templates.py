@@ -14,7 +14,7 @@ from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.forms import Conversation
 from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
-from mlx_mtp.serve.prompts import HELD, Chat, marks_of
+from mlx_mtp.serve.prompts import ESCAPED, Chat, marks_of
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
@@ -47,7 +47,7 @@ class Rendered:
     def _text(self, *messages):
         form = Conversation(linked(list(messages), self.chat.traits), OFFERED)
         found = self.chat.rendered(form, {"add_generation_prompt": False})
-        return HELD.sub(lambda mark: bytes.fromhex(mark[1]).decode(), found.text) if found.whole else None
+        return ESCAPED.sub(lambda mark: bytes.fromhex(mark[1]).decode(), found.text) if found.whole else None
 
     def answer(self, calls):
         """An answer of these calls without the template's marks around it; None if it does not render them all."""

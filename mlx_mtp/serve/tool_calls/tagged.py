@@ -169,7 +169,7 @@ class TagSearch:
         return None
 
     def _following(self, place: Place) -> Iterator[Place]:
-        """Yield the places that may come next, the most likely one first."""
+        """Yield the places that the search can reach next, the most likely one first."""
         at = skip_space(self.text, place.at)
         if place.name is not None:
             yield from self._in_call(place, at)
