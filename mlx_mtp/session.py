@@ -216,7 +216,7 @@ class ChatSession:
 
     def _on_chunk(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """Report progress or raise Stopped, but only between chunks: after the last one the caches are incomplete."""
-        if done < part and (self.ranks.told(self.stopping) if self.ranks else self.stopping):
+        if done < part and (self.ranks.broadcast(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)

@@ -1,4 +1,4 @@
-"""Answer HTTP requests: find the API that a path speaks, and hand what the engine tells to the client."""
+"""The ASGI application: routes requests to their API, and sends the engine's events to the clients."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from .completions import CompletionRequest
 from .engine import Engine, QueueFull
 from .failures import dropped, printable
 from .fields import ModelInfo, Refused
-from .guard import Below, Guard, Rules, read_body
+from .guard import Guard, RootPath, Rules, read_body
 from .job import LOST, Begun, End, Event, Failed, Job
 from .messages import MessagesRequest, anthropic_error, count_tokens
 from .metrics import Metrics
@@ -35,16 +35,16 @@ from .responses import ResponsesRequest
 
 log = logging.getLogger("mlx_mtp.serve")
 log.addHandler(logging.NullHandler())  # only the command writes a log
-PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
-SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
-WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it
+PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
+SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
+WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 @dataclass
 class Service:
-    """The engine and what requests are measured by, which is known when the model is loaded."""
+    """The state that all routes share; `info` is None until the model is loaded."""
 
     engine: Engine
     metrics: Metrics
@@ -53,37 +53,31 @@ class Service:
     info: ModelInfo | None = None
 
     def ready(self) -> ModelInfo:
-        """Return the door; raises Refused while there is none."""
+        """Return the model's limits and defaults; raises Refused (503) while it is loading."""
         if self.info is None or self.engine.state == "failed":
             raise Refused("the model is loading", status=503)
         return self.info
 
 
 def application(service: Service, root: str = "") -> Starlette:
-    """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
-    posts: dict[str, type[ApiRequest]] = {
-        "/v1/chat/completions": ChatRequest,
-        "/chat/completions": ChatRequest,
-        "/v1/completions": CompletionRequest,
-        "/completions": CompletionRequest,
-        "/v1/responses": ResponsesRequest,
-        "/v1/messages": MessagesRequest,
-    }
+    """Return the ASGI application. root: a prefix of all paths, which a reverse proxy may strip or keep."""
+    posts: dict[str, type[ApiRequest]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
+    posts |= {f"/v1{path}": api for path, api in posts.items()}
+    posts |= {"/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
-    handlers[ClientDisconnect] = _gone
-    shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
-    shared["expose_headers"] = [WARNING]
+    handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
+    cors: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
     app = Starlette(
         routes=[
-            *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
+            *(Route(path, partial(respond, api=api), methods=["POST"]) for path, api in posts.items()),
             Route("/v1/messages/count_tokens", counted, methods=["POST"]),
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
         ],
         middleware=[
-            Middleware(Below, root=root),
-            Middleware(CORSMiddleware, allow_origins=service.rules.origins, **shared),
+            Middleware(RootPath, root=root),
+            Middleware(CORSMiddleware, allow_origins=service.rules.origins, expose_headers=[WARNING], **cors),
             Middleware(Guard, rules=service.rules, refused=refused),
         ],
         exception_handlers=handlers,
@@ -93,7 +87,7 @@ def application(service: Service, root: str = "") -> Starlette:
 
 
 def refused(request: Request, error: Refused) -> Response:
-    """Say why a request is not served, as the API of its path says it."""
+    """Log a refused request; return the error in the form of its API."""
     log.info("%s", printable(f"{request.url.path[:80]} {error.status}: {error}"))
     return _error(request, error.status, str(error), error.param, error.code)
 
@@ -102,11 +96,8 @@ def _error(
     request: Request, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    if path.startswith("/v1/messages"):
-        body = anthropic_error(status, message)
-    else:
-        body = openai_error(status, message, param, code)
-    headers = {"retry-after": "1"} if status == 503 else {}
+    is_anthropic, headers = path.startswith("/v1/messages"), {"retry-after": "1"} if status == 503 else {}
+    body = anthropic_error(status, message) if is_anthropic else openai_error(status, message, param, code)
     return JSONResponse(body, status, headers)
 
 
@@ -118,17 +109,12 @@ def _unexpected(request: Request, error: Exception) -> Response:
     return _error(request, 500, f"unexpected {type(error).__name__}")
 
 
-def _gone(request: Request, error: ClientDisconnect) -> Response:
-    """End a request whose client has closed the connection, which gets no answer."""
-    return Response(status_code=499)
-
-
 async def page(request: Request) -> Response:
     return FileResponse(PAGE, headers={"content-security-policy": POLICY})
 
 
 async def health(request: Request) -> Response:
-    """Say whether requests are answered."""
+    """Return status 200 once the model is loaded, also while it is unloaded for idleness; 503 before."""
     service: Service = request.app.state.service
     loading = service.info is None or service.engine.state in ("loading", "failed")
     return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
@@ -140,7 +126,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the one model, by its names, in the fields of both OpenAI and Anthropic."""
+    """List the names of the loaded model, with the fields of both OpenAI and Anthropic."""
     info = request.app.state.service.ready()
     found = [_model(info, name) for name in info.names if name != "*"]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
@@ -149,15 +135,15 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     info, name = request.app.state.service.ready(), request.path_params["name"]
-    if not info.known(name):
+    if not info.has_name(name):
         raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
     return JSONResponse(_model(info, name))
 
 
 def _model(info: ModelInfo, name: str) -> dict[str, Any]:
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
     openai = {"id": name, "object": "model", "created": info.created, "owned_by": "mlx_mtp"}
-    return {**openai, "type": "model", "display_name": name, "created_at": made, "max_model_len": info.positions}
+    return {**openai, "type": "model", "display_name": name, "created_at": created, "max_model_len": info.positions}
 
 
 async def counted(request: Request) -> Response:
@@ -168,24 +154,24 @@ async def counted(request: Request) -> Response:
 
 
 def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
-    """Log the warnings of a request; return the header that has them."""
-    told = "; ".join(dict.fromkeys(warnings))
-    told = (told if told.isprintable() and told.isascii() else ascii(told)[1:-1])[:MOST_WARNED]
-    if told:
-        log.warning("%s: %s", request.url.path[:80], told)
-    return {WARNING: told} if told else {}
+    """Log the warnings of a request; return them as a header of the response."""
+    line = "; ".join(dict.fromkeys(warnings))
+    line = (line if line.isprintable() and line.isascii() else ascii(line)[1:-1])[:MAX_WARNING]
+    if line:
+        log.warning("%s: %s", request.url.path[:80], line)
+    return {WARNING: line} if line else {}
 
 
-async def respond(request: Request, make: type[ApiRequest]) -> Response:
-    """Answer a request, as a stream or whole."""
+async def respond(request: Request, api: type[ApiRequest]) -> Response:
+    """Submit a request to the engine; return its response, a stream if it requests one."""
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
-    api_request = await run_in_threadpool(make, body, info)
+    api_request = await run_in_threadpool(api, body, info)
     active = ActiveRequest(service, api_request, request.url.path, begun)
     warned = _warned(request, api_request.warnings)
-    if len(api_request.requests) > (most := service.engine.limits.queued):
-        raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
+    if len(api_request.requests) > (limit := service.engine.limits.queued):
+        raise Refused(f"n: allowed are at most {limit} choices (--queue plus --parallel)", param="n")
     try:
         service.engine.submit(active.jobs)
         if api_request.stream:
@@ -199,22 +185,22 @@ async def respond(request: Request, make: type[ApiRequest]) -> Response:
     except BaseException as e:
         active.cancel()
         if isinstance(e, QueueFull):
-            raise Refused("too many requests wait", status=503) from None
+            raise Refused("the queue is full; repeat the request later", status=503) from None
         raise
 
 
 async def _whole(request: Request, active: "ActiveRequest") -> Response:
-    """Wait for the answers, or until the client is gone."""
-    answers, gone = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
+    """Return the response once all choices have ended; cancel them if the client disconnects."""
+    answers, disconnect = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answers, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
             active.cancel()
             return Response(status_code=499)
         found = answers.result()
     finally:
         answers.cancel()
-        gone.cancel()
+        disconnect.cancel()
     if isinstance(found, Failed):
         return _error(request, found.status, found.message)
     return JSONResponse(active.api_request.whole(found))
@@ -226,7 +212,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class Stream(StreamingResponse):
-    """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
+    """A response as server-sent events; its jobs are cancelled however it ends."""
 
     def __init__(self, active: "ActiveRequest", first: tuple[int, Event] | None, headers: dict[str, str]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
@@ -236,39 +222,32 @@ class Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # the stream's own, which may not have begun, does not run then
+        finally:  # the generator's own `finally` does not run if it has not started
             self.active.cancel()
 
 
 class ActiveRequest:
-    """The answers to one request on their way from the engine's thread to a client.
-
-    begun: when its body had arrived.
-    """
+    """The jobs of one HTTP request, and the queue of events that the engine's thread sends for them."""
 
     def __init__(self, service: Service, api_request: ApiRequest, path: str, begun: float):
         self.service, self.api_request, self.path = service, api_request, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + service.timeout
-        self.jobs = [
-            Job(request, partial(self._emit, i), deadline, begun=begun)
-            for i, request in enumerate(api_request.requests)
-        ]
+        more: Any = {"deadline": time.monotonic() + service.timeout, "begun": begun}
+        self.jobs = [Job(each, partial(self._emit, i), **more) for i, each in enumerate(api_request.requests)]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
-        """Let the engine know that nobody waits."""
         for job in self.jobs:
-            job.cancel()
+            job.cancelled = True
 
     def _emit(self, choice: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the client
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
-        """Wait for an event at most so long; a failure of one answer is one of all."""
-        complete = all(job.finished for job in self.jobs)  # then every event that will come is on its way
+        """Return the next event of a choice, None after `seconds` without one; a failure of one job ends all."""
+        complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:
             async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
                 choice, event = await self._events.get()
@@ -284,8 +263,8 @@ class ActiveRequest:
             return event
         if isinstance(event, End):
             self._ends[choice] = event
-            with dropped("an answer was not counted"):
-                self._note(self.jobs[choice], event)
+            with dropped("a response was not counted"):
+                self._count(self.jobs[choice], event)
         return choice, event
 
     @property
@@ -293,14 +272,14 @@ class ActiveRequest:
         return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
-        """Wait until all answers are over."""
+        """Return the answers of all choices once they have ended, or the first failure."""
         while not self.finished:
             if isinstance(found := await self.next(SILENCE), Failed):
                 return found
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
     async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
-        """Yield the lines of the stream, whose first event may be known; with a word every so often."""
+        """Yield the lines of the stream. found: its first event; None if the request is still queued."""
         if found is None:
             yield ": waiting\n\n"
         try:
@@ -328,8 +307,8 @@ class ActiveRequest:
         begun, self._begun = self._begun, True
         return self.api_request.begin(event) if isinstance(event, Begun) and not begun else ()
 
-    def _note(self, job: Job, end: End) -> None:
-        """Count an answer, and write its line in the log."""
+    def _count(self, job: Job, end: End) -> None:
+        """Count an answer in the metrics and log it."""
         seconds, prompt = time.monotonic() - job.begun, len(job.request.prompt)
         self.service.metrics.answered(end, job.request, seconds)
         log.info(

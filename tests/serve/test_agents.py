@@ -64,7 +64,7 @@ class Scripted:
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
         self.prompts.append(job.request.prompt)
         job.send(Begun(0))
-        job.reading = False
+        job.prefilling = False
         splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
@@ -78,7 +78,7 @@ class Scripted:
 @pytest.fixture
 def scripted(request, monkeypatch):
     app = Scripted(request.param, monkeypatch)
-    app.engine.start()
+    app.engine.thread.start()
     while app.engine.state == "loading":
         time.sleep(0.001)
     with TestClient(application(app.service), base_url="http://localhost") as client:

@@ -1,4 +1,4 @@
-"""Decode answers together: each is what `generate` gives alone, whoever comes, goes or fails meanwhile."""
+"""Jobs in a batch: each text is that of `generate`, whichever other jobs start, end or fail meanwhile."""
 
 import threading
 from contextlib import closing
@@ -24,7 +24,7 @@ def engine(tiny_models):
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
     batch = BatchDecoder(model, Letters(), OPTIONS, 4)
     engine = Engine(load=lambda: Served(model, Letters(), tree, OPTIONS, None, batch=batch))
-    engine.start()
+    engine.thread.start()
     yield engine
     engine.stop(0)
     engine.thread.join(5)
@@ -32,7 +32,7 @@ def engine(tiny_models):
 
 
 class Client:
-    """Collects what a job tells; does something when that is `n` letters."""
+    """Collects the events of a job; runs an action after `n` letters."""
 
     def __init__(self, request: DecodeRequest):
         self.job, self.events, self.finished = Job(request, self.take), [], threading.Event()
@@ -55,7 +55,7 @@ class Client:
 
 
 def alone(model, request: DecodeRequest) -> str:
-    """The letters of an answer, in tokens that `generate_step` gives."""
+    """Return the text of a request from `generate_step`."""
     processors = make_logits_processors(**request.penalties) if request.penalties else None
     how = {"max_tokens": request.max_tokens, "logits_processors": processors, **request.sampling}
     text = Letters().decode([token for token, *_ in mlx_mtp.generate_step(request.prompt, model, **how)])
@@ -74,8 +74,8 @@ def requests() -> list[DecodeRequest]:
     return found
 
 
-def test_eight_answers_are_those_alone(engine, tiny_models):
-    """All but the first come in its middle, at different places; the last one is stopped by a string of its own."""
+def test_eight_texts_equal_those_decoded_alone(engine, tiny_models):
+    """All but the first start while it decodes, at different positions; the last one ends with a stop string."""
     model, every = tiny_models(vocab_size=40)[0], requests()
     whole = alone(model, every[7])
     every[7] = DecodeRequest(**{**vars(every[7]), "stops": (whole[5:7],)})
@@ -83,7 +83,7 @@ def test_eight_answers_are_those_alone(engine, tiny_models):
     gone = Client(DecodeRequest([1, 2, 3], max_tokens=500))
     clients[0].at(5, lambda: engine.submit([gone.job, *(client.job for client in clients[1:4])]))
     clients[2].at(3, lambda: engine.submit([client.job for client in clients[4:]]))
-    gone.at(4, gone.job.cancel)
+    gone.at(4, lambda: setattr(gone.job, "cancelled", True))
     engine.submit([clients[0].job])
     assert all(client.finished.wait(20) for client in clients)
     for request, client in zip(every, clients, strict=True):
@@ -101,7 +101,7 @@ def test_eight_answers_are_those_alone(engine, tiny_models):
     assert {len(one.top) for one in logprobs} == {2}
 
 
-def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(engine, tiny_models, monkeypatch):
+def test_invalid_options_fail_one_job_and_a_broken_batch_is_replaced(engine, tiny_models, monkeypatch):
     model = tiny_models(vocab_size=40)[0]
     wrong, right = (
         Client(DecodeRequest([1, 2], sampling={"temp": -1})),
@@ -131,11 +131,11 @@ def test_what_cannot_be_asked_for_fails_alone_and_a_broken_batch_is_made_anew(en
     assert again.text == alone(model, again.job.request)
 
 
-def test_an_answer_of_a_batch_that_failed_leaves_the_next_batch_alone(tiny_models, monkeypatch):
-    """Each batch counts its answers from 0."""
+def test_a_job_of_a_failed_batch_does_not_affect_the_next_batch(tiny_models, monkeypatch):
+    """The uids of each batch start at 0."""
     model, n = tiny_models(vocab_size=40)[0], 5
     batch, prompts = BatchDecoder(model, Letters(), OPTIONS, 4), ([1, 2, 3], [4, 5, 6])
-    steps, told = [], []
+    steps, tokens = [], []
     for prompt in prompts:
         options = {**OPTIONS, "max_tokens": n, "stats": mlx_mtp.Stats(), "logprobs": False}
         steps.append(batch.decode(prompt, [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], options))
@@ -146,14 +146,14 @@ def test_an_answer_of_a_batch_that_failed_leaves_the_next_batch_alone(tiny_model
                 batch.step()
     with pytest.raises(RuntimeError, match="decoded together"):
         next(steps[0])
-    while len(told) < n:
+    while len(tokens) < n:
         batch.step()
-        told += [response.token for response in iter(lambda: next(steps[1], None), None)]
-    assert told == [token for token, *_ in mlx_mtp.generate_step(prompts[1], model, max_tokens=n)]
+        tokens += [response.token for response in iter(lambda: next(steps[1], None), None)]
+    assert tokens == [token for token, *_ in mlx_mtp.generate_step(prompts[1], model, max_tokens=n)]
     batch.close()
 
 
-def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monkeypatch):
+def test_a_job_whose_logits_processor_raises_fails_alone(engine, tiny_models, monkeypatch):
     def broken(tokens, logits):
         if tokens.size > 7:
             raise ZeroDivisionError("of its own")
@@ -171,7 +171,7 @@ def test_an_answer_whose_processor_raises_fails_alone(engine, tiny_models, monke
         assert client.text == alone(tiny_models(vocab_size=40)[0], client.job.request)
 
 
-def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, tiny_models):
+def test_a_stop_string_in_the_last_token_is_the_finish_reason(engine, tiny_models):
     request = DecodeRequest([1, 2, 3], max_tokens=6)
     whole = alone(tiny_models(vocab_size=40)[0], request)
     client = Client(DecodeRequest([1, 2, 3], max_tokens=whole.index(whole[5]) + 1, stops=(whole[5],)))
@@ -180,23 +180,23 @@ def test_a_string_that_ends_an_answer_at_its_last_token_is_why_it_ends(engine, t
     assert (client.events[-1].reason, client.events[-1].stop) == ("stop", whole[5])
 
 
-def test_a_cache_comes_back_wherever_an_answer_ends(tiny_models):
-    """It holds what was decoded, and goes on."""
+def test_the_cache_is_returned_wherever_a_job_ends(tiny_models):
+    """It contains the decoded tokens and can be continued."""
     model = tiny_models(vocab_size=40)[0]
     batch, prompt = BatchDecoder(model, Letters(), {**OPTIONS, "prompt_lookup": True}, 4), [5, 6, 7, 8, 9]
     ahead, text = [], [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=30)]
     for n, most in ((1, 9), (4, 9), (9, 9), (9, 10), (11, 12), (13, 14), (15, 16)):
-        held, told = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
+        held, tokens = [mlx_mtp.make_prompt_cache(model, num_draft_tokens=2)], []
         options = {**OPTIONS, "max_tokens": most, "stats": mlx_mtp.Stats(), "logprobs": False}
         with closing(batch.decode(prompt, held, options)) as responses:
             for response in responses:
                 if response is None:
                     batch.step()
                     continue
-                told.append(response.token)
-                if len(told) == n:
+                tokens.append(response.token)
+                if len(tokens) == n:
                     break
-        assert told == text[:n]
+        assert tokens == text[:n]
         (cache,) = held
         known = [*prompt, *text]
         assert cache.tokens == known[: cache.offset]

@@ -1,4 +1,4 @@
-"""Let whatever the server calls raise: the process stays up, one request is lost at most, other answers are right.
+"""Any callable of the server raises: the process stays up, at most one request fails, other responses are right.
 
 The callables are found by watching a run (`raising.Calls`), so a new one is tested as soon as the server calls it.
 """
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings(*QUIET, "ignore:coroutine")
 
 
 class Client:
-    """One request, and the events of its answer."""
+    """A job and its events."""
 
     def __init__(self, request: DecodeRequest):
         self.events, self.job = [], Job(request, self.take)
@@ -71,10 +71,10 @@ def until(found, seconds=30) -> None:
 
 
 def run(load, requests, calls: Calls) -> list[Client]:
-    """Answer two requests together, then one, and one more, for each of which the model is loaded again."""
+    """Run two requests at once, then one, then one more; the model is loaded again for each group."""
     engine = Engine(load, Limits(idle_unload=0.001), store=lambda served: None)
     with calls.watched():
-        engine.start()
+        engine.thread.start()
     until(lambda: engine.state != "loading")
     calls.armed, clients = True, []
     for some in (requests[:2], requests[2:3], requests[3:]):
@@ -92,9 +92,9 @@ def run(load, requests, calls: Calls) -> list[Client]:
 
 
 def check(clients: list[Client], texts: list[str], calls: Calls) -> None:
-    """Answers are right as far as they came, and only those are cut that the failure concerned."""
+    """Check that texts are correct up to their end, and that only the failed requests are cut."""
     lost, stack = [client for client in clients if client.failed], calls.stack or []
-    shared = "BatchDecoder.step" in stack or "Engine._refuse_waiting" in stack
+    shared = "BatchDecoder.step" in stack or "Engine._fail_queued" in stack
     background = "Engine._idle" in stack or not stack
     assert len(lost) <= (0 if background else 2 if shared else 1)
     for client, text in zip(clients, texts, strict=True):
@@ -102,19 +102,19 @@ def check(clients: list[Client], texts: list[str], calls: Calls) -> None:
         assert not client.failed or not client.events or isinstance(client.events[-1], Failed)
 
 
-class Told:
-    """Stands in for other ranks: takes down the words."""
+class OtherRanks:
+    """Stands in for other ranks: records the instructions."""
 
     def __init__(self):
-        self.words = []
+        self.instructions = []
 
-    def told(self, word):
-        self.words.append(word)
+    def broadcast(self, instruction):
+        self.instructions.append(instruction)
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """What the engine is given, with answers that repeat their prompts."""
+    """Replace the model: every answer repeats its prompt."""
 
     def answer(served, job, crowded):
         for token in job.request.prompt:
@@ -132,7 +132,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(engines, "answer", answer)
     monkeypatch.setattr(engines, "QUIET", 0.0002)
     batch = SimpleNamespace(step=lambda: None, close=lambda: None)
-    return lambda: SimpleNamespace(ranks=Told(), batch=batch, tree=SimpleNamespace(decoded=None))
+    return lambda: SimpleNamespace(ranks=OtherRanks(), batch=batch, tree=SimpleNamespace(decoded=None))
 
 
 def watched(files, raises=None) -> Calls:
@@ -155,7 +155,7 @@ def test_every_callable_of_the_engine_raises(stand_ins):
 
 @pytest.fixture
 def real(tiny_models, monkeypatch):
-    """Make what the engine serves of a model; requests, and the letters that each has alone."""
+    """Return a function that loads a model, requests, and the text of each decoded alone."""
     model, requests, texts = tiny_models(vocab_size=40)[0], [], []
     for i, prompt in enumerate(PROMPTS):
         text = [token for token, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=3)]
@@ -173,7 +173,7 @@ def real(tiny_models, monkeypatch):
     return load, requests, texts
 
 
-def test_callables_below_the_engine_raise(real):
+def test_every_callable_below_the_engine_raises(real):
     load, requests, texts = real
     check(run(load, requests, calls := watched(ON_THE_ENGINE)), texts, calls)
     assert len(calls.seen) > 200
@@ -187,7 +187,7 @@ def asked(**more) -> dict:
 
 
 def visit(service, calls: Calls) -> list:
-    """Get an answer, a stream, metrics, a refusal, the models, and an answer that no failure concerns."""
+    """Request a response, a stream, metrics, an error, the models, and a response after all failures."""
     host = {"base_url": "http://localhost", "raise_server_exceptions": False}
     with calls.watched(), TestClient(application(service), **host) as client:
         client.get("/health")
@@ -199,7 +199,7 @@ def visit(service, calls: Calls) -> list:
 
 
 def number_lost(responses: list, text: str) -> int:
-    """Count the responses that a failure has changed; answers are right, and a stream that is cut says so."""
+    """Return the number of failed responses; the others must be right, and a cut stream must end in an error."""
     whole, stream, *_, last = responses
     events = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
     deltas = [choice["delta"] for event in events for choice in json.loads(event).get("choices", ())]
@@ -213,7 +213,7 @@ def number_lost(responses: list, text: str) -> int:
     return cut + sum(a != b for a, b in zip(statuses, [200, 200, 200, 400, 200, 200], strict=True))
 
 
-def test_callables_of_the_application_raise(served):
+def test_every_callable_of_the_application_raises(served):
     text = served.post(CHAT, json=asked()).json()["choices"][0]["message"]["content"]
     calls = watched(IN_THE_APPLICATION)
     assert not number_lost(visit(served.service, calls), text)
@@ -240,7 +240,7 @@ PATHS = (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages
 
 
 def post(client, i: int, text: str) -> str:
-    """Send the i-th request: two of three are hostile. Return what is wrong with the answer."""
+    """Send request i, of which two in three are hostile; return what is wrong with the response, or ""."""
     if i % 3:
         status = client.post(PATHS[i % len(PATHS)], content=HOSTILE[i % len(HOSTILE)]).status_code
         return "" if status < 600 else f"status {status}"
@@ -248,16 +248,16 @@ def post(client, i: int, text: str) -> str:
     if response.status_code != 200:
         return "" if response.status_code >= 500 else response.text
     if i % 2:
-        return "" if (said := response.json()["choices"][0]["message"]["content"]) == text else said
+        return "" if (received := response.json()["choices"][0]["message"]["content"]) == text else received
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in event.get("choices", ())]
-    said = "".join(choice["delta"].get("content") or "" for choice in choices)
+    received = "".join(choice["delta"].get("content") or "" for choice in choices)
     whole = any(choice.get("finish_reason") for choice in choices)
-    return "" if said == text or (not whole and text.startswith(said)) else said
+    return "" if received == text or (not whole and text.startswith(received)) else received
 
 
 def test_hostile_requests_while_callables_raise_at_random(monkeypatch):
-    """The process lives, and every answer that is completed is right."""
+    """The process stays up, and every complete response is right."""
     modules = [f"mlx_mtp.serve.{name}" for name in sorted({*ON_THE_ENGINE, *IN_THE_APPLICATION})]
     failures = RandomFailures(monkeypatch, *modules, every=400, seed=0)
     service, app = start()

@@ -1,4 +1,4 @@
-"""Keep out who may not come in: keys, hosts, origins, kinds and sizes of bodies; errors in the API's own form."""
+"""Requests are rejected by key, Host, Origin, content type and size; errors have the form of their API."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def closed(served):
-    """A site with a key, in front of the same engine."""
+    """A second application with an API key for the same engine."""
     rules = Rules("secret", hosts=("mac.local",), origins=("https://chat.example",), body=1000)
     service = Service(served.service.engine, served.service.metrics, rules, info=served.service.info)
     with TestClient(application(service), base_url="http://localhost") as client:
@@ -68,7 +68,7 @@ def test_origins(closed):
             "Method": "POST",
             "Headers": "authorization",
             "Private-Network": "true",
-        }  # a browser's, without a key
+        }  # a preflight request, which has no key
         headers = {"Origin": origin, **{f"Access-Control-Request-{name}": value for name, value in wanted.items()}}
         asked = closed.options("/v1/chat/completions", headers=headers)
         assert asked.status_code == (200 if allowed else 400)
@@ -97,8 +97,8 @@ def test_unknown_paths_and_methods(served):
         assert path in json.dumps(response.json())
 
 
-def test_below_a_path(served):
-    """A reverse proxy takes the path off, or does not; the request that the banner shows has it."""
+def test_paths_below_a_root_path(served):
+    """A reverse proxy may strip the prefix or keep it; the request in the banner includes it."""
     rules = Rules("secret", body=1000)
     service = Service(served.service.engine, served.service.metrics, rules, info=served.service.info)
     with TestClient(application(service, "/llm"), base_url="http://localhost") as client:
@@ -112,7 +112,7 @@ def test_below_a_path(served):
             assert client.get(other, headers=KEY).status_code == 404
 
 
-def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
+def test_refused_requests_are_logged(served, closed, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mlx_mtp.serve"), "propagate", True)
     with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
         served.post("/v1/messages", json={**HI, "top_p": 2})
@@ -123,7 +123,7 @@ def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
     ]
 
 
-def test_more_choices_than_may_ever_wait_are_not_asked_for_again():
+def test_more_choices_than_the_queue_holds_are_refused_for_good():
     service, app = start(limits=Limits(active=1, queued=1))
     with TestClient(app, base_url="http://localhost") as client:
         while service.engine.state == "loading":
@@ -151,7 +151,7 @@ def test_models(served):
     assert len(refused.text) < 1000
 
 
-def test_the_page_asks_nobody_else(served):
+def test_the_page_loads_nothing_from_other_hosts(served):
     page = served.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -180,7 +180,7 @@ def test_metrics(served):
     assert counted.weights > 0
 
 
-def test_nobody_is_served_before_the_model_is_loaded():
+def test_requests_are_refused_until_the_model_is_loaded():
     go = threading.Event()
 
     def never():

@@ -1,4 +1,4 @@
-"""Keep prefixes in files: they outlive the server, and no file changes or ends an answer, whatever is in it."""
+"""Prefix files are reused after a restart, and no content of a file changes or ends a response."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
 HEADS = {"attention_other_setting": {**tiny.CONFIG["attention_other_setting"], "head_dim": 64}, "head_dim": 64}
-KINDS = ["glm4_moe", "qwen3_5", "deepseek_v3"]  # keys and values, states, latents; windows are the first model's
+KINDS = ["glm4_moe", "qwen3_5", "deepseek_v3"]  # keys and values, states, latents; the first model has windows
 KV_FLAGS = [
     {},
     {"max_kv_size": 12},
@@ -46,7 +46,7 @@ def model(request, tmp_path_factory, tiny_models):
 
 
 def accepted(model):
-    """The layouts that a model's caches can have, each once; a few for all but the first model, unless in a sweep."""
+    """Return the distinct cache layouts of a model; without a sweep only a few except for the first model."""
     found = {}
     for layout in [*KV_FLAGS, *OTHER_FLAGS]:
         with contextlib.suppress(ValueError):
@@ -56,8 +56,8 @@ def accepted(model):
     return sampled(few, every)
 
 
-def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model, tmp_path, caplog):
-    """Every layout with the files of all others, and then with its own: the text is a fresh server's each time."""
+def test_only_files_of_the_same_layout_are_used_and_others_stay(model, tmp_path, caplog):
+    """Each layout runs with the files of all others, then with its own; the text is always that of a new server."""
     first, second = prompts(model.vocab_size)
     layouts, own, within = accepted(model), {}, []
     for i, layout in enumerate(layouts):
@@ -84,8 +84,8 @@ def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model,
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_beginning_is_as_useful_as_within_a_process(model, tmp_path, k):
-    """The end of a system prompt too: the same tokens are reused, and caches have the same bits."""
+def test_a_prefix_from_a_file_equals_one_in_memory(model, tmp_path, k):
+    """The same tokens are reused, also after a system prompt only, and the caches are equal bitwise."""
     first, second = prompts(model.vocab_size)
     served = written(model, tmp_path, first, drafts=k)
     again = restarted(model, tmp_path, drafts=k)
@@ -99,7 +99,7 @@ def test_a_beginning_is_as_useful_as_within_a_process(model, tmp_path, k):
         assert len(a.parts) == len(b.parts)
 
 
-def test_files_outlive_the_server(small, tmp_path):
+def test_files_are_used_after_a_restart(small, tmp_path):
     first, second = prompts(40)
     fresh = generate(serve(small), second)
     assert len(written(small, tmp_path, first).files.known) == 1
@@ -114,7 +114,7 @@ def test_files_outlive_the_server(small, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_another_model_is_left_alone(small, tiny_models, tmp_path):
+def test_a_file_of_another_model_stays_unused(small, tiny_models, tmp_path):
     first, _ = prompts(40)
     written(small, tmp_path, first)
     other = tiny_models(1, vocab_size=40)[0]
@@ -122,8 +122,8 @@ def test_a_file_of_another_model_is_left_alone(small, tiny_models, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_answers_that_were_decoded_are_reused_too(model, tmp_path):
-    """Also by a tree that holds none itself: that rows are alike is a matter of the model and the machine."""
+def test_decoded_rows_in_files_are_reused(model, tmp_path):
+    """A tree without decoded rows reuses them too, because the comparison depends on model and machine only."""
     prompt, _ = prompts(model.vocab_size)
     served = serve(model, files=PrefixFiles(tmp_path, LARGE))
     served.tree.decoded = True
@@ -151,8 +151,8 @@ PLACES = ("rows", "whole", "kept", "backlog")
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_arrays_of_another_shape_are_not_used_though_their_digest_is_right(model, tmp_path, caplog, wrong):
-    """Whatever of a chunk it is: rows, or the states and windows that are noted at its end."""
+def test_arrays_of_a_wrong_shape_with_a_right_digest_are_not_used(model, tmp_path, caplog, wrong):
+    """Applies to rows and to each part of a checkpoint."""
     first, _ = prompts(model.vocab_size)
     fresh = generate(serve(model), first)[0]
     at = WRONG.index(wrong)
@@ -187,7 +187,7 @@ def test_a_conversation_has_one_file_that_grows(model, tmp_path):
     generate(again, first[:9])
     generate(again, first[:14])
     again.files.save(again.tree)
-    assert [len(own) for own in again.files.known.values()] == [20]  # which holds the shorter ones, too
+    assert [len(own) for own in again.files.known.values()] == [20]  # which includes the shorter ones
     other = restarted(model, tmp_path, chunking=Chunking(5))
     generate(other, [*first, *second])
     other.files.save(other.tree)
@@ -195,8 +195,8 @@ def test_a_conversation_has_one_file_that_grows(model, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_that_is_overtaken_is_given_up(small, tmp_path, monkeypatch):
-    """Between two pieces answers go on: what the conversation has become meanwhile is written instead."""
+def test_writing_stops_when_the_conversation_grows(small, tmp_path, monkeypatch):
+    """A response between two pieces extends the conversation, which is then written instead."""
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     served = serve(small, files=PrefixFiles(tmp_path, LARGE))
@@ -208,7 +208,7 @@ def test_a_file_that_is_overtaken_is_given_up(small, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_least_recently_used_files_are_removed_and_there_are_never_more_bytes(small, tmp_path, monkeypatch):
+def test_the_least_recently_used_files_are_removed_before_the_limit_is_exceeded(small, tmp_path, monkeypatch):
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     texts = [prompts(40, seed)[0] for seed in range(5)]
     size = sum(file.stat().st_size for file in written(small, tmp_path / "one", texts[0]).files.known)

@@ -1,4 +1,4 @@
-"""Rules for tokens act on the choice of every row: the text depends neither on drafts nor on other requests."""
+"""Token rules apply to every row: the text depends neither on drafts nor on other requests."""
 
 import threading
 
@@ -34,7 +34,7 @@ def model(tiny_models):
 
 
 def answers(model, k, requests, *, batched=True):
-    """The texts of answers that are decoded at once, why each ended, and how many tokens it has."""
+    """Return the text, finish reason and number of tokens of each of several requests, decoded at once."""
     options, tokenizer = {"num_draft_tokens": k, "adaptive": False}, make_tokenizer()
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=k), Chunking(4), 1 << 30)
     batch = BatchDecoder(model, tokenizer, options, 4) if batched else None
@@ -46,7 +46,7 @@ def answers(model, k, requests, *, batched=True):
         if isinstance(event, (End, Failed)):
             finished.release()
 
-    engine.start()
+    engine.thread.start()
     engine.submit([Job(request, lambda event, i=i: emit(i, event)) for i, request in enumerate(requests)])
     assert all(finished.acquire(timeout=60) for _ in requests)
     engine.stop(0)
@@ -62,7 +62,7 @@ def request_of(rules, sampling):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """Each answer by plain steps, alone."""
+    """Return each answer, decoded alone by plain steps."""
     return {name: answers(model, 0, [request_of(*each)], batched=False)[0] for name, each in RULES.items()}
 
 
@@ -93,7 +93,7 @@ def test_rules_change_the_text(model, plain):
     assert [name for name in RULES if free[name] == plain[name] and "greedy" not in name] in ([], ["min_tokens"])
 
 
-def test_every_way_to_write_a_word_is_ruled_out():
+def test_every_tokenization_of_a_word_is_excluded():
     tokenizer = Pieces("Ġcat", "c", "at", "a", "t", "Ġ", "Ċcat", "ca", "ts", "catalog", "Ã", "©", "<s>")
     rules = BadWords(tokenizer, ["cat", "ca\ts", "é"], prompt=2)
     assert vocabulary(tokenizer).texts[6:7] == [b"\ncat"]
@@ -112,7 +112,7 @@ def test_every_way_to_write_a_word_is_ruled_out():
 
 
 class Pieces:
-    """A tokenizer with these tokens, in the letters of byte-level BPE."""
+    """Return a byte-level BPE tokenizer with these tokens."""
 
     def __init__(self, *pieces):
         self.pieces, self.added_tokens_decoder = list(pieces), {}
@@ -135,8 +135,8 @@ class Ends:
 
 
 def chat(served, **body):
-    said = [{"role": "user", "content": "What does len do?"}]
-    return served.post("/v1/chat/completions", json={"messages": said, "max_tokens": 20, **body})
+    messages = [{"role": "user", "content": "What does len do?"}]
+    return served.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 20, **body})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def chat(served, **body):
         {"repeat_penalty": 2, "repetition_penalty": 3}, {"allowed_token_ids": [True]}, {"max_tokens": -2},
     ],
 )  # fmt: skip
-def test_values_that_do_not_fit_are_refused_by_name(served, wrong):
+def test_invalid_values_are_refused_by_name(served, wrong):
     found = chat(served, **wrong)
     assert found.status_code == 400
     assert next(iter(wrong)) in found.json()["error"]["message"]
@@ -165,9 +165,9 @@ def test_fields_reach_the_rules(served):
     same = {"seed": 4, "temperature": 1.0}
     xtc = [chat(served, **same, xtc_probability=1.0, xtc_threshold=t).json()["choices"] for t in (0.01, 0.6)]
     assert xtc[0] != xtc[1] == chat(served, **same).json()["choices"]
-    said = {"messages": [{"role": "user", "content": "Write a function that sorts."}]}
+    messages = {"messages": [{"role": "user", "content": "Write a function that sorts."}]}
     every = [
-        chat(served, **said, **penalty).json()["choices"]
+        chat(served, **messages, **penalty).json()["choices"]
         for penalty in (
             {"repeat_penalty": 5.0},
             {"repetition_penalty": 5.0},

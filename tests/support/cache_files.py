@@ -1,4 +1,4 @@
-"""Change files of prompt caches, with checksums that are right all the same."""
+"""Modify prompt cache files and keep their checksums right."""
 
 import json
 import struct
@@ -8,7 +8,7 @@ from mlx_mtp.cache import file as saved_cache
 
 
 def rewritten(content: bytes, change) -> bytes:
-    """A file with a changed state and a right checksum, as an attacker would make it."""
+    """Return a file with a modified state and no checksum; `sealed` adds the right one."""
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
     state = json.loads(header["__metadata__"]["mlx_mtp"])

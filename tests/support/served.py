@@ -1,4 +1,4 @@
-"""Make sites that serve the demo, on an engine's thread of their own."""
+"""Start services of the demo, each with its own engine thread."""
 
 import mlx.core as mx
 from compile_mode import NO_FUSE, set_mode
@@ -26,8 +26,8 @@ def demo():
 
 
 def start(load=demo, limits=None, **changes):
-    """(site, application) of an engine that is starting."""
+    """Return the service and the application of an engine that is loading."""
     engine = Engine(lambda: opened(load(), settings(**changes), service), limits or Limits())
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
-    engine.start()
+    engine.thread.start()
     return service, application(service)
