@@ -1,4 +1,4 @@
-"""The public functions that generate: tokens (`generate_step`), text pieces (`stream_generate`), whole texts.
+"""Generate tokens (`generate_step`), text pieces (`stream_generate`), a text (`generate`) or a batch of texts.
 
 Any thread may call these functions, and any thread may advance, close or drop a generator. Concurrent generations
 take turns on the machine, one cycle (or load, or prompt) at a time, in the order of their requests; a generator that

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, and the caches of the tokens already processed.
+"""Hold a conversation with a model: its messages, and the caches of the tokens already processed.
 
 Every turn renders and tokenizes the whole conversation again, so the prompt never depends on the caches. They are
 reused if their tokens are a prefix of the new prompt. If the chat template changed an earlier answer, or an answer

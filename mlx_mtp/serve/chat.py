@@ -1,4 +1,4 @@
-"""OpenAI's chat completions API: `POST /v1/chat/completions`."""
+"""Serve OpenAI's chat completions API: `POST /v1/chat/completions`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""OpenAI's completions API, for plain text without a chat template: `POST /v1/completions`."""
+"""Serve OpenAI's completions API, for plain text without a chat template: `POST /v1/completions`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

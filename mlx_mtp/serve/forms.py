@@ -1,4 +1,4 @@
-"""Equivalent forms of a conversation, for chat templates that refuse its original form."""
+"""List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: `POST /v1/messages` and `/v1/messages/count_tokens`."""
+"""Serve Anthropic's messages API: `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""OpenAI's responses API, text and tools, without stored responses: `POST /v1/responses`."""
+"""Serve OpenAI's responses API, text and tools, without stored responses: `POST /v1/responses`."""
 
 import time
 from collections.abc import Iterable, Iterator

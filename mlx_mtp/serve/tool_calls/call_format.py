@@ -1,4 +1,4 @@
-"""The interface of every tool-call format, and helpers that all formats use."""
+"""Define the interface of every tool-call format, and helpers that all formats use."""
 
 from typing import NamedTuple, Protocol
 

@@ -1,4 +1,4 @@
-"""The tools that a request offers, their parameters' types, and the JSON of arguments written without quotes."""
+"""Look up the types of tools' parameters, and convert arguments written without quotes to JSON."""
 
 import ast
 import json

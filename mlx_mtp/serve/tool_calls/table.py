@@ -1,4 +1,4 @@
-"""The table of tool-call formats, and the choice of the one that a tokenizer's model writes."""
+"""List the tool-call formats, and choose the one that a tokenizer's model writes."""
 
 import dataclasses
 import json
