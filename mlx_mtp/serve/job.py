@@ -14,7 +14,7 @@ from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
-from .answer import Part, Said, Splitter
+from .answer import Part, Splitter, TextPart
 from .batch_decoder import BatchDecoder, Responses
 from .continued import Continuation
 from .failures import dropped
@@ -309,7 +309,7 @@ def _decode(
             first = first or time.monotonic() - job.begun
             text = begun.text_of(response) if begun else response.text
             if begun and request.thinking and (breaks := begun.line_breaks(text)):
-                _send(job, [Said(breaks, reasoning=True)])  # the splitter drops line breaks before reasoning
+                _send(job, [TextPart(breaks, reasoning=True)])  # the splitter drops line breaks before reasoning
             found = splitter.feed(text, token_logprob(served.tokenizer, response, request.logprobs))
             reasoned += splitter.reasoning
             _send(job, found)

@@ -1,4 +1,4 @@
-"""Read the request fields that set variables of the chat template; many spellings switch thinking off."""
+"""Convert the request fields for thinking and reasoning effort to variables of the chat template."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ LOWEST = "low"
 
 
 def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
-    """The variables of the chat template; adds a warning for what the template cannot do."""
+    """Return a request's chat-template variables, and add a warning for each that has no effect. Raises Refused."""
     allowed = "an object of the template's own variables"
-    given = field_of(body, "chat_template_kwargs", allowed, _are_variables) or {}
-    wanted, effort = _wanted(body, given), _effort(body)
+    name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
+    given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
+    thinks, effort = _thinks(body, given), _effort(body)
     found = dict(info.template)
-    if wanted is not None:
-        found |= _switched(info, wanted, warnings)
+    if thinks is not None:
+        found |= _switched(info, thinks, warnings)
     if effort and effort not in OFF:
         found |= _with_effort(info, {**found, **given}, effort, warnings)
     for name in unread(info.tokenizer, given.keys() - SWITCH_NAMES):
@@ -27,14 +28,10 @@ def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> d
     return {**found, **given}
 
 
-def _are_variables(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
-
-
-def _switched(info: ModelInfo, wanted: bool, warnings: list[str]) -> dict[str, Any]:
+def _switched(info: ModelInfo, thinks: bool, warnings: list[str]) -> dict[str, Any]:
     if switch := thinking_switch(info.tokenizer, info.template):
-        return {switch.name: switch.on if wanted else switch.off}
-    if not wanted:
+        return {switch.name: switch.on if thinks else switch.off}
+    if not thinks:
         warnings.append("thinking cannot be switched off: the chat template has no variable for it")
         return _with_effort(info, info.template, LOWEST, [])
     if not info.tokenizer.has_thinking:
@@ -50,8 +47,8 @@ def _with_effort(info: ModelInfo, options: dict[str, Any], effort: str, warnings
     return {}
 
 
-def _wanted(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
-    """Whether a request switches thinking on or off, by the first field that says so; None: neither."""
+def _thinks(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
+    """Return whether a request switches thinking on or off, by the first field that does; None if no field does."""
     found = [
         *(_by_variable(name, value) for name, value in given.items()),
         switch_of(body, "enable_thinking"),
@@ -93,7 +90,7 @@ def _by_budget(body: dict[str, Any], name: str) -> bool | None:
 
 
 def switch_of(body: dict[str, Any], name: str) -> bool | None:
-    """Read true or false; None where neither is given."""
+    """Return a field that is true or false, None if it is absent. Raises Refused for other values."""
     return field_of(body, name, "true or false", lambda v: isinstance(v, bool))
 
 

@@ -18,7 +18,7 @@ from sweep import SWEEP, sampled
 import mlx_mtp
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.answer import Said
+from mlx_mtp.serve.answer import TextPart
 from mlx_mtp.serve.app import application
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine, Limits
@@ -56,7 +56,7 @@ class Client:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Said))
+        return "".join(event.text for event in self.events if isinstance(event, TextPart))
 
     @property
     def failed(self) -> bool:
@@ -118,7 +118,7 @@ def stand_ins(monkeypatch):
 
     def answer(served, job, crowded):
         for token in job.request.prompt:
-            job.send(Said(chr(97 + token)))
+            job.send(TextPart(chr(97 + token)))
             yield
         job.send(End("stop", None, Stats(), 0, 0.0, 0))
 

@@ -325,7 +325,7 @@ def test_a_session_with_another_server_can_be_continued(served, api):
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
         whole = [user, *SESSIONS[api], user] if api == "chat" else None
-        found = messages_of(whole) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
+        found = messages_of(whole, []) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
         assert calls[0]["arguments"] == {"input": "*** Begin"}

@@ -14,7 +14,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.answer import Said, ToolCall
+from mlx_mtp.serve.answer import TextPart, ToolCall
 from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
@@ -273,7 +273,7 @@ def test_the_next_prompt_after_calls_has_their_results(served, monkeypatch):
     )
     (request,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).requests
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
-    for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
+    for parts in ([TextPart("It is 3.")], [TextPart("I call f."), *calls]):
         request.follows(parts)
         roles = [message["role"] for message in seen[-1]]
         assert roles == ["user", "assistant", *(["tool", "tool"] if len(parts) > 1 else ["user"])]
