@@ -80,7 +80,6 @@ NOT_YET = [
 ALLOWED: dict[str, set[str]] = {
     "CONTRIBUTING.md": {"beside"},  # a constant of tuning/
     "tests/test_paused.py": {"behind"},  # an argument of `Controller.plan` in tuning/
-    "mlx_mtp/machine/progress.py": {"tell"},  # renamed with its callers in tuning/
     "bench/train_demo/card.py": {"how many", "knows", "learn", "says"},  # the released demo's model card
     "bench/train_demo/data.py": {"tell"},  # a question of its training data
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..kernels import out_of_memory, padded
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
-from ..machine.progress import tell
+from ..machine.progress import report_progress
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
@@ -62,7 +62,7 @@ def decide(
     found: dict[Key, Found] = {}
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
-            tell(TRYING, done, len(left))
+            report_progress(TRYING, done, len(left))
             last = found.get(trial.base) if trial.base else known.get(trial.key)
             wrong, split = (last.wrong, last.split) if last else check_split(trial)
             found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
@@ -220,7 +220,7 @@ def _by_trial(
     try:
         while left := [g for g in sharing(trials) if any(is_stale(t.key, verdicts.get(t.key)) for t in g)]:
             for done, group in enumerate(left):
-                tell(TRYING, done, len(left))
+                report_progress(TRYING, done, len(left))
                 decisions.judge(group)
     finally:
         # What failed for want of memory is tried again by the next load.

@@ -14,7 +14,7 @@ from mlx_mtp.cli import progress as spinner
 from mlx_mtp.decoding.memory_needs import Budget
 from mlx_mtp.demo import demo_path
 from mlx_mtp.kernels import _source
-from mlx_mtp.machine.progress import tell
+from mlx_mtp.machine.progress import report_progress
 
 LINES = ("verify_qmm 64x64 4-bit: M=2-5 on (1.31-1.80x)", "verify_qmm 64x32 4-bit: M=2-8 off (slower)")
 ROWS = f"""\
@@ -127,9 +127,9 @@ def test_the_spinner_says_how_far_the_trials_are(monkeypatch):
     status = SimpleNamespace(update=said.append)
     console = SimpleNamespace(status=lambda text: said.append(text) or nullcontext(status))
     monkeypatch.setattr(spinner, "Console", lambda stderr: console)
-    tell("Trying kernels", 0, 30)
+    report_progress("Trying kernels", 0, 30)
     with spinner.loading(shown=True):
-        tell("Trying kernels", 3, 30)
+        report_progress("Trying kernels", 3, 30)
     with spinner.loading(shown=False):
-        tell("Trying kernels", 4, 30)
+        report_progress("Trying kernels", 4, 30)
     assert said == ["Loading the model", "Trying kernels, 3 of 30"]
