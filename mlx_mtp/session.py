@@ -222,7 +222,7 @@ class ChatSession:
 
     def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
         """Report progress or raise Stopped, but only between chunks: after the last one caches are incomplete."""
-        if done < part and (self.ranks.told(self.stopping) if self.ranks else self.stopping):
+        if done < part and (self.ranks.broadcast(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)

@@ -69,7 +69,7 @@ class Chat:
 
     def _next(self) -> str | None:
         if self.ranks:
-            return self.ranks.told(None if self.ranks.rank else self.read())
+            return self.ranks.broadcast(None if self.ranks.rank else self.read())
         with self.session.idle() if self.interactive else contextlib.nullcontext():
             return self.read()
 

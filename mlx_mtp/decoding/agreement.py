@@ -73,5 +73,5 @@ def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) ->
     if not ranks:
         return tokens, key
     ranks.check_alike("an option of a generation", options)
-    tokens, words = ranks.told([tokens, key.tolist()])
+    tokens, words = ranks.broadcast([tokens, key.tolist()])
     return tokens, mx.array(words, mx.uint32)

@@ -143,4 +143,4 @@ def _recalled(file: RememberedFile) -> int | None:
 
 
 def _agreed(ranks: Any, value: Any) -> Any:
-    return ranks.told(value) if ranks else value
+    return ranks.broadcast(value) if ranks else value

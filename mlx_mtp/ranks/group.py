@@ -31,11 +31,11 @@ class Ranks:
             found: Any = mx.distributed.all_gather(mx.array([numbers], mx.int32), group=self.group).tolist()
         return found
 
-    def told(self, value: Any = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         """Return rank 0's `value`, which JSON can write; what the others pass is not looked at."""
-        return self.all_told(value if self.rank == 0 else None)[0]
+        return self.gather_values(value if self.rank == 0 else None)[0]
 
-    def all_told(self, value: Any = None) -> list[Any]:
+    def gather_values(self, value: Any = None) -> list[Any]:
         """Return every rank's `value`, which JSON can write, in the order of ranks."""
         text = json.dumps(value).encode()
         lengths = [length for (length,) in self.gather([len(text)])]

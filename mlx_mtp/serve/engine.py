@@ -264,7 +264,7 @@ class Engine:
     def _tell(self, word: str, number: int = AHEAD, what: Any = None) -> None:
         """Make the other ranks, if there are any, do the same."""
         if self.served and self.served.ranks:
-            self.served.ranks.told((word, number, as_json(what) if isinstance(what, Ask) else what))
+            self.served.ranks.broadcast((word, number, as_json(what) if isinstance(what, Ask) else what))
 
     def _release(self) -> None:
         """Write prefixes to files, and release the model and the batch."""

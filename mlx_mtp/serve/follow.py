@@ -30,7 +30,7 @@ def follow(served: Served) -> None:
     """Follow rank 0's engine until it ends."""
     running: dict[int, Any] = {}
     while True:
-        word, number, what = served.model.ranks.told()
+        word, number, what = served.model.ranks.broadcast()
         if word == "end":
             return
         if word == "begin":

@@ -197,7 +197,7 @@ def _agreed(served: Served, cache: PromptCache, ask: Ask) -> int:
         found: Any = None if served.ranks.rank else _fitting(served, cache, ask)
     except Exception as e:  # the other ranks wait for a word
         found = first_line(e)
-    found = served.ranks.told(found)
+    found = served.ranks.broadcast(found)
     if isinstance(found, str):
         raise ValueError(found)
     return found

@@ -107,7 +107,7 @@ def fall_back(model: Any, error: KernelRefused) -> None:
     """Switch off what launches the refused kernels, on every rank if there are several; raise where nothing does."""
     blamed = blame(trials_of(model), error.refusals)
     if ranks := model.ranks:
-        told = ranks.all_told([[*key, reason] for key, reason in blamed.items()])
+        told = ranks.gather_values([[*key, reason] for key, reason in blamed.items()])
         blamed = {(op, shape, rows): reason for found in told for op, shape, rows, reason in found}
     if blamed:
         switch_off(model, blamed)

@@ -40,7 +40,7 @@ class Told:
     def __init__(self, rank, said):
         self.rank, self.said = rank, said
 
-    def told(self, value=None):
+    def broadcast(self, value=None):
         if self.rank == 0:
             self.said.append(value)
             return value

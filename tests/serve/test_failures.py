@@ -97,7 +97,7 @@ class Told:
     def __init__(self):
         self.words = []
 
-    def told(self, word):
+    def broadcast(self, word):
         self.words.append(word)
 
 

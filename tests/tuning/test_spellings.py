@@ -172,7 +172,7 @@ def test_a_report_names_what_is_spelled_out():
 def of_model(trials, told=None):
     """The trials of a loaded model; told: makes of this rank's findings those of all ranks."""
     found = object.__new__(ModelTrials)
-    ranks = told and SimpleNamespace(all_told=told)
+    ranks = told and SimpleNamespace(gather_values=told)
     vars(found).update(trials=trials, lane=None, remembered=None, model=SimpleNamespace(ranks=ranks))
     found.verdicts = {trial.key: off("not tried yet") for trial in trials}
     return found
