@@ -55,7 +55,7 @@ def switch_on(
     finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
     is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
     By trial, what the first cycles use is decided here; the rest waits in the model's `runtime.trials`, and in any
-    lane the rows of several texts (`switch_on_for_texts`).
+    lane the rows of several texts (`switch_on_for_batches`).
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -85,7 +85,7 @@ def switch_on(
     return found.switched()
 
 
-def switch_on_for_texts(model: Any) -> None:
+def switch_on_for_batches(model: Any) -> None:
     """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
     found = model.runtime.trials
     if found and not model.ranks and found.go_together():

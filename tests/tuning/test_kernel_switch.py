@@ -317,8 +317,8 @@ def test_rows_of_several_texts_are_tried_once_they_are_asked_for(checkpoint, mon
     sites = [attention.q_proj.site, mlp.glu, block.mixture, model.lm_head.choice, model.layers[0].middle]
     sites.append(Matrices(attention.q_proj.site))
     assert all(max(site.rows) == 8 for site in sites)
-    kernel_switch.switch_on_for_texts(model)
-    kernel_switch.switch_on_for_texts(model)
+    kernel_switch.switch_on_for_batches(model)
+    kernel_switch.switch_on_for_batches(model)
     assert decided[2:] == [("fast", set(range(9, 17))), (None, set(range(9, 17)))]
     assert all(site.rows >= set(range(10, 17)) and 9 not in site.rows for site in sites)
     assert max(attention.attention.rows) == 8  # rows of one text
