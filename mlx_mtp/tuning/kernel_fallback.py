@@ -13,7 +13,7 @@ from .kernel_trials import warn_of_wrong
 from .verdict_file import Key
 
 # Kernels that no trial launches: they draw from what the kernel of a trial has found.
-BESIDE = {"draw_top": "verify_head"}
+WITHOUT_TRIAL = {"draw_top": "verify_head"}
 
 
 class Failed(NamedTuple):
@@ -126,7 +126,7 @@ def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[Key, str]:
     launches = {trial.key: launches_of(trial.chosen(found.all_verdicts[trial.key].split)) for trial in live}
     blamed: dict[Key, str] = {}
     for refused in refusals:
-        op = BESIDE.get(refused.key[0], refused.key[0])
+        op = WITHOUT_TRIAL.get(refused.key[0], refused.key[0])
         exact = [key for key, keys in launches.items() if refused.key in keys]
         alike = [key for key, keys in launches.items() if op in (key[0], *(launch[0] for launch in keys))]
         blamed |= dict.fromkeys(exact or alike or launches, failing(refused.error))

@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.kernels import _first_launch, _source
 from mlx_mtp.machine.errors import refusal
 from mlx_mtp.tuning import ab_test, kernel_fallback, kernel_switch
-from mlx_mtp.tuning.kernel_fallback import BESIDE, KernelRefused, failed_kernels, fall_back
+from mlx_mtp.tuning.kernel_fallback import WITHOUT_TRIAL, KernelRefused, failed_kernels, fall_back
 
 CONFIG = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 18}
 PROMPT = [1, 2, 3, 0, 2, 2, 1]
@@ -172,7 +172,7 @@ def test_a_launch_that_no_trial_makes_is_its_sites(model):
 
 def test_each_kernel_beside_a_trial_is_one():
     files = {file.stem for file in _source.DIRECTORY.glob("*.metal")}
-    assert {*BESIDE, *BESIDE.values()} <= files
+    assert {*WITHOUT_TRIAL, *WITHOUT_TRIAL.values()} <= files
 
 
 def test_want_of_memory_is_no_refusal(model, monkeypatch):
