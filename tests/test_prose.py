@@ -78,7 +78,6 @@ NOT_YET = [
 
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
-    "tests/test_paused.py": {"behind"},  # an argument of `Controller.plan` in tuning/
     "bench/train_demo/card.py": {"how many", "knows", "learn", "says"},  # the released demo's model card
     "bench/train_demo/data.py": {"tell"},  # a question of its training data
 }

@@ -42,14 +42,14 @@ class Controller:
         self._began = False  # the first cycle is over, which is slow whatever it does
         self._risk = 0.0  # of the last cycle that was planned, which may not yet be observed
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         """Choose the next cycle's plan.
 
-        matched: last tokens that have occurred before in the same order. behind: rows that idle heads have to read.
+        matched: last tokens that have occurred before in the same order. pending: rows that idle heads have to read.
         """
         costs, spare = self.costs, self.costs.budget - self._risk
         best = plain = Choice(PLAIN, 1.0, 1.0)
-        if not costs.unsure and (choices := self._choices(matched, behind)):
+        if not costs.unsure and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
             hope = max(choices, key=lambda c: c.rate)
             kind = hope.plan.kind(matched)
@@ -84,9 +84,9 @@ class Controller:
         much = CURIOUS if choice.plan.k and not choice.plan.p_min else DOUBT
         return choice.rate * (1 + much / math.sqrt(GUESSED + self.costs.weights.get(choice.plan, 0.0)))
 
-    def _choices(self, matched: int, behind: int) -> list[Choice]:
+    def _choices(self, matched: int, pending: int) -> list[Choice]:
         """List all that may be drafted now."""
-        costs, rows = self.costs, self.costs.reading(behind)
+        costs, rows = self.costs, self.costs.reading(pending)
         choices = self._expect(self.source, self.heads, rows)
         if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself
             like = max(choices, key=lambda c: c.rate)

@@ -75,7 +75,7 @@ class Fixed:
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
         self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST:
             return Plan("lookup", self.max_lookup)
         return Plan(self.source, self.k, self.p_min and self.k > 0)

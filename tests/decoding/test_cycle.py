@@ -83,10 +83,10 @@ class Sneaky(Listed):
 
     way, run = staticmethod(len), None
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.run:
             self.way(self.run.packed)
-        return super().plan(matched, behind)
+        return super().plan(matched, pending)
 
 
 LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Drafts, "sure"))

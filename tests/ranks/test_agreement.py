@@ -15,7 +15,7 @@ class Control:
     def __init__(self, *plans):
         self.plans, self.cycles = list(plans), []
 
-    def plan(self, matched, behind):
+    def plan(self, matched, pending):
         return self.plans.pop(0)
 
     def observe(self, cycle):

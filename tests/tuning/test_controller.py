@@ -146,7 +146,7 @@ def test_confidence_is_read_only_where_it_pays(read, pays):
 def test_plans_stay_within_their_limits():
     seen = Controller(max_drafts=2, max_lookup=3)
     for i in range(300):
-        plan = seen.plan(matched=9 * (i % 3 == 0), behind=0)
+        plan = seen.plan(matched=9 * (i % 3 == 0), pending=0)
         assert plan.k <= (3 if plan.source == "lookup" else 2)
         assert plan.source == "heads" or i % 3 == 0
         seen.observe(Cycle(plan, plan.k, plan.k, 0.01, matched=9 * (i % 3 == 0)))
@@ -365,7 +365,7 @@ def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
     seen, sources = Controller(max_drafts=2, max_lookup=7), []
     for i in range(120):
         matched = 0 if 30 <= i < 90 else 20
-        plan = seen.plan(matched, behind=9)
+        plan = seen.plan(matched, pending=9)
         accepted, slope = (plan.k, 0.1) if plan.source == "lookup" else (0, 0.6)
         seen.observe(Cycle(plan, plan.k, accepted, 0.02 * (1 + slope * plan.k), matched=matched))
         sources.append((plan.source, plan.k > 0))
