@@ -66,9 +66,9 @@ class Controller:
         """Learn from a cycle."""
         costs, plan = self.costs, cycle.plan
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
-        seconds = cycle.seconds if self._began or cycle.caught_up or costs.pace is None else None
+        seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
-        steps = costs.observe(did, seconds, cycle.caught_up, learn=not plan.p_min)
+        steps = costs.observe(did, seconds, cycle.prefilled, learn=not plan.p_min)
         won = cycle.accepted + 1 - steps if plan.k else costs.not_lost(seconds)
         costs.budget = min(costs.budget + SHARE * steps + won, 4 * LOST)
         costs.elapsed += steps

@@ -47,9 +47,9 @@ class Costs:
         slope = math.expm1(self.levels[near] - self.levels[PLAIN]) / near.k if near.k else SLOPE
         return 1 + max(slope * plan.k, ROW)
 
-    def observe(self, plan: Plan, seconds: float | None, caught_up: int = 0, *, learn: bool = True) -> float:
-        """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
-        expected = self.steps(plan) + self.reading(caught_up)
+    def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, learn: bool = True) -> float:
+        """Learn from one cycle, in which idle heads read `prefilled` rows; return its plain steps, no accidents."""
+        expected = self.steps(plan) + self.reading(prefilled)
         if seconds is None:
             return expected
         took = math.log(seconds / expected) - self.levels[PLAIN]
@@ -58,7 +58,7 @@ class Costs:
         surprise = took - self.pace
         odd = {plan} if abs(surprise) > FAR else set()
         if learn and (not odd or plan in self._odd):
-            self._learn(plan, surprise, caught_up)
+            self._learn(plan, surprise, prefilled)
         self._odd = self._odd - {plan} | odd
         steps = expected * math.exp(min(surprise, FAR))
         self.late += steps - expected if plan.k else 0.0
@@ -75,16 +75,16 @@ class Costs:
         late, self.late, self.plain_pace = self.late, 0.0, self.pace
         return max(late - LOST, 0.0) if slower else 0.0
 
-    def _learn(self, plan: Plan, surprise: float, caught_up: int) -> None:
+    def _learn(self, plan: Plan, surprise: float, prefilled: int) -> None:
         """Lay a surprise on pace and plan; where heads woke up for a plan that is known, on their reading alone."""
         assert self.pace is not None
         if surprise < -FAR:  # the pace was a pause's
             self.pace += surprise
             return
-        surprise, steps, reading = min(surprise, FAR), self.steps(plan), self.reading(caught_up)
-        share = 1.0 if caught_up and self.weights.get(plan, 0.0) >= 1 else reading / (steps + reading)
-        if caught_up:
-            missed, rows = share * (steps + reading) * math.expm1(surprise), caught_up / FEW
+        surprise, steps, reading = min(surprise, FAR), self.steps(plan), self.reading(prefilled)
+        share = 1.0 if prefilled and self.weights.get(plan, 0.0) >= 1 else reading / (steps + reading)
+        if prefilled:
+            missed, rows = share * (steps + reading) * math.expm1(surprise), prefilled / FEW
             gain = 0.5 * missed / (1 + rows**2)
             self.wake, self.row = max(self.wake + gain, 0.0), max(self.row + gain * rows / FEW, ROW / 10)
         self.weights = {p: KEPT * weight for p, weight in {plan: GUESSED / KEPT, **self.weights}.items()}

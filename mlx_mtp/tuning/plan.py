@@ -55,7 +55,7 @@ class Cycle:
     """The outcome of one cycle.
 
     verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
-    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
+    seconds: None if not measured. prefilled: rows that idle heads had to read before; its seconds hold that, too.
     matched: what `Controller.plan` was told. depths: of several texts, per depth the share whose draft was right, and
     of those whose draft would have counted; accepted is then their mean.
     """
@@ -64,7 +64,7 @@ class Cycle:
     verified: int
     accepted: float
     seconds: float | None
-    caught_up: int = 0
+    prefilled: int = 0
     matched: int = 0
     depths: tuple[tuple[float, float], ...] = ()
 

@@ -111,7 +111,7 @@ def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
         script = Script(5, max_drafts=k)
         monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
         tokens, stats = run(model, 40, k, replay=replay, prompt_lookup=True)
-        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.caught_up) for c in script.cycles]))
+        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.prefilled) for c in script.cycles]))
     assert done[0] == done[1]
     assert stats.compiled_cycles > 0.9 * stats.cycles
     assert len(traced) == stats.compiled_shapes  # MLX records nothing by itself

@@ -191,8 +191,8 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     plan = controller.plan(matched, backlog)
     for i in range(tokens):
         verified, accepted = _verify(text, plan, pos, tokens, p_min)
-        caught_up, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
-        steps = _cost(machine, plan, verified, caught_up) * noise[i] * machine.drift(pos / tokens, verified + 1)
+        prefilled, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
+        steps = _cost(machine, plan, verified, prefilled) * noise[i] * machine.drift(pos / tokens, verified + 1)
         shape = (plan.source, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
         steps += machine.pause[1] * (i == machine.pause[0])
@@ -201,7 +201,7 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         outcome.steps += steps
         outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1
         seconds = None if missing[i] else steps * machine.second
-        cycle = Cycle(plan, verified, accepted, seconds, caught_up, matched)
+        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched)
         matched = _matched(text, pos)  # the host knows what came before this cycle
         following = controller.plan(matched, backlog)
         controller.observe(cycle)
@@ -231,10 +231,10 @@ def _drafts(plan: Plan) -> bool:
     return plan.source == "heads" and plan.k > 0
 
 
-def _cost(machine: Machine, plan: Plan, verified: int, caught_up: int) -> float:
+def _cost(machine: Machine, plan: Plan, verified: int, prefilled: int) -> float:
     steps = machine.verify(verified + 1)
     if _drafts(plan):
-        steps += machine.depth * plan.k + machine.row * caught_up + machine.wake * (caught_up > 0)
+        steps += machine.depth * plan.k + machine.row * prefilled + machine.wake * (prefilled > 0)
         steps += machine.read * plan.p_min
     return steps
 

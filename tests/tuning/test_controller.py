@@ -197,8 +197,8 @@ def test_parked_heads_come_back_although_that_costs_more_with_every_row(row):
     behind, parked, longest = 0, 0, 0
     for _ in range(600):
         plan = control.plan(0, behind)
-        caught_up = behind if plan.k else 0
-        control.observe(Cycle(plan, plan.k, 0, costs[plan.k] + row * caught_up, caught_up))
+        prefilled = behind if plan.k else 0
+        control.observe(Cycle(plan, plan.k, 0, costs[plan.k] + row * prefilled, prefilled))
         behind = 0 if plan.k else behind + 1
         parked = 0 if plan.k else parked + 1
         longest = max(longest, parked)
@@ -238,7 +238,7 @@ def test_catching_up_is_no_cost_of_the_drafts():
     costs = measured({PLAIN: 0.01, draft: 0.013})
     for _ in range(40):
         costs.observe(PLAIN, 0.01)
-        costs.observe(draft, 0.013 + 50 * 0.0005, caught_up=50)
+        costs.observe(draft, 0.013 + 50 * 0.0005, prefilled=50)
         costs.observe(draft, 0.013)
     assert costs.steps(draft) == pytest.approx(1.3, rel=0.05)
     assert costs.row == pytest.approx(0.05, rel=0.1)
@@ -250,7 +250,7 @@ def test_waking_has_a_price_of_its_own():
     costs = measured({PLAIN: 0.01, draft: 0.013})
     for rows in [2, 40] * 30:
         costs.observe(PLAIN, 0.01)
-        costs.observe(draft, 0.015 + rows * 1e-5, caught_up=rows)
+        costs.observe(draft, 0.015 + rows * 1e-5, prefilled=rows)
     assert costs.steps(draft) == pytest.approx(1.3, rel=0.03)
     assert costs.reading(2) == pytest.approx(0.2, abs=0.05)
     assert costs.reading(40) == pytest.approx(0.24, abs=0.05)
