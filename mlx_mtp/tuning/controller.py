@@ -10,7 +10,7 @@ import copy
 import math
 from itertools import chain, islice, repeat, zip_longest
 
-from .costs import GUESSED, KEPT, LOST, Costs
+from .costs import PRIOR_WEIGHT, KEPT, LOST, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 SHARE = 0.013  # of a plain step, what each step adds to the budget
@@ -82,7 +82,7 @@ class Controller:
 
     def _score(self, choice: Choice) -> float:
         much = CURIOUS if choice.plan.k and not choice.plan.p_min else DOUBT
-        return choice.rate * (1 + much / math.sqrt(GUESSED + self.costs.weights.get(choice.plan, 0.0)))
+        return choice.rate * (1 + much / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
     def _choices(self, matched: int, pending: int) -> list[Choice]:
         """List all that may be drafted now."""
@@ -91,7 +91,7 @@ class Controller:
         if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself
             like = max(choices, key=lambda c: c.rate)
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
-            rate = (GUESSED * like.tokens + gave) / (GUESSED * like.steps + took)
+            rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
             choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
         if matched >= SHORTEST and self.lookups:
             choices += self._expect(self.lookups[0].kind(matched), self.lookups)
@@ -102,7 +102,7 @@ class Controller:
         """Expect what plans give and take; a depth that was hardly seen is thought to be like the one before it."""
         counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, GUESS
         for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
-            p = (GUESSED * p + right) / (GUESSED + seen)
+            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
             reached *= p
             tokens.append(tokens[-1] + reached)
         return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]

@@ -14,7 +14,7 @@ SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads 
 FEW = 10  # rows that cost as much as waking until it is measured; readings of more tell most of a row
 KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
 PACE = 0.15  # of a surprise, the share that is the machine's
-GUESSED = 0.5  # as how many cycles, or drafts, a guess of their cost, or of how many are right, counts
+PRIOR_WEIGHT = 0.5  # as how many cycles, or drafts, a guess of their cost, or of how many are right, counts
 FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
 
 
@@ -87,7 +87,7 @@ class Costs:
             missed, rows = share * (steps + reading) * math.expm1(surprise), prefilled / FEW
             gain = 0.5 * missed / (1 + rows**2)
             self.wake, self.row = max(self.wake + gain, 0.0), max(self.row + gain * rows / FEW, ROW / 10)
-        self.weights = {p: KEPT * weight for p, weight in {plan: GUESSED / KEPT, **self.weights}.items()}
+        self.weights = {p: KEPT * weight for p, weight in {plan: PRIOR_WEIGHT / KEPT, **self.weights}.items()}
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1 - share
         self.levels[plan] = math.log(steps) + self.levels[PLAIN] + (1 - share) * gain * surprise
