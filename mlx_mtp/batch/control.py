@@ -48,7 +48,7 @@ class Controls:
 def _guess(known: Costs) -> Costs:
     """Begin with what cycles of another number of texts taught, which are like these but cost otherwise."""
     guess = Costs()
-    guess.levels, guess.wake, guess.row, guess.counts = known.levels, known.wake, known.row, known.counts
+    guess.levels, guess.resume, guess.row, guess.counts = known.levels, known.resume, known.row, known.counts
     guess.weights = {plan: min(PRIOR_WEIGHT, weight) for plan, weight in known.weights.items()}
     return guess
 

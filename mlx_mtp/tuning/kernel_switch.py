@@ -206,7 +206,9 @@ class ModelTrials:
         """
         if not self.model.ranks:
             return
-        first, *others = self.model.ranks.gather_values([(key, vars(verdict)) for key, verdict in self.verdicts.items()])
+        first, *others = self.model.ranks.gather_values(
+            [(key, vars(verdict)) for key, verdict in self.verdicts.items()]
+        )
         told = {tuple(key): KernelVerdict(**facts) for key, facts in first}
         tried = (item for verdicts in others for item in verdicts if not item[1]["reason"].startswith(NOT_TRIED))
         told |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}

@@ -39,7 +39,7 @@ def test_drafts_follow_what_so_many_texts_cost(known):
     assert again.control(8, 3).plan().k == 0
     guess = again.control(5, 3).costs
     assert guess.counts["heads"]
-    assert (guess.pace, guess.unsure) == (None, 3)
+    assert (guess.pace, guess.plain_first) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 

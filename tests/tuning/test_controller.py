@@ -252,8 +252,8 @@ def test_waking_has_a_price_of_its_own():
         costs.observe(PLAIN, 0.01)
         costs.observe(draft, 0.015 + rows * 1e-5, prefilled=rows)
     assert costs.steps(draft) == pytest.approx(1.3, rel=0.03)
-    assert costs.reading(2) == pytest.approx(0.2, abs=0.05)
-    assert costs.reading(40) == pytest.approx(0.24, abs=0.05)
+    assert costs.resume_steps(2) == pytest.approx(0.2, abs=0.05)
+    assert costs.resume_steps(40) == pytest.approx(0.24, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +269,10 @@ def test_what_a_text_taught_goes_on_through_a_file():
     seen = Controller(max_drafts=3, max_lookup=7)
     replay(machine("reference BLAS"), copying(200, 0.5), seen, 200, 1)
     costs, again = seen.costs, from_json(json.loads(json.dumps(to_json(seen.costs))))
-    assert (again.counts, again.budget, again.again, again.row) == (
+    assert (again.counts, again.budget, again.retry_at, again.row) == (
         costs.counts,
         costs.budget,
-        costs.again,
+        costs.retry_at,
         costs.row,
     )
     assert {p: again.steps(p) for p in costs.levels} == pytest.approx({p: costs.steps(p) for p in costs.levels})
