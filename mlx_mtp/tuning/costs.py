@@ -70,7 +70,7 @@ class Costs:
     def refund(self, seconds: float | None) -> float:
         """Return the plain steps charged to drafts since the last plain step if the machine was slow meanwhile.
 
-        A slow plain step shows this. Only the part above ALLOWANCE is returned, because one plain step may be disturbed.
+        A slow plain step shows this. One step may be disturbed, so only the part above ALLOWANCE is returned.
         """
         if seconds is None or self.pace is None:
             return 0.0
@@ -89,10 +89,8 @@ class Costs:
         if prefilled:
             missed, rows = share * (steps + resuming) * math.expm1(surprise), prefilled / RESUME_ROWS
             gain = 0.5 * missed / (1 + rows**2)
-            self.resume, self.row = (
-                max(self.resume + gain, 0.0),
-                max(self.row + gain * rows / RESUME_ROWS, ROW_STEPS / 10),
-            )
+            self.resume = max(self.resume + gain, 0.0)
+            self.row = max(self.row + gain * rows / RESUME_ROWS, ROW_STEPS / 10)
         self.weights = {p: DECAY * weight for p, weight in {plan: PRIOR_WEIGHT / DECAY, **self.weights}.items()}
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1 - share
