@@ -100,7 +100,7 @@ class Controller:
         return [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2) or c.plan in shortest]
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
-        """Estimate tokens and plain steps of plans; a depth without counts has the acceptance of the one before it."""
+        """Estimate tokens and plain steps of plans; a depth without counts is accepted as often as the one before."""
         counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, PRIOR_ACCEPTANCE
         for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
             p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)

@@ -75,7 +75,7 @@ def test_outputs_of_any_type_are_compared():
 def test_any_row_may_leak_into_any_other():
     for rows in (2, 5, 8):
         for pair in [(a, b) for a in range(rows) for b in range(rows) if a != b]:
-            spoilt = [ab_test._spoilt(rows, draw) for draw in range(ab_test.DRAWS)]
+            spoilt = [ab_test._spoiled(rows, draw) for draw in range(ab_test.DRAWS)]
             assert any(s[pair[0]] and not s[pair[1]] for s in spoilt), pair
 
 

@@ -327,7 +327,7 @@ def test_rows_of_several_texts_are_tried_once_they_are_asked_for(checkpoint, mon
 
 def test_a_check_tells_any_two_of_sixteen_rows_apart():
     for rows, draws in ((8, 6), (16, 8)):
-        spoilt = [ab_test._spoilt(rows, draw) for draw in range(draws)]
+        spoilt = [ab_test._spoiled(rows, draw) for draw in range(draws)]
         assert all(any(s[a] != s[b] for s in spoilt) for a in range(rows) for b in range(a))
         trial = ab_test.KernelTrial("op", "shape", rows, [(lambda x: [x], lambda x: [x])], 4, mx.float32)
         seeds = []
