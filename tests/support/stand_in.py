@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import draw_ref, top_ref
 from mlx_mtp.tuning import kernel_switch
-from mlx_mtp.tuning.kernel_sites import placed
 from mlx_mtp.tuning.kernel_switch import ModelTrials
 
 MESSAGE = (
@@ -150,9 +149,9 @@ SITES = ("add_norm", "verify_gemv", "verify_qmm", "verify_glu", "verify_head")
 
 def switched_on(model):
     """The model with all sites that the stand-in knows, on for every number of rows."""
-    if not placed(model):
+    if not model.runtime.sites:
         kernel_switch.place(model)
-    sites = [site for site in placed(model) if site.op in SITES]
+    sites = [site for site in model.runtime.sites if site.op in SITES]
     found = ModelTrials(model, sites)
     found.trials += kernel_switch.trials(sites, found.dtype, "together")
     on = kernel_switch.KernelVerdict(True, True, reason="asked for")

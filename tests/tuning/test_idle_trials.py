@@ -24,13 +24,13 @@ class Trials:
     def __init__(self, found="after", left=True):
         self.found, self.left, self.events, self.began = found, left, [], threading.Event()
 
-    def asked(self):
+    def needed(self):
         return []
 
-    def waiting(self, _):
+    def has_untried(self, _):
         return self.left
 
-    def go_on(self, stop):
+    def try_rest(self, stop):
         self.events.append(("tried", threading.current_thread() is threading.main_thread()))
         self.began.set()
         while not stop():
@@ -38,7 +38,7 @@ class Trials:
         if isinstance(self.found, Exception):
             raise self.found
 
-    def switched(self):
+    def apply(self):
         self.events.append(("switched", threading.current_thread() is threading.main_thread()))
         return (self.found,), ()
 
@@ -62,7 +62,7 @@ def test_kernels_change_when_it_is_left_in_the_thread_that_generates():
 
 def test_arrays_that_the_model_has_not_computed_yet_can_be_read(monkeypatch):
     model = Model(trials := Trials())
-    monkeypatch.setattr(trials, "go_on", lambda stop: trials.events.append((model._freqs + 1).tolist()))
+    monkeypatch.setattr(trials, "try_rest", lambda stop: trials.events.append((model._freqs + 1).tolist()))
     with IdleTrials(model):
         pass
     assert trials.events[0] == [1, 3, 5, 7]

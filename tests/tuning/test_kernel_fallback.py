@@ -110,7 +110,7 @@ def quantized_checkpoint(tmp_path_factory):
 
 
 def split(model, op):
-    return {m for site in kernel_fallback.placed(model) if site.op == op for m in site.split}
+    return {m for site in model.runtime.sites if site.op == op for m in site.split}
 
 
 def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, known_sites):
@@ -151,7 +151,7 @@ def test_split_rows_that_metal_refuses_are_off(quantized_checkpoint):
 def test_sites_switched_on_without_a_trial(model):
     want = text(model, num_draft_tokens=3)
     kernel_switch.place(model)
-    sites = [site for site in kernel_fallback.placed(model) if site.op in SITES]
+    sites = [site for site in model.runtime.sites if site.op in SITES]
     with standing_in(lambda op, template: "evaluate" if op == "verify_head_merge" else None):
         for site in sites:
             site.rows = frozenset(range(1, 17))

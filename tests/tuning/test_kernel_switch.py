@@ -213,8 +213,8 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products
             del layers[1:]
         with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
             before.append(kernel_switch.switch_on(model, None))
-            model.runtime.trials.go_on(lambda: False)
-            reports.append(model.runtime.trials.switched())
+            model.runtime.trials.try_rest(lambda: False)
+            reports.append(model.runtime.trials.apply())
         assert model.lm_head.site.rows == {2, 3, 4}
         assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
     assert reports[0] == reports[1] == before[1] != before[0]
@@ -272,7 +272,7 @@ def test_caches_of_other_formats_are_tried_once_something_uses_them(checkpoint, 
 
     def asked(trials):
         return {
-            trial.op.partition("verify_attention")[2] for trial in trials.asked() if "verify_attention" in trial.op
+            trial.op.partition("verify_attention")[2] for trial in trials.needed() if "verify_attention" in trial.op
         }
 
     model = load(checkpoint)
@@ -281,7 +281,7 @@ def test_caches_of_other_formats_are_tried_once_something_uses_them(checkpoint, 
     assert asked(kernel_switch.ModelTrials(model, trials.sites)) == {"", " of 8-bit caches"}
     model.layers[0].self_attn.attention.of(make_cache(None, bits=4, group_size=32))
     assert asked(trials) == {"", " of 8-bit caches", " of 4-bit caches"}
-    assert trials.waiting(trials.asked())
+    assert trials.has_untried(trials.needed())
 
 
 @pytest.mark.parametrize("lane", ["exact", "fast"])

@@ -113,7 +113,7 @@ def test_the_budget_bounds_all_trials():
     trials = [trial(rows=rows) for rows in (2, 3, 4)]
     verdicts = decide(trials, lane=None, timer=lambda _: time.sleep(0.6) or 2.0, budget=0.5)
     assert [str(v) for v in verdicts.values()] == ["on, 2.00x"] + [
-        "off: not tried, the 0.5 s for trials were over"
+        "off: not tried, the 0.5 s for trials were used up"
     ] * 2
     assert 1 < BUDGET < 60
 
@@ -189,7 +189,7 @@ def test_compilation_is_not_counted(monkeypatch):
     trials = [of_a_kind(2, shape, kind=shape) for shape in "abcd"]
     verdicts, timed = decided(trials, takes(1.0), budget=2.5)
     assert (len(timed), now) == (3, [303.0])
-    assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were over"
+    assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were used up"
 
 
 def test_whoever_waits_is_let_in_between_two_trials_and_the_rest_is_tried_later(monkeypatch, tmp_path):

@@ -187,7 +187,7 @@ def test_a_later_trial_has_earlier_ones_tried_again():
     for one in (by_chance, later):
         found.decide([one], timer=lambda _: 2.0)
     assert [(v.on, v.spelling) for v in found.verdicts.values()] == [(True, "FUSED")] * 2 + [(False, AS_COMPILED)]
-    assert found.waiting([last])
+    assert found.has_untried([last])
 
 
 def test_ranks_take_the_first_ones_spelling():
