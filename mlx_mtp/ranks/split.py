@@ -103,13 +103,9 @@ def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
         return
     heads = getattr(mixer, name)
     for linear in (mixer.k_proj, mixer.v_proj):
-        linear.update(tree_map(lambda w: _repeated(w, heads, ranks // heads), linear.parameters()))
+        by_head = tree_map(lambda w: mx.unflatten(w, 0, (heads, -1)), linear.parameters())
+        linear.update(tree_map(lambda w: mx.repeat(w, ranks // heads, axis=0).flatten(0, 1), by_head))
     setattr(mixer, name, ranks)
-
-
-def _repeated(w: mx.array, heads: int, times: int) -> mx.array:
-    """Return w [heads * D, ...] with each head's rows repeated."""
-    return mx.repeat(w.reshape(heads, -1, *w.shape[1:]), times, axis=0).reshape(-1, *w.shape[1:])
 
 
 def _make_plain(module: Any, *, first: bool) -> None:

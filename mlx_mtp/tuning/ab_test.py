@@ -176,18 +176,15 @@ def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (outputs, expected)]
     if kinds[0] != kinds[1]:
         raise WrongKernel(f"gives {kinds[0]} where stock MLX gives {kinds[1]}")
-    pairs = zip(outputs, expected, strict=True)
-    differs = [mx.any(_differs(a, b).reshape(len(x), -1), axis=1) for a, b in pairs]
+    differs = []
+    for a, b in zip(outputs, expected, strict=True):
+        bits = UNSIGNED[a.dtype.size]
+        unequal = (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))  # any two NaN are equal
+        differs.append(mx.any(unequal.reshape(len(x), -1), axis=1))
     wrong: list[bool] = mx.any(mx.stack(differs), axis=0).tolist()  # type: ignore[assignment]
     for i in rows:
         if wrong[i]:
             raise WrongKernel(f"row {i + 1} of {len(x)} {how}")
-
-
-def _differs(a: mx.array, b: mx.array) -> mx.array:
-    """Return where bits differ, bool; any two NaN are equal, whatever their sign and payload."""
-    bits = UNSIGNED[a.dtype.size]
-    return (a.view(bits) != b.view(bits)) & ~(mx.isnan(a) & mx.isnan(b))
 
 
 def time_pair(trial: KernelTrial) -> float:

@@ -68,7 +68,7 @@ class Controller:
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
         seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
-        steps = costs.observe(did, seconds, cycle.prefilled, learn=not plan.p_min)
+        steps = costs.observe(did, seconds, cycle.prefilled, update=not plan.p_min)
         won = cycle.accepted + 1 - steps if plan.k else costs.refund(seconds)
         costs.budget = min(costs.budget + EARNED * steps + won, 4 * ALLOWANCE)
         costs.elapsed += steps

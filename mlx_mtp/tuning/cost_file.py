@@ -10,8 +10,8 @@ from .._version import __version__
 from ..machine.remembered import RememberedFile, machine
 from .costs import ALLOWANCE, RESUME_ROWS, Costs
 from .plan import PLAIN, Plan
+from .verdict_file import MLX_VERSION
 
-MLX_VERSION: str = mx.__version__  # type: ignore[attr-defined]
 # The BLAS and its threads determine the cost of a row on a CPU.
 ENVIRONMENT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 MAX_ROW_STEPS = 10  # plain steps per row above which a cycle was disturbed, as by a stopped process
@@ -78,10 +78,10 @@ def from_json(kept: Any) -> Costs:
         good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0 <= costs.resume
         # A plan with such a cost would never be tried again.
         good = good and all(costs.steps(plan) <= MAX_ROW_STEPS * (plan.k + 1) for plan in spent)
+        if not good:
+            raise ValueError
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise ValueError(f"no costs: {kept!r}") from e
-    if not good:
-        raise ValueError(f"no costs: {kept!r}")
     costs.weights = dict.fromkeys(costs.levels, 0.2)  # of another process; plain steps measure the pace
     costs.plain_first = 2
     return costs

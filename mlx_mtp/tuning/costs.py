@@ -47,10 +47,10 @@ class Costs:
         slope = math.expm1(self.levels[near] - self.levels[PLAIN]) / near.k if near.k else DRAFT_STEPS
         return 1 + max(slope * plan.k, ROW_STEPS)
 
-    def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, learn: bool = True) -> float:
+    def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, update: bool = True) -> float:
         """Add a measured cycle; return its plain steps, capped for outliers.
 
-        prefilled: hidden rows that the drafter read first. learn: whether the cycle changes the estimates.
+        prefilled: hidden rows that the drafter read first. update: whether the cycle changes the estimates.
         """
         expected = self.steps(plan) + self.resume_steps(prefilled)
         if seconds is None:
@@ -60,7 +60,7 @@ class Costs:
             self.pace = self.pace_at_plain = pace
         surprise = pace - self.pace
         outlier = {plan} if abs(surprise) > OUTLIER else set()
-        if learn and (not outlier or plan in self._outliers):
+        if update and (not outlier or plan in self._outliers):
             self._update(plan, surprise, prefilled)
         self._outliers = self._outliers - {plan} | outlier
         steps = expected * math.exp(min(surprise, OUTLIER))

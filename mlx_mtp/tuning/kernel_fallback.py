@@ -135,10 +135,8 @@ def launches_of(trial: KernelTrial) -> set[tuple]:
     with launched() as keys:
         try:
             trial.pairs[0][0](trial.x(0))
-        except KernelRefused as e:
-            keys += [refused.key for refused in e.refusals]
-        except (RuntimeError, ValueError):  # as if memory is short; later launches are unknown
-            return set(keys)
+        except (RuntimeError, ValueError) as e:  # refused, or memory is short; later launches are unknown
+            keys += [refused.key for refused in getattr(e, "refusals", ())]
     return set(keys)
 
 

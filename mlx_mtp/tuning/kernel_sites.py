@@ -150,9 +150,8 @@ def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterat
 def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
     """Add the sites of a latent attention. chosen: positions that each row of a sparse one attends to."""
     module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
-    rope = Rope.of(module.rope)
     yield module.latent
-    if rope:
+    if rope := Rope.of(module.rope):
         width = module.qk_rope_head_dim
         module.placing = NormRope(module, Form(module.num_heads, 1, width, width, None, None), rope)
         yield module.placing

@@ -23,21 +23,11 @@ from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
-from .ab_test import LAYERS, compile_kernel
+from .ab_test import LAYERS, KernelTrial, compile_kernel
 from .kernel_sites import place, tied
-from .kernel_trials import (
-    ASKED,
-    DRAWS_OF_FOLLOWING,
-    NOT_TRIED,
-    RIGHT,
-    Found,
-    KernelTrial,
-    Key,
-    RememberedVerdicts,
-    decide,
-    is_stale,
-)
+from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
+from .verdict_file import Found, Key, RememberedVerdicts
 
 FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up to three drafts
 WARM_ROWS = 6  # maximum rows of stored kernels that a load compiles; heads read six with three drafts
@@ -120,15 +110,11 @@ class ModelTrials:
         """Return the trials of sites that were switched on without any, with verdicts that match the sites."""
         found = cls(model, sites)
         found.trials += trials(sites, found.dtype, "together")
-        none: frozenset[int] = frozenset()
-        rows: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = {}
-        for site in sites:
-            key = site.op, _typed(site.shape, found.dtype)
-            on, split = rows.get(key, (none, none))
-            rows[key] = on | site.rows, split | site.split
+        on = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.rows}
+        split = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.split}
         for trial in found.trials:
-            on, split = (trial.rows in of for of in rows[(trial.base or trial.key)[:2]])
-            found.verdicts[trial.key] = KernelVerdict(on, on, reason=ASKED, split=split)
+            key = trial.base or trial.key
+            found.verdicts[trial.key] = KernelVerdict(key in on, key in on, reason=ASKED, split=key in split)
         return found
 
     @property

@@ -48,7 +48,7 @@ def decide(
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
     budget: seconds for new trials, without compilation; they also end once `stop` returns True.
-    Of trials that share a compiled kernel, the one with the most rows and weights is timed for all.
+    Of trials that share a compiled kernel, the one with the maximum row count and weights is timed for all.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
