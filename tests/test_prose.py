@@ -70,6 +70,7 @@ NOT_YET = [
     "python.md",
     "serve",
     "serve.md",
+    "support",
 ]
 
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
