@@ -62,7 +62,7 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
-    """Raise ValueError if mlx-lm cannot split the family, or a size is not divisible by the number of ranks."""
+    """Raise ValueError if mlx-lm cannot split the family, or a size cannot be split over this number of ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     sizes = list(_sizes(model))

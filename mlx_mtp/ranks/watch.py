@@ -37,7 +37,7 @@ def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | Non
 
 
 def leave(code: int) -> None:
-    """Report to the other ranks that this process is about to end with an exit code, which they then use."""
+    """Report to the other ranks that this process is about to end; an exit code other than 0 ends them too."""
     if _watch is not None:
         _watch.leave(code)
 

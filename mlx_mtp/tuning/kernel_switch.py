@@ -42,8 +42,8 @@ def switch_on(
     """Switch on the model's kernels; return the report's lines, and the ops whose bits may depend on the row count.
 
     lane: None decides by trial; "exact" and "fast" use every kernel that is right, "fast" also matrix-unit products
-    that a trial finds faster; "off" uses none. lazy: weights are not read, so that trials are impossible.
-    kv_bits: bits of the quantized caches that will be used.
+    that a trial finds faster; "off" uses none. lazy: whether weights are lazy; None then uses no kernel, because a
+    trial would read them. kv_bits: bits of the quantized caches that will be used.
     By trial, only kernels of the first cycles are decided here. `runtime.trials` tries the others later, and those
     for the rows of a batch once `switch_on_for_batches` is called.
     """
@@ -119,12 +119,10 @@ class ModelTrials:
 
     @property
     def all_trials(self) -> list[KernelTrial]:
-        """The trials, including those of `matrices`."""
         return [*self.trials, *(self.matrices.trials if self.matrices else ())]
 
     @property
     def all_verdicts(self) -> dict[Key, KernelVerdict]:
-        """The verdicts, including those of `matrices`."""
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
 
     def reject(self, key: Key, reason: str, *, remembered: bool) -> None:

@@ -174,7 +174,7 @@ class Decisions:
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
-        """Follow the timed trial's verdict if this kernel is right and, with fewer rows, the count below is on."""
+        """Return a verdict without timing: on if the timed trial and the row count below are on and this one is right."""
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)

@@ -83,7 +83,7 @@ def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
 
 
 def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, bool, str, int]:
-    """Return the key by which neighbours are merged; its last number is constant in a run of row counts."""
+    """Return the key by which neighbours are merged; its last number is equal for consecutive row counts."""
     place, (rows, verdict) = item
     reason = "" if verdict.reason.startswith(AS_ROWS) else verdict.reason  # its ratio is that of its neighbours
     return verdict.on, verdict.on and verdict.split, re.sub(r"\d+", "#", reason), rows - place
