@@ -174,7 +174,7 @@ class Decisions:
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
-        """Return a verdict without timing: on if the timed trial and the row count below are on and this one is right."""
+        """Return a verdict without timing: on if the timed trial and the rows below are on and this one is right."""
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
