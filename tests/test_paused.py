@@ -37,7 +37,7 @@ QUESTION, CODE = "What does os.path.join do?", "def read_lines(path):"
 def _paused(monkeypatch):
     """Pause drafting in every adaptive generation from its first cycle on."""
 
-    def plan(self, matched=0, behind=0):
+    def plan(self, matched=0, pending=0):
         self.paused = WORDS.removeprefix("drafting paused: ")
         return PLAIN
 

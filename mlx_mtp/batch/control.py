@@ -5,7 +5,7 @@ from typing import Any
 from ..decoding.policy import learned, source_of
 from ..layers.target import Target
 from ..tuning.controller import Controller
-from ..tuning.costs import GUESSED, Costs
+from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, Plan
 
 Control = Controller | Fixed
@@ -48,8 +48,8 @@ class Controls:
 def _guess(known: Costs) -> Costs:
     """Begin with what cycles of another number of texts taught, which are like these but cost otherwise."""
     guess = Costs()
-    guess.levels, guess.wake, guess.row, guess.counts = known.levels, known.wake, known.row, known.counts
-    guess.weights = {plan: min(GUESSED, weight) for plan, weight in known.weights.items()}
+    guess.levels, guess.resume, guess.row, guess.counts = known.levels, known.resume, known.row, known.counts
+    guess.weights = {plan: min(PRIOR_WEIGHT, weight) for plan, weight in known.weights.items()}
     return guess
 
 

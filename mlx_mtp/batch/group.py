@@ -192,7 +192,7 @@ class Group:
         control = self.controls(len(there), max(s.k for s in there), max(s.max_lookup for s in there))
         pool = self.pool or self._opened(there[0].cache)
         matched, behind = _matched(there), self._behind(pool, there)
-        plan = control.plan(matched=matched, behind=behind)
+        plan = control.plan(matched=matched, pending=behind)
         in_step = plan.k > 0 and self.drafters[plan.source].in_step
         moves = bool(joining) or len(there) < sum(s is not None for s in rows)
         if pool.missed and (moves or self._misses_many(pool, 0 if in_step else plan.k)):

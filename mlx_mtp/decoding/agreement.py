@@ -60,7 +60,7 @@ class Agreement:
         """Why rank 0 does not draft; "" on the other ranks."""
         return self.control.paused if isinstance(self.control, Controller) else ""
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         return self._plans.popleft()
 
     def observe(self, cycle: Cycle) -> None:

@@ -39,7 +39,7 @@ def test_drafts_follow_what_so_many_texts_cost(known):
     assert again.control(8, 3).plan().k == 0
     guess = again.control(5, 3).costs
     assert guess.counts["heads"]
-    assert (guess.pace, guess.unsure) == (None, 3)
+    assert (guess.pace, guess.plain_first) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 
@@ -51,7 +51,7 @@ def test_a_fixed_number_of_drafts_is_not_learned(known):
 def test_the_outcome_of_several_texts():
     """Of three, one had a share of a single draft; at the second depth two could be right, and one was reached."""
     cycle = outcome(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 0.5, 7)
-    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.caught_up) == (1.0, 2, 0.5, 7)
+    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
     assert outcome(PLAIN, 0, [(0, 0)], None, 0).depths == ()
 

@@ -17,7 +17,7 @@ from templates import OWN, tokenizer_of
 
 from mlx_mtp.cache.prompt_prefix import shared
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve import engine
 from mlx_mtp.serve.answer import Splitter
 from mlx_mtp.serve.app import WARNING, Service, application
 from mlx_mtp.serve.engine import Engine, Limits
@@ -50,8 +50,8 @@ class Scripted:
     def __init__(self, template, monkeypatch):
         self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
         self.format = format_of(tokenizer_of(OWN["json"]))
-        monkeypatch.setattr(engines, "answer", self.answer)
-        monkeypatch.setattr(engines, "QUIET", 1e9)  # no prefill between requests
+        monkeypatch.setattr(engine, "answer", self.answer)
+        monkeypatch.setattr(engine, "QUIET", 1e9)  # no prefill between requests
         batch = SimpleNamespace(step=lambda: None, close=lambda: None)
         served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)

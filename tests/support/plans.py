@@ -16,7 +16,7 @@ class Script:
         self.p_min = p_min
         self.cycles: list = []
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         kind = self.random.choice(["plain", "plain", "heads", "heads", "lookup"])
         if kind == "plain" or (kind == "heads" and not self.max_drafts):
             return Plan()
@@ -37,7 +37,7 @@ class Listed:
         self.plans, self.cycles = plans, []
         self.planned = 0
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         self.planned += 1
         return self.plans[(self.planned - 1) % len(self.plans)]
 

@@ -66,7 +66,7 @@ class Whims:
     def __init__(self, rng: random.Random, most: int):
         self.rng, self.most, self.plain = rng, most, 0
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         self.plain = self.plain - 1 if self.plain else self.rng.choice([0, 0, 0, 2, 12])
         return Plan(k=0 if self.plain else self.rng.randint(0, self.most))
 
@@ -80,7 +80,7 @@ class Bounded:
     def __init__(self, plans: Whims, most: int, max_lookup: int):
         self.plans, self.most, self.max_lookup, self.observe = plans, most, max_lookup, plans.observe
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         k, rng = min(self.plans.plan().k, self.most), self.plans.rng
         if self.max_lookup and rng.random() < 0.3:
             return Plan("lookup", rng.randint(1, self.max_lookup))
@@ -105,7 +105,7 @@ class LoneWhims(Whims):
         """Stand in for `control_for`."""
         return cls(rng, k, max_lookup)
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST and self.rng.random() < 0.5:
             return Plan("lookup", self.rng.randint(1, self.max_lookup))
         k = super().plan().k
