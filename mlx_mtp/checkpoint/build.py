@@ -30,20 +30,20 @@ from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
 from .check_files import check_complete
-from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve, weights_apart
-from .head_self_test import blaming_config
-from .heads_beside import is_split
+from .files import MAX_LAYERS, Header, dequantized, read_header, read_tensors, resolve, without_weights
+from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
 from .quant_methods import refuse_packed
 from .read_parts import read_parts
 from .report import make_report, with_heads
+from .separate_heads import is_split
 from .sort_tensors import Contents, Drafting, check_experts, check_types, sort_tensors
 
 EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
 NO_NUMBERS = str, bool, dict  # of JSON's types; a list may hold a number's values by layer, and null mean none
 Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred
-CANNOT = "the model cannot be built from it"
+NO_MODEL = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
 
@@ -69,7 +69,7 @@ def load_port(
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     if not lazy:
-        with blaming_config(path):
+        with naming_config(path):
             budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
@@ -105,7 +105,7 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
     classes = partial(_build, port, path, contents, raw, config), SimpleNamespace(from_dict=lambda merged: args)
     options: Any = {"model_config": config | contents.overrides(config), "get_model_classes": lambda config: classes}
-    with one_line(f"{path}: cannot be loaded", keep=True), weights_apart(path) as apart:
+    with one_line(f"{path}: cannot be loaded", keep=True), without_weights(path) as apart:
         model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
     del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
     return model, contents, raw
@@ -120,7 +120,7 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
             raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         raise ValueError(f"{path}/config.json: {first_line(e)}") from e
-    with one_line(f"{path}/config.json: {CANNOT}"):
+    with one_line(f"{path}/config.json: {NO_MODEL}"):
         for part in (args, *filter(is_dataclass, vars(args).values())):
             _check_types(part)
     return args
@@ -139,7 +139,7 @@ def _check_types(args: Any) -> None:
 
 def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: dict, args: Any) -> nn.Module:
     """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
-    with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
+    with one_line(f"{path}/config.json: {NO_MODEL}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
         apply_rope(model, config)
     _check_trunk(model, contents, path)
@@ -276,7 +276,7 @@ class DrafterAlone(nn.Module):
 
 def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
     """Open a drafter without a target, no array computed: (config.json, the model that it is, its tensors)."""
-    config, drafter, contents = _open_drafter(path, MOST_LAYERS, None, {})
+    config, drafter, contents = _open_drafter(path, MAX_LAYERS, None, {})
     spelled = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
     drafter.spec = replace(contents.spec, tensors=spelled)
     return config, drafter, contents

@@ -31,9 +31,9 @@ def check_complete(model: Any, contents: Contents) -> None:
             listed = [name for name, place in stored.listed.items() if stored.path / place == file]
             layers = model.args.num_hidden_layers
             heads = not listed or any(model.spec.locate(name, layers) for name in listed)
-            if parameters.keys() - provided or (contents.wants_heads and heads):
+            if parameters.keys() - provided or (contents.needs_heads and heads):
                 raise ValueError(error)
-    layers, heads = model.args.num_hidden_layers, contents.wants_heads
+    layers, heads = model.args.num_hidden_layers, contents.needs_heads
     absent = {name: file for name, file in stored.absent.items() if heads or not model.spec.locate(name, layers)}
     replace(stored, absent=absent).warn(stacklevel=8)
 

@@ -27,9 +27,9 @@ from .convert_precision import Precision, format_of, format_of_heads, listed
 from .convert_writer import Tensors
 from .files import CONVERTED, read_config, read_tensors, resolve
 from .head_self_test import check_runs
-from .heads_beside import is_split
 from .parameters import named, trained
 from .report import Report, make_report
+from .separate_heads import is_split
 from .sort_tensors import Contents, Drafting
 from .weight_names import INDEX, SIDECAR_FILES, read_index
 

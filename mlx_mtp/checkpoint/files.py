@@ -32,7 +32,7 @@ DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES)
 CODE = "*.py"  # a tokenizer's, say
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and their number of heads
-MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
+MAX_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
 FP8_BLOCK = 128
@@ -167,8 +167,8 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
             count = text.get(name)
             if count is not None and type(count) is not int:
                 raise ValueError(f"{file}: {name} is {count!r}, expected an integer")
-            if count is not None and not least <= count <= MOST_LAYERS:
-                raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MOST_LAYERS}")
+            if count is not None and not least <= count <= MAX_LAYERS:
+                raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MAX_LAYERS}")
     return normalize(config).config
 
 
@@ -188,7 +188,7 @@ def read_header(files: Iterable[Path]) -> Header:
 
 
 @contextlib.contextmanager
-def weights_apart(path: Path) -> Iterator[Path]:
+def without_weights(path: Path) -> Iterator[Path]:
     """Make a directory for mlx-lm's `load_model` that has none of a checkpoint's weights, and is gone when the block
     ends: mlx-lm would open every file by its name, those that are not needed or damaged, too.
     """

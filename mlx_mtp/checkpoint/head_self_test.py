@@ -46,7 +46,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     """
     if not model.mtp:
         return
-    with blaming_config(path):
+    with naming_config(path):
         told = {kind: tokens for kind, tokens in texts.items() if len(tokens) > 2}
         shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in told.items()}
     model.runtime.note(agreement=tuple(shares.items()))
@@ -56,7 +56,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
 
 
-def blaming_config(path: Path) -> AbstractContextManager[None]:
+def naming_config(path: Path) -> AbstractContextManager[None]:
     """Blame config.json for what a model's first passes cannot compute: an entry of another type than is expected."""
     what = f"{path}/config.json: the model that it describes cannot run"
     return one_line(what, (TypeError, AttributeError, LookupError, ArithmeticError))
@@ -67,7 +67,7 @@ def check_runs(model: Target, path: Path) -> None:
 
     Numbers that do not fit each other are left to a load to tell.
     """
-    with blaming_config(path), suppress(ValueError):
+    with naming_config(path), suppress(ValueError):
         needs(model, 1)
 
 

@@ -35,7 +35,7 @@ from .sort_tensors import Contents, ignored_by, missing_experts, relative
 from .weight_files import read_stored, weight_files
 
 LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
-MOST_NAMED = 1000  # experts, of which a file may claim any number
+MAX_MISSING_EXPERTS = 1000  # experts, of which a file may claim any number
 EXPERTS = re.compile(r"\.(experts|switch_mlp|moe)\.(?!gate\.|router)")
 CONVERTED = re.compile(r"\.switch_mlp\.|\.scales$")  # what only MLX's checkpoints have
 WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # by what a file's metadata says
@@ -199,7 +199,7 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     model = port.Model(read_args(port, path, config), depths, contents.spec)
     found = {parameter for name in contents.heads for parameter in model.renamed(name)}
     lacking = [path for path in named(model) if path.startswith("mtp.") and path not in found]
-    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
+    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MAX_MISSING_EXPERTS)]
     others = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
     return list(dict.fromkeys([*others, *experts]))
 

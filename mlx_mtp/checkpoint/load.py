@@ -36,8 +36,8 @@ from .draft_vocab import read as read_vocab
 from .files import read_config, resolve
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
-from .heads_beside import is_split
 from .load_plain import load_plain
+from .separate_heads import is_split
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()

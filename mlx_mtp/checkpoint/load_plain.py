@@ -19,7 +19,7 @@ from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
-from .files import read_tensors, weights_apart
+from .files import read_tensors, without_weights
 from .parameters import check_numbers, named
 from .quant_methods import packed_by
 from .report import make_report
@@ -104,7 +104,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     classes: Any = (build, args)
     options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
     try:
-        with weights_apart(path) as apart:
+        with without_weights(path) as apart:
             model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
     except (ValueError, KeyError) as e:
         reason = packed_by(path, config, stored.trunk) or (isinstance(e, KeyError) and stored.lacking())

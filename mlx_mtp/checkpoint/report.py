@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..decoding.graph_memory import nbytes
 from .files import DECLARED
 
-FEW = 0.4  # right guesses of a text, which most trained heads have more of
+USUAL_AGREEMENT = 0.4  # right guesses of a text, which most trained heads have more of
 ADVICE = "mlx-mtp verify-lossless tells whether it is wired or converted wrongly"
 LISTED = 8  # names of tensors that are not used
 COLUMNS = 100  # of the report, where a line of it can be broken
@@ -59,7 +59,7 @@ class Report:
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
         left, before = self.drafted_from or (0, 0)
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
-        few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < FEW else ""
+        few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < USUAL_AGREEMENT else ""
         change = "less" if self.saved_bytes >= 0 else "more for a copy of their rows"
         wrap = textwrap.TextWrapper(COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False).wrap
         lines = [line for kernel in self.kernels for line in wrap(kernel)]

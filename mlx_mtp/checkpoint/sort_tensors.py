@@ -9,8 +9,8 @@ from typing import Any
 
 from ..layers.mtp_spec import MTPSpec
 from .files import FLOATS, FP8_SCALES, Header
-from .heads_beside import read_heads_beside
 from .quant_methods import method_of
+from .separate_heads import read_separate_heads
 from .weight_files import Stored, read_stored
 
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
@@ -48,7 +48,7 @@ class Contents:
     """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use.
 
     alone: the trunk's are those that happen to be there, and are not loaded. stored: the files, None of a drafter.
-    wants_heads: the checkpoint's own heads are to be loaded.
+    needs_heads: the checkpoint's own heads are to be loaded.
     """
 
     trunk: Header
@@ -59,7 +59,7 @@ class Contents:
     spec: MTPSpec
     alone: bool = False
     stored: Stored | None = None
-    wants_heads: bool = False
+    needs_heads: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
         """Change what mlx-lm shall read of config.json: a head's quantization is read off its tensors' shapes."""
@@ -80,7 +80,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     own = drafting.heads and drafting.mtp_path is None
     beside, moved = _own_sidecars(stored, spec, layers, needed=own)
     if not own:
-        beside = read_heads_beside(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
+        beside = read_separate_heads(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in (stored.trunk | moved).items():
         affix = ignored_by(port, name)

@@ -18,9 +18,9 @@ from ...machine.errors import install
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-MOST_SPLITS, MOST_DIMENSIONS, MOST_NESTED = 1000, 4, 2
-MOST_ITEMS = 1 << 23  # of all arrays together, so that strings of a few bytes each cannot fill the memory
-MOST_VALUES = 1 << 45  # of one tensor
+MAX_SPLITS, MAX_DIMENSIONS, MAX_NESTED = 1000, 4, 2
+MAX_ITEMS = 1 << 23  # of all arrays together, so that strings of a few bytes each cannot fill the memory
+MAX_VALUES = 1 << 45  # of one tensor
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=True))  # as `struct` names them
 
@@ -80,8 +80,8 @@ def read(file: str | Path) -> Contents:
 def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
     """List the files that a file is one of, by its name and its metadata."""
     count = metadata.get("split.count", 1)
-    if type(count) is not int or not 0 <= count <= MOST_SPLITS:
-        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MOST_SPLITS}")
+    if type(count) is not int or not 0 <= count <= MAX_SPLITS:
+        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MAX_SPLITS}")
     if count <= 1:
         return [path]
     files = split_names(path)
@@ -95,7 +95,7 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
 def split_names(path: Path) -> list[Path]:
     """List the files of a set of splits by the name of one; a file of another name is alone."""
     match = SPLIT.fullmatch(path.name)
-    count = min(int(match[3]), MOST_SPLITS) if match else 0
+    count = min(int(match[3]), MAX_SPLITS) if match else 0
     return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
 
 
@@ -169,7 +169,7 @@ class _Reader:
     def entry(self, name: str, kinds: dict[int, tuple[str, int, int]]) -> Entry:
         """Read a tensor's shape, type and offset."""
         dimensions = self.scalar("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"{self.path}: tensor {name!r} has {dimensions} dimensions; allowed are 1 to 4")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
         kind, offset = self.scalar("I"), self.scalar("Q")
@@ -177,7 +177,7 @@ class _Reader:
             raise ValueError(f"{self.path}: tensor {name!r} has type {kind}, which the gguf package does not have")
         label, values, nbytes = kinds[kind]
         total = math.prod(shape)
-        if not 0 < total <= MOST_VALUES or shape[-1] % values:
+        if not 0 < total <= MAX_VALUES or shape[-1] % values:
             raise ValueError(f"{self.path}: tensor {name!r} has shape {shape}, which {label} cannot have")
         return Entry(self.path, name, shape, label, offset, total // values * nbytes)
 
@@ -206,14 +206,14 @@ class _Reader:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.string("replace")
-        if kind != ARRAY or depth >= MOST_NESTED:
+        if kind != ARRAY or depth >= MAX_NESTED:
             raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind})")
         inner = self.scalar("I")
         size = struct.calcsize(SCALARS[inner]) if inner in SCALARS else 8
         count = self.count("Q", size)
         self.items += count
-        if self.items > MOST_ITEMS:
-            raise ValueError(f"{self.path}: its metadata has more than {MOST_ITEMS} values")
+        if self.items > MAX_ITEMS:
+            raise ValueError(f"{self.path}: its metadata has more than {MAX_ITEMS} values")
         if inner in SCALARS:
             begin, self.at = self.at, self.at + count * size
             return np.frombuffer(self.data[begin : self.at], np.dtype(SCALARS[inner]).newbyteorder("<"))

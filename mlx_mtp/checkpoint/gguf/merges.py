@@ -1,6 +1,6 @@
 """Find the merges of a SentencePiece vocabulary, which stores scores of tokens instead."""
 
-MOST_LETTERS = 256  # of a token that merges can make
+MAX_LETTERS = 256  # of a token that merges can make
 
 
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
@@ -11,7 +11,7 @@ def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, s
     numbers = {token: number for number, token in enumerate(tokens)}
     found: list[tuple[float, int, int, int, str, str]] = []
     for number, token in enumerate(tokens):
-        if len(token) > MOST_LETTERS:
+        if len(token) > MAX_LETTERS:
             continue
         for cut in range(1, len(token)):
             left, right = numbers.get(token[:cut]), numbers.get(token[cut:])

@@ -17,7 +17,7 @@ from ...models import find_port
 from ...models.gguf.family import Family, Made
 from ...models.gguf.meta import Meta
 from ...models.gguf.table import find_family
-from ..build import CANNOT, MISBUILT, read_args
+from ..build import MISBUILT, NO_MODEL, read_args
 from ..files import checked_config, read_config
 from ..parameters import named
 from . import header
@@ -25,7 +25,7 @@ from .header import Contents, Entry
 from .requantize import dequantized
 
 FACTORS = "rope_freqs.weight"
-MOST_FACTORS = 4096
+MAX_FACTORS = 4096
 HEAD_BLOCK = re.compile(r"blk\.(\d{1,4})\.")
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"  # that --config-from has to agree in
 
@@ -134,7 +134,7 @@ def _with_heads(contents: Contents, heads_from: str | Path | None) -> tuple[dict
         own = {name: e for name, e in entries.items() if not (m := HEAD_BLOCK.match(name)) or int(m[1]) < trunk}
         entries = own | blocks
     if factors := entries.get(FACTORS):
-        if math.prod(factors.shape) > MOST_FACTORS:
+        if math.prod(factors.shape) > MAX_FACTORS:
             raise ValueError(f"{factors.file}: tensor {FACTORS} has shape {factors.shape}; expected few numbers")
         values[FACTORS] = dequantized(factors.kind, factors.blocks()).reshape(-1)
     meta = _meta(contents.files[0], values, entries)
@@ -175,7 +175,7 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
         raise ValueError(f"{place}: model_type {config['model_type']!r} has no port")
     heads = [path.split(".", 2) for path in made if path.startswith("mtp.")]
     args = read_args(port, place, config)
-    with one_line(f"{place}: {CANNOT}", (*MISBUILT, MemoryError, RuntimeError, OverflowError)):
+    with one_line(f"{place}: {NO_MODEL}", (*MISBUILT, MemoryError, RuntimeError, OverflowError)):
         spec = port.Model.SPEC.resolve([inside for _, _, inside in heads])
         model = port.Model(args, max((int(depth) + 1 for _, depth, _ in heads), default=0), spec)
     mx.eval(mx.random.state)  # type: ignore[arg-type] - each module lengthens the graph that it is computed from

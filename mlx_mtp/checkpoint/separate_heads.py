@@ -21,7 +21,7 @@ SPLIT = ((r"^(model\.)?(mtp_block\.|mtp\.)?", ""), (r"^shared_head_norm\.", "sha
 SPLIT += ((r"^lm_head\.", "shared_head.head."),)
 
 
-def read_heads_beside(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
+def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
     """List the heads for a target of `layers` layers in the file or directory `mtp_path`.
 
     Of a whole checkpoint only heads are listed. Raises ValueError where there are none.
