@@ -28,7 +28,7 @@ def is_open(hour):
 RANDOM_TOKENS = 64
 FEW_TOKENS = 32  # of each text, while somebody waits for an answer
 ROWS = 16  # whose logits are held at a time
-LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
+MIN_AGREEMENT = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
 SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still guess what is frequent in a text
 SMALL = 1000  # a vocabulary, of which chance alone is right as often
 AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take longer than reading it
@@ -51,7 +51,7 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
         shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in told.items()}
     model.runtime.note(agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
-    if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
+    if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < MIN_AGREEMENT:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
 

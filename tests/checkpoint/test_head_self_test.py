@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
 from mlx_mtp.checkpoint import head_self_test
-from mlx_mtp.checkpoint.head_self_test import LEAST, WORDS, agreement, random_tokens
+from mlx_mtp.checkpoint.head_self_test import MIN_AGREEMENT, WORDS, agreement, random_tokens
 from mlx_mtp.demo import demo_path
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -43,7 +43,7 @@ def test_in_the_report_without_a_warning(demo):
     model, _ = demo
     (random, by_chance), (words, of_words) = model.report.agreement
     assert (random, words) == ("random tokens", "words")
-    assert min(by_chance, of_words) > 10 * LEAST
+    assert min(by_chance, of_words) > 10 * MIN_AGREEMENT
     assert f"agrees with the target on {by_chance:.0%} of random tokens, {of_words:.0%} of words" in str(model.report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
