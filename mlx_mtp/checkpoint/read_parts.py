@@ -1,11 +1,9 @@
-"""Read a rank's parts of a checkpoint's tensors: of matrices that are split by rows its rows alone.
+"""Read one rank's parts of a checkpoint's tensors; of matrices split by rows, only the rank's rows are read.
 
-Columns lie in pieces all over a tensor, and what sanitizing computes (8-bit floats, MLA) needs all of it: those are
-read whole, one at a time, and the part is kept.
+Matrices split by columns, and those that sanitizing computes (8-bit floats, MLA), are read whole, one at a time.
 """
 
 import math
-import re
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,10 +12,9 @@ from mlx.utils import tree_unflatten
 
 from ..ranks.group import Ranks
 from .files import Tensor, data_begins
-from .sort_tensors import Contents, layerless
+from .sort_tensors import EXPERT, Contents, layerless
 
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8}
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Stored(NamedTuple):
@@ -28,9 +25,10 @@ class Stored(NamedTuple):
 
 
 def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[str, mx.array]) -> None:
-    """Read this rank's parameters, and replace in `parameters` and the model those that were read by rows.
+    """Read this rank's parameters; those read by rows replace the lazy ones in the model and in `parameters`.
 
-    Of those that only differ in their layer the first is read whole, too: others are read by rows if it was the same.
+    Of parameters that differ only in their layer the first is also read whole; the others are read by rows if both
+    results were equal.
     """
     sources, by_rows = _sources(model, contents), {}
     for path, part in parameters.items():
@@ -48,7 +46,7 @@ def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[st
 
 
 def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
-    """List by parameter the tensors that become it and nothing else; experts in their order."""
+    """Return, by parameter, the tensors that become only that parameter; experts ordered by number."""
     begins = {file: data_begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
     found: dict[str, list[tuple[int, Stored]]] = {}
     for name, tensor in contents.trunk.items():
@@ -60,7 +58,7 @@ def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
 
 
 def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
-    """Tell whether a part [(E,) rows / ranks, columns] is of the shape that rows of these tensors have."""
+    """Return whether a part [(E,) rows / ranks, columns] has the shape of a rank's rows of the stored tensors."""
     kinds = {(tensor.shape, tensor.dtype) for tensor, _ in stored}
     if len(kinds) != 1 or part.ndim < 2:
         return False
@@ -70,7 +68,7 @@ def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
 
 
 def _read_rows(stored: list[Stored], part: mx.array, ranks: Ranks) -> mx.array:
-    """Read this rank's rows of tensors: of the shape and type of `part`, which is not computed."""
+    """Return this rank's rows of the stored tensors, in the shape and type of `part`, which is not computed."""
     kind = TYPES[stored[0].tensor.dtype]
     size = math.prod(part.shape[-2:]) * kind.size
     read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)

@@ -1,12 +1,12 @@
-"""Find the merges of a SentencePiece vocabulary, which stores scores of tokens instead."""
+"""Derive BPE merges from the scores of a SentencePiece vocabulary."""
 
-MAX_LETTERS = 256  # of a token that merges can make
+MAX_LETTERS = 256  # longer tokens get no merges
 
 
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """List each way to make a token of two others, those of the token with the best score first.
+    """Return every pair of tokens that joins to a token, sorted by the joined token's score, best first.
 
-    Of one token's, those come first whose parts come first in the vocabulary.
+    Pairs of one token are sorted by the ids of their parts.
     """
     numbers = {token: number for number, token in enumerate(tokens)}
     found: list[tuple[float, int, int, int, str, str]] = []

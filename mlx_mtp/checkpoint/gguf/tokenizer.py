@@ -1,4 +1,4 @@
-"""Make a tokenizer's files of a GGUF file's metadata: vocabulary, merges, pre-tokenizer, end tokens, templates."""
+"""Make the files of a Hugging Face tokenizer, with stop tokens and chat templates, from a GGUF file's metadata."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,16 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from ...machine.errors import one_line
 from ...models.gguf.meta import Meta
-from ...models.gguf.pre import (
-    BEGIN,
-    BYTE_LEVEL,
-    END_TOKENS,
-    MORE_ENDS,
-    NFC,
-    PRE,
-    SENTENCEPIECE,
-    WHOLE_TOKENS,
-)
+from ...models.gguf.pre import BEGIN, BYTE_LEVEL, END_TOKENS, MORE_ENDS, NFC, PRE, SENTENCEPIECE, WHOLE_TOKENS
 from .merges import merges_by_score
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -30,7 +21,7 @@ NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What tokenizer.json and tokenizer_config.json hold, and the tokens that end a text."""
+    """The contents of tokenizer.json and tokenizer_config.json, and the stop tokens."""
 
     backend: dict[str, Any]
     config: dict[str, Any]
@@ -39,12 +30,12 @@ class Tokenizer:
     def files(self) -> dict[str, bytes]:
         """Return the content of each file by its name."""
         content = {"tokenizer.json": self.backend, "tokenizer_config.json": self.config}
-        return {name: json.dumps(what, ensure_ascii=False).encode() for name, what in content.items()}
+        return {name: json.dumps(value, ensure_ascii=False).encode() for name, value in content.items()}
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Metadata of the tokenizer, checked: every token's text and type."""
+    """A tokenizer's checked metadata: all values, and each token's text and type."""
 
     file: str
     values: dict[str, Any]
@@ -52,14 +43,14 @@ class _Vocabulary:
     kinds: list[int]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Read a value of a type; ValueError for one of another type."""
+        """Return a value of the tokenizer's metadata; ValueError if it has another type than `kind`."""
         value = self.values.get(PREFIX + key, default)
         if value is not default and type(value) is not kind:
             raise ValueError(f"{self.file}: metadata {PREFIX}{key} is {str(value)[:60]!r}; expected {kind.__name__}")
         return value
 
     def token(self, name: str) -> tuple[int, str] | None:
-        """Return a special token's number and text; None where there is none."""
+        """Return a special token's id and text, None if there is none."""
         number = self.get(f"ggml.{name}_token_id", int)
         if number is None or number == 2**32 - 1:
             return None
@@ -69,12 +60,12 @@ class _Vocabulary:
 
     @property
     def pre(self) -> str:
-        """The name of the pre-tokenizer."""
+        """The pre-tokenizer's name."""
         return self.get("ggml.pre", str, "default")
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Make the tokenizer; ValueError where the file has none, or one whose splitting of text is not known."""
+    """Return the tokenizer; ValueError if the file has none, or one of an unsupported kind or pre-tokenizer."""
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
     if kind == BYTE_LEVEL:
@@ -89,7 +80,7 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
 
 
 def described(meta: Meta) -> str:
-    """Name a file's tokenizer, and say where it is not supported."""
+    """Return the kind and pre-tokenizer of a file's tokenizer, with a note if they are not supported."""
     kind, pre = (meta.values.get(f"{PREFIX}ggml.{key}") for key in ("model", "pre"))
     known = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in PRE)
     return f"{kind}, pre-tokenizer {pre}" + ("" if known else f"; not supported: {ADVICE}")
@@ -103,14 +94,12 @@ def _read(meta: Meta) -> _Vocabulary:
     kinds = [NORMAL] * len(tokens) if kinds is None else kinds
     numbers = isinstance(kinds, list) or (isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu")
     if not numbers or len(kinds) != len(tokens):
-        raise ValueError(
-            f"{meta.file}: tokenizer.ggml.token_type: expected an integer for each of {len(tokens)} tokens"
-        )
+        raise ValueError(f"{meta.file}: tokenizer.ggml.token_type: expected {len(tokens)} integers, one per token")
     return _Vocabulary(meta.file, dict(meta.values), tokens, [int(kind) for kind in kinds])
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Make a byte-level BPE tokenizer, whose way to split text has a name."""
+    """Return tokenizer.json of a byte-level BPE tokenizer; ValueError for an unsupported pre-tokenizer."""
     steps = PRE.get(vocabulary.pre)
     if steps is None:
         raise ValueError(f"{vocabulary.file}: pre-tokenizer {vocabulary.pre!r} is not supported; {ADVICE}")
@@ -127,7 +116,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Make a BPE tokenizer of a SentencePiece model, whose merges follow from the tokens' scores."""
+    """Return tokenizer.json of a SentencePiece model as BPE, with merges from the tokens' scores."""
     scores = vocabulary.values.get(PREFIX + "ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ValueError(f"{vocabulary.file}: its tokenizer has no score for each token; {ADVICE}")
@@ -146,7 +135,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
-    """Make what all tokenizer.json files have."""
+    """Return the entries that every tokenizer.json has. begins: add the begin token unless metadata forbid it."""
     numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -170,11 +159,9 @@ def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dic
 
 
 def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
-    """Make what adds the begin and end tokens; None where neither is added."""
-    wanted = (("bos", "add_bos_token", begins), ("eos", "add_eos_token", False))
-    found = {
-        name: vocabulary.token(name) for name, key, usual in wanted if vocabulary.get(f"ggml.{key}", bool, usual)
-    }
+    """Return the post-processor that adds begin and end tokens, None if neither is added."""
+    entries = (("bos", "add_bos_token", begins), ("eos", "add_eos_token", False))
+    found = {name: vocabulary.token(name) for name, key, on in entries if vocabulary.get(f"ggml.{key}", bool, on)}
     special = {name: token for name, token in found.items() if token}
     if not special:
         return None
@@ -188,7 +175,7 @@ def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
 
 
 def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
-    """Make tokenizer_config.json, with the chat template and those that have names."""
+    """Return tokenizer_config.json, with special tokens and all chat templates."""
     special = {name: token[1] for name, key in NAMED.items() if (token := vocabulary.token(key))}
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -208,7 +195,7 @@ def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
 
 
 def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
-    """List the tokens that end a text: by their keys, and control tokens by their names."""
+    """Return the stop tokens: those with metadata keys, and control tokens with known names."""
     keyed = [token[0] for name in ("eos", "eot", "eom") if (token := vocabulary.token(name))]
     names = {*END_TOKENS, *MORE_ENDS.get(vocabulary.pre, ())}
     both = enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
