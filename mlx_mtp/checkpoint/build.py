@@ -150,10 +150,7 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
 
 
 def _check_names(model: Any, contents: Contents) -> None:
-    """Raise ValueError for a trunk tensor without a module, such as one of a layer beyond config.json's number.
-
-    mlx-lm would drop it silently. Of numbered experts only the first is checked.
-    """
+    """Raise ValueError for a trunk tensor without a module, such as one of a later layer, which mlx-lm would drop."""
     modules = {path.rpartition(".")[0] for path in named(model)}
     known: set[str] = set()
     for name, tensor in contents.trunk.items():
@@ -167,10 +164,7 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Return the model's parameters, which the port makes from the checkpoint's tensors.
-
-    weights: those that mlx-lm found, none: its directory contains no weight files.
-    """
+    """Return the model's parameters, which the port makes from the checkpoint's tensors; `weights` is empty."""
     header = {} if contents.alone else contents.trunk
     stored = read_tensors(header | contents.heads)  # no name is in both
     trunk = dequantized({name: stored[name] for name in header}, header)
@@ -185,10 +179,7 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
 def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[Any], *, note: str = "", **_: Any
 ) -> None:
-    """Load weights as `nn.Module.load_weights`; ValueError names the file, the tensor and both shapes.
-
-    note: text that follows the shapes in a message.
-    """
+    """Load weights as `nn.Module.load_weights`; ValueError names file, tensor and shapes, and ends in `note`."""
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
         if name not in found:
@@ -206,10 +197,7 @@ def _load_checked(
 
 
 def _expand_experts(model: nn.Module) -> bool:
-    """Convert a model to float32 if MLX's CPU backend cannot multiply its experts; return whether it did.
-
-    That backend multiplies unquantized experts in float32 only.
-    """
+    """Convert a model to float32 on a CPU if its experts are unquantized, as MLX requires; return whether it did."""
     half = any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules())
     if expanded := half and mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
@@ -217,10 +205,7 @@ def _expand_experts(model: nn.Module) -> bool:
 
 
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
-    """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's.
-
-    stored: the heads' parameters that come from the checkpoint. Raises ValueError for NaN and untrained weights.
-    """
+    """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's."""
     check_numbers(stored, partial(origin, model, contents))
     _tie(model)
     model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
@@ -289,10 +274,7 @@ def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
 
 
 def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, DrafterAlone, Contents]:
-    """Return (config.json, model, tensors) of a drafter for a target with `layers` layers and `size` features.
-
-    size: None reads it from the drafter's tensors. No array is computed.
-    """
+    """Return (config.json, model, tensors) of a drafter for a target's layers and hidden size (None: its own)."""
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}

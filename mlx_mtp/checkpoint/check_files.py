@@ -13,8 +13,7 @@ WITH_WEIGHT = ((".scales", ".weight"), (".biases", ".weight"), *((f".weight{s}",
 def check_complete(model: Any, contents: Contents) -> None:
     """Raise ValueError for a missing tensor or an unreadable file that the model needs; warn about others."""
     stored = contents.stored
-    if stored is None:
-        return
+    assert stored is not None  # the tensors are a checkpoint's, not an external drafter's
     if stored.absent or stored.unread:
         found = {EXPERT.sub(".experts.0.", name): name for name in (*contents.trunk, *contents.heads)}
         provided = {path for name in found.values() for path in model.renamed(name)}

@@ -96,10 +96,7 @@ class Source:
 
 
 def open_source(path: Path, *, alone: bool = False) -> Source:
-    """Return a checkpoint or an external drafter, opened for conversion; ValueError if damaged or without a port.
-
-    alone: open only the heads.
-    """
+    """Return a checkpoint (alone: only its heads) or an external drafter, opened for conversion; or ValueError."""
     if not alone and is_drafter(path) and not is_split(path):
         config, drafter, contents = open_drafter(path)
         return Source(path, config, drafter, contents, (False, False))
@@ -111,10 +108,7 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """Return the weight files that contain the heads, by the index; None without an index.
-
-    If heads have embeddings or LM heads, the target's are included, for comparison.
-    """
+    """Return the files of the heads, and of target modules that they may repeat, by the index; None without one."""
     config, places = read_config(path), read_index(path)
     port = _port(path, config)
     spec, layers = port.Model.SPEC, read_args(port, path, config).num_hidden_layers
@@ -226,10 +220,7 @@ def convert(
 
 
 def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
-    """Write weight files, index, config.json and copies of the source's other files; return the bytes of tensors.
-
-    Raises ValueError before writing if the disk lacks space.
-    """
+    """Write weight files, index, config.json and copies of the source's other files; return the bytes of tensors."""
     index, config = writer.index(files, total_parameters=get_total_parameters(source.model)), source.new_config()
     others = {file for pattern in COPIED for file in source.path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
     copied = [file for file in others if file.is_file()]
@@ -242,7 +233,7 @@ def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progr
             shutil.copyfile(file, folder / file.name)
         save_config(config, folder / "config.json")
         (folder / INDEX).write_text(index)
-        return _write(source, {folder / name: tensors for name, tensors in files.items()}, progress)
+        return writer.write({folder / name: part for name, part in files.items()}, source.compute, progress)
 
 
 def extract_heads(
@@ -279,7 +270,7 @@ def extract_heads(
     source.model = None  # each tensor is freed after it is written
     atomic.check_free(new, writer.file_size(heads))
     with atomic.file(new) as work:
-        total = _write(source, {work: heads}, progress)
+        total = writer.write({work: heads}, source.compute, progress)
     return Converted(new, total, facts)
 
 
@@ -296,19 +287,3 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
             harm = "change" if name in trunk else "not load"
             raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
     return writer.shards(heads | trunk, shard_bytes)
-
-
-def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None) -> int:
-    """Compute and write all tensors, file by file; return their bytes."""
-    done, total = 0, writer.total_size(files)
-
-    def compute(name: str, w: mx.array) -> None:
-        nonlocal done
-        source.compute(name, w)
-        done += w.nbytes
-        if progress is not None:
-            progress(done, total)
-
-    for file, tensors in files.items():
-        writer.write(file, tensors, compute)
-    return total

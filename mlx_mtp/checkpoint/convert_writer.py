@@ -77,15 +77,26 @@ def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
     return json.dumps(entries, indent=4)
 
 
-def write(file: Path, tensors: Tensors, compute: Callable[[str, mx.array], None]) -> None:
-    """Write a file and empty `tensors`; each is passed to `compute`, with its name, before it is written."""
-    with naming(file), file.open("wb") as f:
-        f.write(header(tensors, CONVERTED))
-        for name in list(tensors):
-            w = tensors.pop(name)
-            compute(name, w)
-            f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
-            del w
-            mx.clear_cache()
-        f.flush()
-        os.fsync(f.fileno())
+def write(
+    files: dict[Path, Tensors], compute: Callable[[str, mx.array], None], progress: Progress | None = None
+) -> int:
+    """Write files one after the other, and return the bytes of all tensors.
+
+    Each tensor is passed to `compute` with its name, written, and removed from `files`.
+    """
+    done, total = 0, total_size(files)
+    for file, tensors in files.items():
+        with naming(file), file.open("wb") as f:
+            f.write(header(tensors, CONVERTED))
+            for name in list(tensors):
+                w = tensors.pop(name)
+                compute(name, w)
+                done += w.nbytes
+                if progress is not None:
+                    progress(done, total)
+                f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
+                del w
+                mx.clear_cache()
+            f.flush()
+            os.fsync(f.fileno())
+    return total

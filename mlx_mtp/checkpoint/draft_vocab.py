@@ -36,7 +36,9 @@ class DraftVocab:
         """Raise ValueError if the list was made for another vocabulary size or tokenizer."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(f"{self.source}: made for {self.vocab_size} tokens; the model has {vocab_size}")
-        _check_range(self.source, self.tokens, vocab_size)
+        for token in (self.tokens[0], self.tokens[-1]):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{self.source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
         if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (current := digest(tokenizer)):
             made = f"made with another tokenizer, {self.tokenizer[:12]}"
             raise ValueError(f"{self.source}: {made}; the model's is {current[:12]}")
@@ -63,9 +65,9 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
     if not isinstance(tokenizer, str):
         raise ValueError(f"{file}: tokenizer is {tokenizer!r}; allowed is a digest in hexadecimal digits")
-    tokens = _tokens(str(file), entries.get("tokens"))
-    _check_range(str(file), tokens, size)
-    return DraftVocab(tokens, str(file), size, tokenizer)
+    vocab = DraftVocab(_tokens(str(file), entries.get("tokens")), str(file), size, tokenizer)
+    vocab.check(size)
+    return vocab
 
 
 def _tokens(source: str, found: Any) -> tuple[int, ...]:
@@ -80,12 +82,6 @@ def _tokens(source: str, found: Any) -> tuple[int, ...]:
             raise ValueError(f"{source}: token {i} of the list is {token}, once more; allowed is each once")
         seen.add(token)
     return tuple(sorted(found))
-
-
-def _check_range(source: str, tokens: Sequence[int], vocab_size: int) -> None:
-    for token in (tokens[0], tokens[-1]):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
 
 
 def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer: Any) -> None:

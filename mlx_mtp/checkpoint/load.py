@@ -124,8 +124,8 @@ def load_model(
     return model
 
 
-class Options(NamedTuple):
-    """Options of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
+class LoadOptions(NamedTuple):
+    """LoadOptions of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -139,7 +139,7 @@ class Options(NamedTuple):
 
 def _checked(
     drafting: Drafting, draft_vocab: Any, kernels: Any, budget: Budget, wired: WiredLimit, group: Any, **others: Any
-) -> Options:
+) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; ValueError for one that is not allowed."""
     check_wired_limit(wired)
     lane = requested(kernels)
@@ -148,7 +148,7 @@ def _checked(
     vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(group)
     if ranks and (adapters := others["adapter_path"]) is not None:
         raise ValueError(f"adapter_path={adapters}: not on {ranks.size} ranks; fuse the adapters first")
-    return Options(drafting, vocab, lane, budget, wired, ranks, **others)
+    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, **others)
 
 
 def load_tokenizer(
@@ -178,7 +178,7 @@ def _tokenizer_for(
     return tokenizer
 
 
-def _load(path: Path, config: dict, options: Options) -> Any:
+def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
     drafting.check()
@@ -203,11 +203,8 @@ def _load(path: Path, config: dict, options: Options) -> Any:
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
 
-def _finish(model: Any, path: Path, tokenizer: Any, options: Options) -> None:
-    """Test the heads, reduce the draft vocabulary, enable kernels, wire the weights and choose the prefill chunk.
-
-    The results are added to the model's report.
-    """
+def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> None:
+    """Test the heads, reduce the draft vocabulary, enable kernels, wire weights and choose the prefill chunk."""
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
     if not lazy:
         _test_or_defer(model, path, tokenizer, defer=vocab is None and is_large(model))

@@ -71,10 +71,7 @@ def _mean_of(weights: dict[str, Any]) -> float:
 
 
 def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: Origin) -> None:
-    """Warn about loaded norms that look unshifted, shifted twice, or of two conventions in one head.
-
-    raw: whether the trunk's norms were shifted while loading, and whether the heads' were.
-    """
+    """Warn about norms that look unshifted or shifted twice; raw: whether trunk and heads were shifted by +1."""
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
     parts: dict[int | None, Any] = {None: {p: w for p, w in norms.items() if not p.startswith("mtp.")}}
     for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):

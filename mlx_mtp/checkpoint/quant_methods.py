@@ -21,8 +21,6 @@ NAMES = {
     "exl2": "ExLlamaV2",
     "exl3": "ExLlamaV3",
     "auto-round": "AutoRound",
-    "compressed-tensors": "compressed-tensors",
-    "torchao": "torchao",
 }
 # Tensor names of one method only, for checkpoints whose config.json does not name it.
 TENSORS = {

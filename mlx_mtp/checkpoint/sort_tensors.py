@@ -64,10 +64,7 @@ class Contents:
     needs_heads: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
-        """Return quantization entries that mlx-lm has to read instead of config.json's.
-
-        Entries for heads are dropped, because the heads may come from another file.
-        """
+        """Return quantization entries that replace config.json's for mlx-lm, without those for heads."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if not stored or "modelopt" in stored.values() or method_of(config):

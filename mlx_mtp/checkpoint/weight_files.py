@@ -50,10 +50,7 @@ class Stored:
         return f"{file}: tensor {name} is missing; {self.index} expects it there"
 
     def lacking(self, names: Collection[str] = ()) -> str | None:
-        """Return a message with a file that may contain the tensors that the model lacks; None if there is none.
-
-        names: tensors that the model lacks.
-        """
+        """Return a message with a missing or unreadable file that may contain the tensors `names`, else None."""
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone
         return next(iter(self.unread.values()), self.missing(absent[0]) if absent else None)
@@ -142,10 +139,7 @@ def _current(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> 
 
 
 def _merged(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> Header:
-    """Return one copy of each tensor: from the file in the index, else from any file if all copies are equal.
-
-    Raises ValueError if they differ.
-    """
+    """Return one copy of each tensor, from the index's file or the first; ValueError if unlisted copies differ."""
     copies: dict[str, dict[str, Tensor]] = {}
     for file, header in headers.items():
         for name, tensor in header.items():

@@ -14,8 +14,7 @@ from wheels import download
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.merges import merges_by_score
-from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer
+from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer, merges_by_score
 from mlx_mtp.models.gguf.meta import Meta
 from mlx_mtp.models.gguf.pre import PRE
 

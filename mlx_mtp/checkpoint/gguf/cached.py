@@ -17,7 +17,6 @@ FORMAT = 1  # another number invalidates the cache
 KIND = "gguf"
 WHOLE = 1 << 25  # first bytes of a file, with the header, which are all hashed
 SAMPLES, SAMPLE = 256, 1 << 16
-Announce = Callable[[Prepared, Path], None]
 
 
 def is_gguf(path: Any) -> bool:
@@ -46,7 +45,7 @@ def cached(
     config_from: str | Path | None = None,
     heads_for: Path | None = None,
     suffix: str = "",
-    announce: Announce | None = None,
+    announce: Callable[[Prepared, Path], None] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.

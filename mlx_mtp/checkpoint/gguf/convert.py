@@ -18,11 +18,10 @@ from ..sort_tensors import Drafting
 from ..weight_names import INDEX
 from . import write as writing
 from .plan import Options, Parameter, Row, activations, listed_quantization, make_plan, summarize
-from .source import Source, open_source
+from .source import GGUFSource, open_source
 from .tokenizer import Tokenizer, make_tokenizer
 
 SIDECAR = "mtp.safetensors"
-RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low estimate
 NOT_COPIED = ("config.json", INDEX)
 
 
@@ -34,7 +33,7 @@ class Prepared:
     from another checkpoint. measured: whether the errors in `rows` were measured.
     """
 
-    source: Source
+    source: GGUFSource
     parameters: list[Parameter]
     rows: list[Row]
     files: dict[str, dict[str, Any]]
@@ -47,11 +46,6 @@ class Prepared:
     def nbytes(self) -> int:
         """Bytes of all tensors to write."""
         return writer.total_size(self.files)
-
-    @property
-    def seconds(self) -> float:
-        """Estimate of the time that transcoding takes on one core."""
-        return sum(row.before for row in self.rows) / RATE
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,7 @@ def _copied(directory: Path) -> tuple[Path, ...]:
 
 
 def _config(
-    source: Source, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
+    source: GGUFSource, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return config.json for a transcoding, with its type, quantization and stop tokens."""
     dropped = ("quantization", "quantization_config", "torch_dtype", "dtype")
@@ -124,7 +118,7 @@ def _config(
     return kept if found is None else kept | {"quantization": found}
 
 
-def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: Source) -> None:
+def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: GGUFSource) -> None:
     """Build the model, without data, as a load of the transcoding does; ValueError if that fails."""
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         write_holes(Path(name), files, config)

@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Contents:
+class GGUFContents:
     """The parts of a GGUF file (one unless it is split), the first one's metadata, and all tensors."""
 
     files: tuple[Path, ...]
@@ -56,7 +56,7 @@ class Contents:
         return sum(file.stat().st_size for file in self.files)
 
 
-def read(file: str | Path) -> Contents:
+def read(file: str | Path) -> GGUFContents:
     """Return the header of a GGUF file, and of its other parts if it is split; ValueError for a damaged file."""
     path = Path(file).expanduser()
     first = _read_one(path)
@@ -74,7 +74,7 @@ def read(file: str | Path) -> Contents:
     expected = parts[0].metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata has {expected}")
-    return Contents(tuple(files), parts[0].metadata, tensors)
+    return GGUFContents(tuple(files), parts[0].metadata, tensors)
 
 
 def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
@@ -99,7 +99,7 @@ def split_names(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
 
 
-def _read_one(path: Path) -> Contents:
+def _read_one(path: Path) -> GGUFContents:
     if not path.is_file():  # opening a pipe would block
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
@@ -112,7 +112,7 @@ def _read_one(path: Path) -> Contents:
             tensors = reader.tensors(count, metadata)
         except (struct.error, UnicodeDecodeError, OverflowError) as e:
             raise ValueError(f"{path}: truncated or damaged ({e})") from None
-    return Contents((path,), metadata, tensors)
+    return GGUFContents((path,), metadata, tensors)
 
 
 def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:

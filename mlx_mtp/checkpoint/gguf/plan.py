@@ -14,7 +14,7 @@ from ..parameters import stored_name
 from .blocks import EXACT, GROUP, Groups, groups_of
 from .header import Entry
 from .requantize import Loss, dequantized, loss, requantized
-from .source import Source, shape_of
+from .source import GGUFSource, shape_of
 
 Choice = Literal["exact", "small"]
 CHOICES = ("exact", "small")
@@ -122,7 +122,7 @@ def bits_of(kind: str, plan: Choice) -> int:
     return LARGEST_BITS if plan == "exact" else SMALL.get(kind, SMALL_BITS)
 
 
-def activations(source: Source, options: Options) -> mx.Dtype:
+def activations(source: GGUFSource, options: Options) -> mx.Dtype:
     """Return the type of unquantized parameters: float16 if the family's activations fit and no matrix is wider."""
     if options.float32:
         return mx.float32
@@ -135,7 +135,7 @@ def activations(source: Source, options: Options) -> mx.Dtype:
     return mx.float16 if source.family.float16 and "BF16" not in kinds else mx.float32
 
 
-def make_plan(source: Source, options: Options) -> list[Parameter]:
+def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
     """Return every parameter with its format."""
     dtype = activations(source, options)
     modules = dict(source.model.named_modules())

@@ -7,17 +7,18 @@ from .convert import Prepared
 from .plan import Row
 from .tokenizer import described
 
+RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low estimate
+
 
 def as_text(prepared: Prepared) -> str:
     """Return a report with a line for each type of tensors, and the type in which MLX computes."""
     source, contents = prepared.source, prepared.source.contents
     files = f", {len(contents.files)} files" if len(contents.files) > 1 else ""
     count = len(source.model.mtp)
-    rows = [("" if i else "types", _row(row, prepared)) for i, row in enumerate(prepared.rows)]
     return table(
         ("GGUF", f"{size(contents.nbytes)}, {len(source.entries):,} tensors{files}, {source.meta.architecture}"),
         ("heads", f"{count} MTP head{'s' * (count != 1)} in it" if count else "none in it"),
-        *((name or " ", text) for name, text in rows),
+        *((" " if i else "types", _row(row, prepared)) for i, row in enumerate(prepared.rows)),
         ("computes", computes(prepared)),
         ("tokenizer", prepared.tokenizer is None and not prepared.copied and described(source.meta)),
     )
@@ -47,7 +48,7 @@ def _row(row: Row, prepared: Prepared) -> str:
 
 def announcement(prepared: Prepared, place: Any) -> str:
     """Return a line with a transcoding's sizes, its destination and an estimate of its duration."""
-    seconds = max(prepared.seconds, 1)
+    seconds = max(sum(row.before for row in prepared.rows) / RATE, 1)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
     return f"Transcoding {size(prepared.source.contents.nbytes)} to {size(prepared.nbytes)} in {place}, about {time}"
 

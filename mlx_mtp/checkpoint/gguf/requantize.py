@@ -44,10 +44,7 @@ def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
 
 
 def _six_bits(rows: np.ndarray) -> Groups:
-    """Return Q6_K rows in groups of 32 with 8 bits; the half of a group with the larger scale is exact.
-
-    The new scale is a quarter of that scale.
-    """
+    """Return Q6_K rows in groups of 32 with 8 bits; the half of each group that has the larger scale is exact."""
     n, b = len(rows), np.ascontiguousarray(rows).reshape(-1, Q6_K)
     low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3

@@ -21,7 +21,7 @@ from ..build import MISBUILT, NO_MODEL, read_args
 from ..files import checked_config, read_config
 from ..parameters import named
 from . import header
-from .header import Contents, Entry
+from .header import Entry, GGUFContents
 from .requantize import dequantized
 
 FACTORS = "rope_freqs.weight"
@@ -31,14 +31,14 @@ SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size" 
 
 
 @dataclass(frozen=True)
-class Source:
+class GGUFSource:
     """An opened GGUF file.
 
     entries: its tensors, and those of a separate file of heads. made: by parameter, the tensors and change that
     make it. model: built from `config`, with lazy parameters.
     """
 
-    contents: Contents
+    contents: GGUFContents
     entries: dict[str, Entry]
     meta: Meta
     family: Family
@@ -58,7 +58,7 @@ def open_source(
     config_from: Path | None = None,
     heads_from: str | Path | None = None,
     heads_only: bool = False,
-) -> Source:
+) -> GGUFSource:
     """Return an opened GGUF file, which may be split; a one-line ValueError if it cannot be transcoded.
 
     config_from: directory whose config.json is used instead of the metadata. heads_from: another GGUF file with the
@@ -76,7 +76,7 @@ def open_source(
             raise ValueError(f"{meta.file}: no MTP heads in it (blocks after the target's, nextn.*)")
     config = _config(family, meta, config_from, compare=not heads_only)
     model = _build(config, made, config_from or Path(meta.file))
-    source = Source(contents, entries, meta, family, config, model, made)
+    source = GGUFSource(contents, entries, meta, family, config, model, made)
     _check_shapes(source, heads_only=heads_only)
     return source
 
@@ -107,7 +107,7 @@ def _naming(meta: Meta) -> Iterator[None]:
         raise ValueError(f"{meta.file}: its metadata fit no model ({first_line(e)})") from e
 
 
-def _with_heads(contents: Contents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
+def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
     """Return the tensors of a file and of a separate file of heads, and metadata with the number of heads found."""
     entries, values = dict(contents.tensors), dict(contents.metadata)
     if heads_from is not None:
@@ -141,7 +141,7 @@ def _block(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _check_same(contents: Contents, heads: Contents) -> None:
+def _check_same(contents: GGUFContents, heads: GGUFContents) -> None:
     """Raise ValueError if a file of heads is for another family or hidden size."""
     ours, theirs = contents.metadata, heads.metadata
     arch = ours.get("general.architecture")
@@ -180,7 +180,7 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     return model
 
 
-def _check_shapes(source: Source, *, heads_only: bool) -> None:
+def _check_shapes(source: GGUFSource, *, heads_only: bool) -> None:
     """Raise ValueError unless tensors and parameters (heads' only if `heads_only`) match in name and shape."""
     parameters = named(source.model).items()
     expected = {path: array.shape for path, array in parameters if path.startswith("mtp.") or not heads_only}
@@ -195,7 +195,7 @@ def _check_shapes(source: Source, *, heads_only: bool) -> None:
         raise ValueError(f"{file}: no tensor for {missing[0]}, which its metadata expect")
 
 
-def shape_of(source: Source, made: Made) -> tuple[int, ...]:
+def shape_of(source: GGUFSource, made: Made) -> tuple[int, ...]:
     """Return the shape of a parameter from the shapes of its tensors, joined by rows, and the change."""
     shapes = [source.entries[name].shape for name in made.tensors]
     return made.change.shape or (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -10,12 +10,12 @@ from tokenizers import Tokenizer as Backend
 from ...machine.errors import one_line
 from ...models.gguf.meta import Meta
 from ...models.gguf.pre import BEGIN, BYTE_LEVEL, END_TOKENS, MORE_ENDS, NFC, PRE, SENTENCEPIECE, WHOLE_TOKENS
-from .merges import merges_by_score
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 PREFIX = "tokenizer."
 ADVICE = "give --config-from REPO to take the released model's tokenizer"
 SPACE = "\u2581"
+MAX_LETTERS = 256  # longer tokens get no merges
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -134,6 +134,24 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     return found
 
 
+def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that joins to a token, sorted by the joined token's score, best first.
+
+    Pairs of one token are sorted by the ids of their parts.
+    """
+    numbers = {token: number for number, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for number, token in enumerate(tokens):
+        if len(token) > MAX_LETTERS:
+            continue
+        for cut in range(1, len(token)):
+            left, right = numbers.get(token[:cut]), numbers.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[number], number, left, right, token[:cut], token[cut:]))
+    found.sort(key=lambda merge: merge[:4])
+    return [merge[4:] for merge in found]
+
+
 def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
     """Return the entries that every tokenizer.json has. begins: add the begin token unless metadata forbid it."""
     numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
@@ -145,17 +163,10 @@ def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dic
     ]
     words = {token: number for number, (token, kind) in numbered if kind != UNUSED}
     merges = [pair for pair in merges if all(t in words for t in (*pair, pair[0] + pair[1]))]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": _template(vocabulary, begins),
-        "decoder": None,
-        "model": {"type": "BPE", "vocab": words, "merges": merges},
-    }
+    unset = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
+    model = {"type": "BPE", "vocab": words, "merges": merges}
+    template = _template(vocabulary, begins)
+    return {"version": "1.0", **unset, "added_tokens": added, "post_processor": template, "model": model}
 
 
 def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:

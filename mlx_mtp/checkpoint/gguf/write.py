@@ -87,7 +87,7 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     """Return the packed codes, scales and biases (unless mxfp4) of a range of rows; ValueError for NaN."""
     form = parameter.form
     parts = [(groups(entry, rows, form.bits), at) for entry, rows, at in _rows(parameter, begin, end)]
-    codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts, end - begin)
+    codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts)
     if parameter.change.columns is not None:
         groups_at = parameter.change.columns[::GROUP] // GROUP
         codes = codes[:, parameter.change.columns]
@@ -104,18 +104,11 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     return [words, *stored]
 
 
-def _joined(parts: list[tuple[Groups, np.ndarray]], rows: int) -> Groups:
+def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
     """Return the groups of a range whose rows come from several tensors. parts: each one's groups and row indices."""
-    arrays = []
-    for i in range(3):
-        first = parts[0][0][i]
-        if first is None:
-            return Groups(arrays[0], arrays[1], None)
-        joined = np.empty((rows, first.shape[1]), first.dtype)
-        for found, at in parts:
-            joined[at] = found[i]
-        arrays.append(joined)
-    return Groups(*arrays)
+    order = np.argsort(np.concatenate([indices for _, indices in parts]))
+    fields: Any = zip(*(found for found, _ in parts), strict=True)
+    return Groups(*(None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in fields))
 
 
 def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
