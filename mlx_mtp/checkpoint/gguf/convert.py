@@ -50,11 +50,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Transcoded:
-    """The result of a transcoding: directory, bytes of tensors, plan, and duration in seconds."""
+    """The result of a transcoding: the directory, and the duration in seconds."""
 
     path: Path
-    nbytes: int
-    prepared: Prepared
     seconds: float
 
 
@@ -153,5 +151,5 @@ def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | 
             save_config(dict(prepared.config), folder / "config.json")
             (folder / INDEX).write_text(writer.index(prepared.files))
         files = {folder / name: tensors for name, tensors in prepared.files.items()}
-        total = writing.write(files, prepared.parameters, progress)
-    return Transcoded(new, total, prepared, time.monotonic() - began)
+        writing.write(files, prepared.parameters, progress)
+    return Transcoded(new, time.monotonic() - began)

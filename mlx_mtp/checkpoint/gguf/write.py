@@ -22,8 +22,8 @@ class Place(NamedTuple):
     begin: int
 
 
-def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> int:
-    """Write all parameters to their files, and return the bytes of tensors; ValueError for NaN in the GGUF file."""
+def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
+    """Write all parameters to their files; ValueError for NaN in the GGUF file."""
     done, total = 0, writer.total_size(files)
     with ExitStack() as stack:
         places = {}
@@ -41,7 +41,6 @@ def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progre
         for file in files:
             with naming(file), file.open("rb") as f:
                 os.fsync(f.fileno())
-    return total
 
 
 def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
@@ -108,7 +107,8 @@ def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
     """Return the groups of a range whose rows come from several tensors. parts: each one's groups and row indices."""
     order = np.argsort(np.concatenate([indices for _, indices in parts]))
     fields: Any = zip(*(found for found, _ in parts), strict=True)
-    return Groups(*(None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in fields))
+    joined: Any = [None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in fields]
+    return Groups(*joined)
 
 
 def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
