@@ -64,7 +64,6 @@ NOT_YET = [
     "README.md",
     "batch",
     "cache",
-    "checkpoint",
     "decoding",
     "generate.py",
     "kernels",
@@ -78,6 +77,7 @@ NOT_YET = [
 
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
+    "mlx_mtp/checkpoint/head_self_test.py": {"want"},  # a word of the self-test's text
     "CONTRIBUTING.md": {"beside"},  # a constant of tuning/
     "tests/test_paused.py": {"behind"},  # an argument of `Controller.plan` in tuning/
     "mlx_mtp/machine/progress.py": {"tell"},  # renamed with its callers in tuning/

@@ -1,4 +1,4 @@
-"""Print a load's report: one line for each fact that holds, and none for one that does not."""
+"""Test a load's report: one line for each fact that applies."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ MORE = "from 7 of 2,048 tokens, 1.00 MB more for a copy of their rows"
 
 
 def facts(report: Report) -> dict[str, str]:
-    """The report's lines by their names."""
+    """Return the report's lines by name."""
     return {line[:10].rstrip(): line[11:] for line in str(report).splitlines()}
 
 
@@ -52,7 +52,7 @@ def test_a_fact_has_its_line_and_no_other_changes(change, lines):
     assert facts(replace(BARE, **change)) == {**ALWAYS, **lines}
 
 
-def test_few_right_guesses_add_an_advice_by_the_last_kind_of_text_alone():
+def test_low_agreement_on_the_last_kind_of_text_adds_advice():
     few, enough = USUAL_AGREEMENT - 0.01, USUAL_AGREEMENT + 0.01
     for shares, advised in (((few, enough), False), ((enough, few), True)):
         report = replace(BARE, agreement=tuple(zip(("random tokens", "words"), shares, strict=True)))
