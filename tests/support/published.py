@@ -101,7 +101,7 @@ def write(path: Path, published: Published) -> Path:
     sidecar, prefix = published.sidecar or ("", "\0")
     of_heads = {name: t for name, t in published.tensors.items() if name.startswith(prefix)}
     _write_file(path / "model.safetensors", {n: t for n, t in published.tensors.items() if n not in of_heads})
-    if sidecar:
+    if of_heads:
         _write_file(path / sidecar, of_heads)
         files = {name: sidecar if name in of_heads else "model.safetensors" for name in published.tensors}
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))

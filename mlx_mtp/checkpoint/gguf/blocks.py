@@ -85,10 +85,6 @@ def _iq4_xs(b: np.ndarray) -> Groups:
     return Groups(_nonlinear(b[:, 8:].reshape(-1, SUPER, 16)), scales, -128 * scales)
 
 
-def _mxfp4(b: np.ndarray) -> Groups:
-    return Groups(_nibbles(b[:, 1:]), b[:, :1], None)
-
-
 class Exact(NamedTuple):
     """A GGUF type whose weights fit MLX's groups exactly: bits of a code, bytes and groups of a block, its reader.
 
@@ -113,7 +109,7 @@ EXACT = {
     "Q5_K": Exact(5, 176, SUPER, partial(_k, bits=5), rounds=True),
     "IQ4_NL": Exact(8, 18, 1, _iq4_nl),
     "IQ4_XS": Exact(8, 136, SUPER, _iq4_xs, rounds=True),
-    "MXFP4": Exact(4, 17, 1, _mxfp4, mode="mxfp4"),
+    "MXFP4": Exact(4, 17, 1, lambda b: Groups(_nibbles(b[:, 1:]), b[:, :1], None), mode="mxfp4"),
 }
 
 

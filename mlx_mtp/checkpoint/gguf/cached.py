@@ -73,9 +73,8 @@ def _tell(done: int, total: int) -> None:
 
 def fingerprint(path: Path) -> str:
     """Return a hash of a GGUF file's size, first bytes and samples of the rest; of a split file, of all its parts."""
-    files = split_names(path)
     digest = hashlib.sha256(str(FORMAT).encode())
-    for file in files:
+    for file in split_names(path):
         if not file.is_file():
             raise ValueError(f"{file}: no such file")
         size = file.stat().st_size

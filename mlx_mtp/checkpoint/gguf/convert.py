@@ -89,7 +89,7 @@ def prepare(
     try:
         rows = summarize(parameters, measure=measure)
     except ValueError as e:
-        raise ValueError(f"{source.path}: {e}") from None
+        raise ValueError(f"{source.meta.file}: {e}") from None
     return Prepared(source, parameters, rows, files, config, made, () if small is None else _copied(small), measure)
 
 
@@ -125,7 +125,7 @@ def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], sourc
         try:
             read_port(port, Path(name), config, Drafting(True, None, {}, None))
         except ValueError as e:
-            raise ValueError(str(e).replace(name, str(source.path))) from None
+            raise ValueError(str(e).replace(name, source.meta.file)) from None
 
 
 def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str, Any]) -> None:
@@ -150,6 +150,5 @@ def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | 
         if SIDECAR not in prepared.files or len(prepared.files) > 1:
             save_config(dict(prepared.config), folder / "config.json")
             (folder / INDEX).write_text(writer.index(prepared.files))
-        files = {folder / name: tensors for name, tensors in prepared.files.items()}
-        writing.write(files, prepared.parameters, progress)
+        writing.write({folder / name: part for name, part in prepared.files.items()}, prepared.parameters, progress)
     return Transcoded(new, time.monotonic() - began)

@@ -46,11 +46,6 @@ class GGUFSource:
     model: Any
     made: dict[str, Made]
 
-    @property
-    def path(self) -> Path:
-        """The first part of the file."""
-        return self.contents.files[0]
-
 
 def open_source(
     file: str | Path,

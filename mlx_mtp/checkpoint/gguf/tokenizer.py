@@ -68,12 +68,10 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
     """Return the tokenizer; ValueError if the file has none, or one of an unsupported kind or pre-tokenizer."""
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
-    if kind == BYTE_LEVEL:
-        backend = _byte_level(vocabulary)
-    elif kind == SENTENCEPIECE:
-        backend = _sentencepiece(vocabulary)
-    else:
+    make_backend = {BYTE_LEVEL: _byte_level, SENTENCEPIECE: _sentencepiece}.get(kind)
+    if make_backend is None:
         raise ValueError(f"{meta.file}: a tokenizer of kind {kind!r} is not supported; {ADVICE}")
+    backend = make_backend(vocabulary)
     with one_line(f"{meta.file}: its tokenizer cannot be built"):
         Backend.from_str(json.dumps(backend))
     return Tokenizer(backend, _config(vocabulary, meta), _end_tokens(vocabulary))

@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,23 +15,16 @@ from .plan import Parameter, chunks, groups
 from .requantize import dequantized
 
 
-class Place(NamedTuple):
-    """An open file, and the offset of a tensor's data in it."""
-
-    handle: int
-    begin: int
-
-
 def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
     """Write all parameters to their files; ValueError for NaN in the GGUF file."""
     done, total = 0, writer.total_size(files)
     with ExitStack() as stack:
-        places = {}
+        places: dict[str, tuple[int, int]] = {}  # a tensor's file descriptor, and the offset of its data
         for file, tensors in files.items():
             begin = writer.allocate(file, tensors)
             handle = stack.enter_context(file.open("r+b")).fileno()
             for name, output in tensors.items():
-                places[name] = Place(handle, begin)
+                places[name] = handle, begin
                 begin += output.nbytes
         for parameter in parameters:
             for nbytes in _write_parameter(parameter, places):
@@ -43,7 +36,7 @@ def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progre
                 os.fsync(f.fileno())
 
 
-def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
+def _write_parameter(parameter: Parameter, places: dict[str, tuple[int, int]]) -> Any:
     """Write a parameter in ranges of rows, and yield the bytes of each range."""
     names = list(parameter.outputs())
     whole = parameter.change.values is not None
@@ -53,8 +46,8 @@ def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
     for begin, end in ranges:
         pieces = _quantized(parameter, begin, end) if parameter.form.bits else [_floats(parameter, begin, end)]
         for i, piece in enumerate(pieces):
-            place = places[names[i]]
-            _put(place.handle, piece, place.begin + written[i])
+            handle, offset = places[names[i]]
+            _put(handle, piece, offset + written[i])
             written[i] += piece.nbytes
         yield sum(piece.nbytes for piece in pieces)
 
