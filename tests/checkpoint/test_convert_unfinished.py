@@ -94,7 +94,7 @@ def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no full device")
 def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
-        tensor_file.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
+        tensor_file.write({Path("/dev/full"): {"a": mx.zeros((9,))}}, lambda name, w: None)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
