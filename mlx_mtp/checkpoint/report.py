@@ -1,4 +1,4 @@
-"""The report of a load: the model, its MTP heads and how they are stored."""
+"""Report a load: the model, its MTP heads and how they are stored."""
 
 import textwrap
 from collections import Counter
