@@ -302,7 +302,7 @@ def test_rounding_is_tolerated(tmp_path, dtype):
 
 
 def test_faults_are_listed(model):
-    verdict = Verdict("float32", agreement=[check.LEAST / 2, 0.0])
+    verdict = Verdict("float32", agreement=[check.MIN_AGREEMENT / 2, 0.0])
     conclude(model, verdict)
     assert verdict.broken == [
         "the first head predicts the target's token in 1.0% of cases",
