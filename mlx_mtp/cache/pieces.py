@@ -16,7 +16,7 @@ from .prompt_cache import PromptCache
 ALIGNED = 256  # bytes between the beginnings of packed arrays: kernels load words of up to 16 bytes
 
 
-class Moment(NamedTuple):
+class Checkpoint(NamedTuple):
     """All of a prompt cache at rest that is no row: to go on from its `length` with the rows of the pieces before.
 
     whole:  by the place of a cache among all, its parts, if they are no rows. starts: `start` of every cache.
@@ -34,15 +34,15 @@ class Moment(NamedTuple):
         return [*self.kept, *self.backlog, *(part for parts in self.whole.values() for part in parts)]
 
 
-def moment(cache: PromptCache) -> Moment:
+def checkpoint_of(cache: PromptCache) -> Checkpoint:
     """Note what of a cache at rest is no row, as copies that keep nothing else alive."""
     backlog = [mx.concatenate(cache.backlog, axis=1)] if cache.backlog else []
     whole = {i: c.parts for i, c in enumerate(cache.caches) if not has_rows(c)}
     starts = [c.start for c in cache.caches]
-    return packed_moment(Moment(cache.offset, cache.primed, cache.kept, backlog, whole, starts))
+    return packed_checkpoint(Checkpoint(cache.offset, cache.primed, cache.kept, backlog, whole, starts))
 
 
-def packed_moment(at: Moment) -> Moment:
+def packed_checkpoint(at: Checkpoint) -> Checkpoint:
     """Copy a moment's arrays into one buffer per type."""
     arrays = iter(packed(at.arrays))
     kept, backlog = ([next(arrays) for _ in group] for group in (at.kept, at.backlog))
@@ -97,7 +97,7 @@ def buffers(arrays: Iterable[mx.array]) -> int:
     return len({array.dtype for array in arrays if array.size})
 
 
-def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list[int], room: int) -> PromptCache:
+def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: list[int], room: int) -> PromptCache:
     """Make a cache that holds `tokens` [at.length], of pieces that follow each other from position 0 on.
 
     blank: an empty cache of the same layout. room: positions that it will hold in the end.
@@ -115,7 +115,7 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list
     return cache
 
 
-def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens: int, primed: int) -> None:
+def check_piece(rows: list[Parts], at: Checkpoint | None, like: PromptCache, tokens: int, primed: int) -> None:
     """Raise ValueError if a piece, read from a file, has other shapes than `like`, a cache that holds rows.
 
     tokens, primed: positions that it covers, of the target and of the heads.

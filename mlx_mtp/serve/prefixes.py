@@ -22,7 +22,7 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.mark import Mark
-from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
+from ..cache.pieces import Checkpoint, buffers, checkpoint_of, cut, has_rows, join
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
@@ -67,7 +67,7 @@ class Chunk:
     tokens: tuple[int, ...] = ()
     parent: "Chunk | None" = None
     rows: list[Parts] = field(default_factory=list)
-    moment: Moment | None = None
+    moment: Checkpoint | None = None
     primed: int = 0
     used: float = 0.0
     is_rest: bool = False
@@ -216,7 +216,7 @@ class PrefixTree:
     def _finish(self, chunk: Chunk, cache: PromptCache, *, resumes: bool) -> None:
         if chunk.moment is None and resumes:
             self._count(chunk, -1)
-            chunk.moment = moment(cache)
+            chunk.moment = checkpoint_of(cache)
             self._count(chunk)
         path = chunk.path()
         mx.eval([part for each in path for parts in each.rows for part in parts])
