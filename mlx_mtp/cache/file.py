@@ -188,7 +188,7 @@ def _check(cache: PromptCache) -> None:
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
     if len(cache.heads) > len(model.head_windows()) or not all(_suits(window, c) for window, c in pairs):
         raise ValueError("its layers are not the model's")
-    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
+    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.pending_rows:
         raise ValueError("its heads have read more than it holds")
     for c in cache.caches:
         c.check()

@@ -158,7 +158,7 @@ class PromptCache(StepCache, ListOfOne):
             self.backlog[-1] = self.backlog[-1][:, :-1]
 
     @property
-    def behind(self) -> int:
+    def pending_rows(self) -> int:
         """Rows that heads have to read when they are needed, at the end of the backlog."""
         return min(self._waiting, self.reach or self._waiting)
 
