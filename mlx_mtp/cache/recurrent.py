@@ -36,12 +36,12 @@ class RecurrentCache(LayerCache):
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
         """Return the input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
-        before, accepted = self.behind(rows, taps), self.accepted
+        before, accepted = self.convolution_rows(rows, taps), self.accepted
         if accepted is not None:
             before = mx.take(before, self.once(positions_from, accepted, taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
 
-    def behind(self, rows: mx.array, taps: int) -> mx.array:
+    def convolution_rows(self, rows: mx.array, taps: int) -> mx.array:
         """Return the rows before and on the tape [1, taps-1+T, C]; new rows follow the accepted ones."""
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
