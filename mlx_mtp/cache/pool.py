@@ -109,7 +109,7 @@ class Pool(StepCache):
         if mark.has_heads:
             self._copy_out_heads(mark, cache, slot, row, base)
 
-    def retire_heads(self, texts: Sequence[tuple[int, int, int, PromptCache]]) -> None:
+    def pause_heads(self, texts: Sequence[tuple[int, int, int, PromptCache]]) -> None:
         """Give each text its heads back, with what they missed; texts: row, slot, position of the last pass's first
         row, and own cache.
         """
@@ -140,7 +140,7 @@ class Pool(StepCache):
         if self.has_heads:
             self._regroup_heads(order, index, newcomers)
 
-    def wake(self, texts: Sequence[tuple[int, PromptCache]]) -> None:
+    def resume_heads(self, texts: Sequence[tuple[int, PromptCache]]) -> None:
         """Take in the heads of all texts, by slot, which have read all but their last position."""
         places = {slot: row for row, (slot, _) in enumerate(texts)}
         order, self.has_heads = [places.get(slot, 0) for slot in self.span.slots], True

@@ -166,7 +166,7 @@ class PromptCache(StepCache, ListOfOne):
     def _waiting(self) -> int:
         return sum(rows.shape[1] for rows in self.backlog)
 
-    def wake(self, base: int) -> None:
+    def resume_heads(self, base: int) -> None:
         """Let the drafter, which has read all before position `base`, follow the target from now on."""
         self.to_device()
         if not self.live:
@@ -174,7 +174,7 @@ class PromptCache(StepCache, ListOfOne):
             self.live = True
             seek(self.heads, mx.array([self.primed]), self.primed)
 
-    def idle(self, base: int) -> None:
+    def pause_heads(self, base: int) -> None:
         """Let the heads stand at position `base`, all before which live heads have read."""
         if self.live:
             self.live, self.primed = False, base
