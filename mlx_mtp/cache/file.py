@@ -99,7 +99,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
     return cache
 
 
-def saved_opening(file: str | Path) -> PromptPrefix | None:
+def saved_prefix(file: str | Path) -> PromptPrefix | None:
     """Read the text that a file holds the state of, and whose tokens they are.
 
     Raises as `load_prompt_cache` does: of a damaged file no model's name is believed, which may be one on the hub.

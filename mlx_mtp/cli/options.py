@@ -238,9 +238,9 @@ saved_cache_option = option(
 def continues_cache(flags: dict[str, Any]) -> None:
     """Read the end-of-text token and, unless --model is given, the model from --prompt-cache-file."""
     if flags["prompt_cache_file"] is not None:
-        from ..cache.file import saved_opening
+        from ..cache.file import saved_prefix
 
-        if prefix := saved_opening(own_file(flags["prompt_cache_file"])):
+        if prefix := saved_prefix(own_file(flags["prompt_cache_file"])):
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 

@@ -127,7 +127,7 @@ def test_damage_anywhere_is_refused(model, saved, data):
     assume(damaged != content)
     bad = file.with_name("damaged.safetensors")
     bad.write_bytes(damaged)
-    for read in (lambda: load_prompt_cache(bad, model), lambda: saved_cache.saved_opening(bad)):
+    for read in (lambda: load_prompt_cache(bad, model), lambda: saved_cache.saved_prefix(bad)):
         with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
             read()
         assert "\n" not in str(e.value)
