@@ -4,10 +4,19 @@ The public function runs the kernel on Metal and the reference elsewhere. Bodies
 """
 # ruff: noqa: F401 what is imported here is what callers import from here
 
-from ._first_launch import KernelRefused, Refusal, forget_new, launched, out_of_memory, ran, run_again, run_new
+from ._first_launch import (
+    KernelRefused,
+    Refusal,
+    drop_new,
+    launched,
+    note_evaluated,
+    out_of_memory,
+    run_again,
+    run_new,
+)
 from ._quantized import Quantized, served, splits
 from ._routing import Routing, route_ref
-from ._source import on_metal, padded, source_held
+from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .draw_top import draw_top

@@ -138,7 +138,7 @@ def run_new() -> None:
         raise KernelRefused(refusals)
 
 
-def ran() -> None:
+def note_evaluated() -> None:
     """Note that this thread has evaluated all that it launched."""
     for launch in _thread.new.values():
         launch.ran.add(launch.key[1])
@@ -152,7 +152,7 @@ def run_again() -> list[Refusal]:
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]
 
 
-def forget_new() -> None:
+def drop_new() -> None:
     """Note that what this thread launched was not evaluated."""
     _thread.new = {}
 

@@ -32,7 +32,7 @@ class Launched(threading.local):
 _launched = Launched()
 
 
-def source_held() -> int:
+def source_bytes() -> int:
     """Count the bytes that MLX has taken for the sources of this thread's launches, let go of or not."""
     return _launched.held
 

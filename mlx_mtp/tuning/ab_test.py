@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused, forget_new, ran
+from ..kernels import KernelRefused, drop_new, note_evaluated
 from ..machine.errors import refusal
 
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
@@ -90,7 +90,7 @@ def compile_kernel(trial: KernelTrial) -> None:
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # which `check` gets as well, and says
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
-        ran()
+        note_evaluated()
 
 
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
@@ -155,9 +155,9 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
         found = list(ours(x))
         mx.eval(found)
     except Exception as e:
-        forget_new()
+        drop_new()
         raise WrongKernel(failing(e)) from e
-    ran()
+    note_evaluated()
     return found
 
 

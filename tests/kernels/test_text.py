@@ -13,7 +13,7 @@ from mlx_mtp import emulator
 from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
 from mlx_mtp.emulator.faults import numbered
-from mlx_mtp.kernels import _source, source_held, verify_qmm
+from mlx_mtp.kernels import _source, source_bytes, verify_qmm
 from mlx_mtp.kernels._text import Line, code_lines, defined_name, definitions, kernel_text, used
 
 DIRECTORY = _source.DIRECTORY
@@ -148,9 +148,9 @@ def test_the_emulator_compiles_what_mlx_does(op, monkeypatch):
 
     x = mx.random.normal((max(site.candidates), site.width)).astype(mx.bfloat16)
     mx.eval(launched(x))  # the site's caches, which it makes once
-    before = source_held()
+    before = source_bytes()
     of_mlx = source.recorded(launched, [x])
-    held = source_held() - before
+    held = source_bytes() - before
     monkeypatch.setattr(emulator.kernel, "build", lambda *of: compiled.append(compiling.translation_unit(*of[:-1])))
     monkeypatch.setattr(emulator.MetalKernel, "_run", lambda *_: None)
     with emulator.emulated():
