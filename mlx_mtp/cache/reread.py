@@ -4,7 +4,7 @@ from .kinds import from_configs
 from .prompt_cache import PromptCache
 
 
-def unread(cache: PromptCache) -> PromptCache:
+def empty_like(cache: PromptCache) -> PromptCache:
     """Make an empty cache that is like this one once it has read the same tokens."""
     new = cache.like_new()
     if cache.quantized:
@@ -17,7 +17,7 @@ def unread(cache: PromptCache) -> PromptCache:
     return new
 
 
-def take_over(cache: PromptCache, read: PromptCache) -> None:
+def adopt(cache: PromptCache, read: PromptCache) -> None:
     """Let a cache hold what `read`, made by `unread`, holds; its layers' caches stay the objects that marks name."""
     if cache.quantizing is None:
         read.quantize_at(read.offset)
