@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange, option
 
-from ..cache.prompt_prefix import RESERVED_KEYS
+from ..checkpoint.chat_template import RESERVED_KEYS
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
 from .together import check_prompt, group, own_file

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render, shared
+from ..cache.prompt_prefix import shared
+from ..checkpoint.chat_template import render
 from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
 from .forms import Change, Conversation, Message, changed, forms, with_calls_as_text, with_calls_behind_content
 from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments

@@ -13,6 +13,7 @@ from sweep import paired, sampled
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
+from mlx_mtp.checkpoint.chat_template import prompt_tokens, stable_tokens
 from mlx_mtp.demo import demo_path
 
 BOTH = ("What does os.path", ".join do?")
@@ -28,7 +29,11 @@ def model(tiny_models):
 def begun(model, tmp_path, template=PLAIN, opening=PromptPrefix(BEGINNING), **layout):  # noqa: B008 - it is frozen
     """A cache that has read an opening, by way of a file."""
     cache = mlx_mtp.make_prompt_cache(model, **layout)
-    list(mlx_mtp.generate_step(opening.settled(make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache))
+    list(
+        mlx_mtp.generate_step(
+            stable_tokens(opening, make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache
+        )
+    )
     cache.prefix = opening
     save_prompt_cache(tmp_path / "cache", cache)
     return load_prompt_cache(tmp_path / "cache", model)
@@ -107,8 +112,8 @@ def test_no_token_that_is_kept_depends_on_what_follows():
     for template in (True, False):
         kept = 0
         for end in range(len(text)):
-            tokens = PromptPrefix(text[:end], template=template).settled(tokenizer)
-            whole = PromptPrefix(text, template=template).tokens(tokenizer, "")
+            tokens = stable_tokens(PromptPrefix(text[:end], template=template), tokenizer)
+            whole = prompt_tokens(PromptPrefix(text, template=template), tokenizer, "")
             assert whole[: len(tokens)] == tokens, text[:end]
             kept += len(tokens)
         assert kept > len(text) * len(whole) / 4
