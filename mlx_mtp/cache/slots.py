@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .growing import QuantizedStorage, round_up
+from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
-from .ring import Ring
+from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
 GRAIN = 32  # views of the buffers are cut at multiples of this many rows
 
@@ -196,8 +196,24 @@ def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
 
 
+POOLS: dict[type[Any], type[Any]] = {
+    LinearKVCache: PooledKV,
+    SlidingKVCache: PooledKV,
+    QuantizedLinearKVCache: QuantizedPooledKV,
+    QuantizedSlidingKVCache: QuantizedPooledKV,
+    RecurrentCache: PooledState,
+}
+
+
 def pooled(cache: Any, ring: Ring | None) -> Any:
-    """Make the empty pool of a layer whose texts have caches like this one. ring: the one that its layers share."""
-    if cache.is_state:
-        return PooledState()
-    return QuantizedPooledKV(cache.group_size, cache.bits, ring) if hasattr(cache, "bits") else PooledKV(ring)
+    """Return the empty pool of one layer, for sequences whose caches are like `cache`; ring: the layers' shared one.
+
+    Raises ValueError for a kind of cache that no pool can hold.
+    """
+    pool = POOLS.get(type(cache))
+    if pool is None:
+        supported = ", ".join(kind.__name__ for kind in POOLS)
+        raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")
+    if pool is PooledState:
+        return pool()
+    return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)
