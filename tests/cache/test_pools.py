@@ -1,5 +1,7 @@
 """Check that each kind of cache has a pool for several sequences, or is refused by name."""
 
+import inspect
+
 import pytest
 
 from mlx_mtp.cache import growing, kinds, layer_cache, mlx_lm_caches, recurrent, ring, slots
@@ -11,10 +13,9 @@ class Sparse(growing.LinearKVCache):
 
 def kinds_of_cache():
     """Return every class of mlx_mtp/cache/ that a layer can have as its cache."""
-    classes = {c for module in (growing, mlx_lm_caches, recurrent, ring) for c in vars(module).values()}
-    return {c for c in classes if isinstance(c, type) and issubclass(c, layer_cache.LayerCache)} - {
-        layer_cache.LayerCache
-    }
+    found = [c for module in (growing, mlx_lm_caches, recurrent, ring) for c in vars(module).values()]
+    classes = {c for c in found if inspect.isclass(c) and issubclass(c, layer_cache.LayerCache)}
+    return classes - {layer_cache.LayerCache}
 
 
 def test_each_kind_is_pooled_or_refused():
