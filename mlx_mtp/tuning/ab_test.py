@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused, drop_new, note_evaluated
+from ..kernels import KernelRefused, all_ran, drop_new
 from ..machine.errors import refusal
 
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
@@ -90,7 +90,7 @@ def compile_kernel(trial: KernelTrial) -> None:
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # which `check` gets as well, and says
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
-        note_evaluated()
+        all_ran()
 
 
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
@@ -157,7 +157,7 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
     except Exception as e:
         drop_new()
         raise WrongKernel(failing(e)) from e
-    note_evaluated()
+    all_ran()
     return found
 
 
