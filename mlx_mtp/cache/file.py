@@ -55,7 +55,10 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))  # MLX's error has no reason
     work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.safetensors")
     try:
-        _write(work, path, arrays, _state(cache))
+        try:
+            mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(_state(cache)), "checksum": BLANK})
+        except RuntimeError as e:  # its message does not name the file
+            raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
         with naming(path), work.open("r+b") as f:
             place, digest = _checksum(f)
             f.seek(place)
@@ -100,23 +103,13 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
 
 
 def saved_prefix(file: str | Path) -> PromptPrefix | None:
-    """Return the prompt prefix stored in a cache's file, None if it has none; raises as `load_prompt_cache` does.
-
-    The checksum is verified first, because the prefix may name a model to download.
-    """
+    """Return the prompt prefix in a cache's file, None if there is none; raises as `load_prompt_cache` does."""
     with Path(file).open("rb") as f:
-        opening = _checked(f, file).get("opening")
+        opening = _checked(f, file).get("opening")  # checked first: it may name a model to download
     try:
         return _filled(PromptPrefix, opening)
     except TypeError:
         raise ValueError(f"{file}: damaged") from None
-
-
-def _write(work: Path, path: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
-    try:
-        mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
-    except RuntimeError as e:  # its message does not name the file
-        raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:

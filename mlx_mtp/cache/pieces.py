@@ -75,7 +75,7 @@ def packed_rows(rows: list[Parts]) -> list[Parts]:
 def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
     """Return copies of arrays, as views of one buffer per type; Metal limits the number of buffers.
 
-    Each view starts at a multiple of ALIGNED bytes. An array that occurs twice is copied once.
+    Views start at multiples of ALIGNED bytes; an array that occurs twice is copied once.
     """
     own = {id(array): array for array in arrays}
     views: dict[int, mx.array] = {}

@@ -55,8 +55,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
     backlog: the target's hidden rows [1, r, H] that the heads have not read, up to the last position held.
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1.
-    reach:   number of last rows that heads read after a pause: AT_FIRST, or fewer if their windows see fewer; None if
-        a head attends to all positions.
+    reach:   number of last rows that heads read after a pause, at most AT_FIRST; None if a head has no window.
     model:   the model whose state this is.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
     """

@@ -1,9 +1,8 @@
 """Keep the state of a recurrent layer (gated delta rule, Mamba2) and roll it back to any row of a verify.
 
 A verify keeps the state before its rows, and the rows' effect on it: the tape. The next call replays the accepted
-rows of the tape, then adds its own. No row passes through the weights twice, and the number of accepted rows stays on
-the device. A layer that computes rows one by one may keep the state after each as a tape of one array, from which one
-state is taken without a replay.
+rows of the tape, then adds its own, so the number of accepted rows stays on the device. A layer that computes rows
+one by one may keep the state after each as a tape of one array, from which one state is taken without a replay.
 """
 
 import operator
@@ -147,9 +146,6 @@ def first(n: mx.array, rows: int) -> mx.array:
 
 
 def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return the index, among all sequences' rows, of each one's n-th row, [sequences]; n: int32 [sequences].
-
-    Also return whether n > 0, [sequences, 1, 1, 1]; otherwise the index has no meaning.
-    """
+    """Return the index of each sequence's n-th row among all rows, and whether n > 0; n: int32 [sequences]."""
     index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
     return index, (n > 0).reshape(-1, 1, 1, 1)

@@ -144,7 +144,7 @@ class SlidingKVCache(LinearKVCache):
     def update_and_fetch(self, *arrays: mx.array):
         rows = arrays[0].shape[2]
         if not isinstance(self.offset, int) or rows == 1:
-            assert rows <= MAX_ROWS, "more rows than a ring can roll back"
+            assert rows <= MAX_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then to the chunk; the ring may keep only the chunk's end.
         new = self._encode(*arrays)

@@ -160,9 +160,9 @@ def splits(m: int) -> bool:
 def tiles(m: int, split: bool = False) -> tuple[int, int, int]:
     """Return (groups of x's m rows, rows in each, weight rows whose sums a lane holds for each).
 
-    A lane holds at most MOST_SUMS sums. Seven to twelve rows are one group with half the weight rows: x is then
-    requested twice as often, but it is small and cached. More rows are two groups. With `split` a group has four rows
-    and requests the weights, for GPUs with too few registers.
+    A lane holds at most MOST_SUMS sums. Seven to twelve rows are one group with half the weight rows: x, which is
+    small and cached, is then requested twice as often. More rows are two groups. With `split`, for GPUs with few
+    registers, a group has four rows and requests the weights.
     """
     groups, rows = row_groups(m, SPLIT_ROWS if split else WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
@@ -181,8 +181,7 @@ def multiply(
 ) -> mx.array:
     """Launch `op` on x [..., K]: return y, flat [M * columns]; or on x [1, M, heads, D]: return y of `shape`.
 
-    `more`, `template`: further inputs and template arguments of the op, by name. Each column takes the same number of
-    weight rows. `split`: as in `tiles`.
+    `more`, `template`: further inputs and template arguments of the op, by name. `split`: as in `tiles`.
     """
     x = (x if shape else x.reshape(-1, weights.k)).astype(weights.dtype(x))
     m, heads = x.shape[-3 if shape else 0], x.shape[2] if shape else 1

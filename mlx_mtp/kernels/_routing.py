@@ -37,9 +37,8 @@ class Routing:
         if self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
         if not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"topk_group is {self.topk_group}; it must be from 1 to n_group, which is {self.n_group}"
-            )
+            allowed = f"from 1 to n_group, which is {self.n_group}"
+            raise ValueError(f"topk_group is {self.topk_group}; it must be {allowed}")
         if self.kind == "softmax" and (self.n_group, self.eps, self.scale) != (1, 0.0, 1.0):
             raise ValueError("softmax routing has no groups, eps or scale")
 
@@ -56,9 +55,8 @@ class Routing:
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
-            raise ValueError(
-                f"n_group is {self.n_group}; groups of equal size, at least 2, cannot hold {experts} experts"
-            )
+            groups = f"groups of equal size, at least 2, cannot hold {experts} experts"
+            raise ValueError(f"n_group is {self.n_group}; {groups}")
 
 
 class Pairs(NamedTuple):

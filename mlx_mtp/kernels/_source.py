@@ -122,8 +122,8 @@ def padded(m: int) -> int:
 def row_groups(m: int, most: int = 5) -> tuple[int, int]:
     """Return (groups, compiled rows of each): the fewest groups of at most `most` rows for m >= 1 rows.
 
-    A thread keeps the sums of that many rows in registers: 5 where each has four rows of unquantized weights.
-    The last group starts at m - rows, so it may share rows with the one before; it stores only the others.
+    `most` is limited by a thread's registers. The last group starts at m - rows, so it may share rows with the one
+    before; it stores only the others.
     """
     assert m >= 1, f"{m} rows"
     groups = -(-m // most)

@@ -92,10 +92,8 @@ def delta_inputs(
         accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
     gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) has b's
     dtype.
-    accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
-
-    Raises ValueError if `before` has too few rows or a tape without `accepted`, or x does not have the heads'
-    channels.
+    accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view. Raises ValueError if
+    `before` has too few rows or a tape without `accepted`, or x does not have the heads' channels.
     """
     tape = before.shape[1] - (weight.shape[1] - 1)
     if tape < 0 or (tape > 0 and accepted is None):

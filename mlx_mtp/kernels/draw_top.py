@@ -35,9 +35,7 @@ def draw_top(
         [M] of all logits; the kernel supports n up to 64.
     key, position: as in `verify_head_draw`; a token gets the same noise.
     top_p, min_p: mlx-lm's filters, top_p first, of probabilities at temperature 1; 1 (or 0) and 0 for none.
-
-    On Metal probabilities are summed in the order of the tokens. Elsewhere the reference draws the same tokens.
-    Raises ValueError for temp <= 0.
+    The reference draws the same tokens; on Metal probabilities are summed in their order. ValueError for temp <= 0.
     """
     values, tokens, total = top
     if temp <= 0:

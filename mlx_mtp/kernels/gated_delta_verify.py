@@ -51,10 +51,9 @@ def gated_delta_verify(
         float16, bfloat16 or float32, g and beta of any of them.
     state: [B, Hv, Dv, Dk] float32, before the tape.
     tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
-    accepted: [B], or [1] for all, int32, from 0 to P; given with a tape.
+    accepted: [B], or [1] for all, int32, from 0 to P; ValueError unless it is given exactly if a tape is.
 
-    Returns y [B, T, Hv, Dv] of the new rows, in q's dtype, and the state before them, with `last` the state after
-    them. Raises ValueError if only one of `tape` and `accepted` is given.
+    y is [B, T, Hv, Dv] of the new rows, in q's dtype; the state is the one before them, with `last` after them.
     """
     check_tape(tape, accepted)
     if not (on_metal() and _supported(q, rows, state, tape)):

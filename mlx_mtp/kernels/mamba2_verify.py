@@ -68,12 +68,8 @@ def mamba2_verify(
 
     C: [1, T, G, Ds]. rows: x [1, T, H, Dh] and B [1, T, G, Ds], of float16, bfloat16 or float32 like C and D [H];
         dt [1, T, H] float32, after its softplus. A_log: [H]. Any array may be a view.
-    state: [1, H, Dh, Ds] float32, before the tape.
-    tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
-    accepted: [1] int32, from 0 to P; given with a tape.
-
-    Returns y [1, T, H, Dh] of the new rows, in x's dtype, and the state before them, with `last` the state after
-    them. Raises ValueError if only one of `tape` and `accepted` is given.
+    state: [1, H, Dh, Ds] float32, before the tape. y: [1, T, H, Dh] in x's dtype.
+    tape, accepted [1], last: as in `gated_delta_verify`.
     """
     check_tape(tape, accepted)
     if not (on_metal() and _supported(C, rows, state, A_log, D, tape)):

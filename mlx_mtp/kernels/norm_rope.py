@@ -107,10 +107,8 @@ def norm_rope(
 
     q: [B, L, Hq, D or more], k: [B, L, Hk, D or more], float16, bfloat16 or float32, with any strides; only the first
         D = `head_dim` values of a head are used. None: all of k's.
-    rope.freqs and the weights may be views.
     offset: the position of row 0, an int or an integer array of one value, or of B, one per sequence.
-    q_weight, k_weight: [D], both or none.
-
+    q_weight, k_weight: [D], both or none; like rope.freqs they may be views.
     Raises ValueError if shapes do not match, or only one weight is given.
     """
     D = k.shape[-1] if head_dim is None else head_dim

@@ -22,9 +22,9 @@ class Chunks(NamedTuple):
     """Sizes of the chunks of positions, one per threadgroup: `least` positions up to FIRST_CHUNKS, doubling with each
     doubling of the position, up to `most`. See kernels/chunks.h.
 
-    They depend on the model's KV heads and window only. Bits would otherwise depend on the length, which differs
-    between a plain step and a verify, or on the GPU. Small chunks give a short sequence enough threadgroups; large
-    chunks keep the partial results of a long one few.
+    They depend on the model's KV heads and window only, so that bits depend neither on the length, which differs
+    between a plain step and a verify, nor on the GPU. Small chunks give short sequences enough threadgroups; large
+    chunks keep the partial results of long ones few.
     """
 
     least: int
@@ -154,11 +154,11 @@ def _check(
         raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
     count = len(q)
     if (cache_rows is None and count != len(k[0])) or heads % kv_heads:
-        needed = "a cache for each sequence, and whole groups of heads"
-        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; expected {needed}")
+        needed = "a cache for each text, and whole groups of heads"
+        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; {needed}")
     for name, given in (("offset", offset), ("start", start), ("cache_rows", cache_rows)):
         if isinstance(given, mx.array) and given.shape != (count,):
-            raise ValueError(f"{name} has shape {given.shape}; {count} sequences need {(count,)}")
+            raise ValueError(f"{name} has shape {given.shape}; {count} texts need {(count,)}")
     if q.shape[-1] != _width(k, bits):
         raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
     rows, width = q.shape[2], _width(v, bits)

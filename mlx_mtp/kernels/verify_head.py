@@ -172,11 +172,9 @@ def verify_head_draw(
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
-    """Return the n greatest logits of each row x [M, K], and the logsumexp of all of them.
+    """Return the n greatest logits [M, n] float32 of each row x [M, K], sorted, their tokens, and a logsumexp.
 
-    Returns values [M, n] float32, sorted, tokens [M, n] int32, of equal values the lower token first, and the
-    logsumexp [M] float32.
-
+    The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
     weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or
     N, or below 1.
     """

@@ -104,8 +104,7 @@ def moe_splits(m: int) -> bool:
 def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
     """Return the template arguments of both products; ROWS of an expert's rows are processed together.
 
-    A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast if K allows it, or else gather_qmv. N is a
-    multiple of 8, which the former needs.
+    A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv; N is a multiple of 8.
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack

@@ -43,7 +43,6 @@ def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[
 
 
 def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
-    """Dequantize, multiply in float32, round once."""
     rows = x[..., : weights.k].swapaxes(1, 2).astype(mx.float32)
     y = (rows @ dequantized(weights).swapaxes(1, 2)).astype(weights.dtype(x))
     return y if heads_first else y.swapaxes(1, 2)
@@ -53,8 +52,7 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, spli
     """Multiply the first K values of each head of x [1, M, H, D >= K] with the head's matrix: [1, H, M, N].
 
     Without `heads_first` the result is [1, M, H, N]. weights: w [H, N, K * bits / 32], scales and biases
-    [H, N, K / group_size]. Bits, `split` and the reference are as in `verify_qmm`. Raises ValueError if shapes do not
-    match.
+    [H, N, K / group_size]. Bits, `split` and reference are as in `verify_qmm`. ValueError if shapes do not match.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
