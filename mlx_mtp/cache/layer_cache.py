@@ -95,7 +95,7 @@ class LayerCache:
         """Raise ValueError if `parts`, read from a file, do not match `offset`."""
 
     def fits(self, parts: Parts) -> bool:
-        """Return whether `parts`, read from a file, have the shapes and types of this non-empty cache's."""
+        """Return whether `parts`, read from a file, have the shapes and types of this cache, which is not empty."""
         return shapes_of(parts) == shapes_of(self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LayerCache":

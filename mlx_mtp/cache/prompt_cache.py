@@ -150,7 +150,7 @@ class PromptCache(StepCache, ListOfOne):
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
 
     def pop_row(self) -> None:
-        """Remove the newest row from the backlog for the next run; `push` returns it."""
+        """Remove the newest row from the backlog; the next run contains it, and `push` adds it again."""
         if self.heads:
             self.backlog[-1] = self.backlog[-1][:, :-1]
 

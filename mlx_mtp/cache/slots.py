@@ -48,7 +48,7 @@ class Span:
 
 
 class PooledKV(LayerCache):
-    """Keys, values and any other rows of `span.count` sequences: [slots, H, S, D] each.
+    """Keys, values and any other rows of several sequences: [slots, H, S, D] each, with `span.count` slots.
 
     offset: int32 [n]. limit: upper bound of all offsets. starts: of each sequence, the first position with contents;
     start: the same, int32 [n, 1, 1, 1], or 0 for all. ring: the geometry of a window, None if all positions are kept.
@@ -178,16 +178,12 @@ def _positions_from(start: mx.array, rows: int) -> mx.array:
 def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
     """Pad a state's tape to `rows` rows, which are not accepted; like: arrays of a tape."""
     position, state, convolved, *tape = parts
-    have = tape[0].shape[1] if tape else 0
-    if rows == have:
+    missing = rows - (tape[0].shape[1] if tape else 0)
+    if missing == 0:
         return parts
-    n = position.shape[0]
-    tape = tape or [mx.zeros((n, 0, *array.shape[2:]), array.dtype) for array in like]
-    return position, state, *(_longer(array, rows - have) for array in (convolved, *tape))
-
-
-def _longer(array: mx.array, rows: int) -> mx.array:
-    return mx.pad(array, [(0, 0), (0, rows), *[(0, 0)] * (array.ndim - 2)])
+    tape = tape or [mx.zeros((len(position), 0, *array.shape[2:]), array.dtype) for array in like]
+    longer = (mx.pad(a, [(0, 0), (0, missing), *[(0, 0)] * (a.ndim - 2)]) for a in (convolved, *tape))
+    return position, state, *longer
 
 
 def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
