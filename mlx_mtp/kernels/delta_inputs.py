@@ -25,7 +25,7 @@ class Gates(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; the decay g and beta [B, T, Hv]; rows: the next call's `before`."""
+    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; g and beta [B, T, Hv]; rows: the next call's `before`."""
 
     q: mx.array
     k: mx.array
