@@ -49,7 +49,7 @@ POINTS = [
     (Listed, "observe"),
     *(
         (PromptCache, name)
-        for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "load", "unload")
+        for name in ("push", "resume_heads", "pause_heads", "advance", "quantize_at", "to_host", "load", "unload")
     ),
 ]
 
