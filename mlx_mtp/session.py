@@ -15,7 +15,8 @@ from typing import Any
 from .cache.from_mlx_lm import from_mlx_lm
 from .cache.mark import Mark, Quantizing
 from .cache.prompt_cache import PromptCache, make_prompt_cache
-from .cache.prompt_prefix import render, shared
+from .cache.prompt_prefix import shared
+from .checkpoint.chat_template import render
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_draft_tokens, default_step

@@ -196,7 +196,7 @@ class Group:
         in_step = plan.k > 0 and self.drafters[plan.source].in_step
         moves = bool(joining) or len(there) < sum(s is not None for s in rows)
         if pool.missed and (moves or self._misses_many(pool, 0 if in_step else plan.k)):
-            pool.retire_heads([(row, s.slot, s.base, s.cache) for row, s in enumerate(rows) if s and not s.over])
+            pool.pause_heads([(row, s.slot, s.base, s.cache) for row, s in enumerate(rows) if s and not s.over])
         waking = in_step and not pool.has_heads
         if run is None or moves or waking:
             rows, run = self._regrouped(pool, rows, run, joining, waking=waking)
@@ -251,7 +251,7 @@ class Group:
             self._prime(text)
         pool.regroup(span, order, [(s.slot, s.cache) for s in new])
         if waking:
-            pool.wake([(s.slot, s.cache) for s in texts.values()])
+            pool.resume_heads([(s.slot, s.cache) for s in texts.values()])
         for text, first in joining if not pool.has_heads else ():
             text.cache.push(first.hidden)
         return found, merged(run, [each for _, each in joining], mx.array(order))

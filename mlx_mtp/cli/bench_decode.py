@@ -73,7 +73,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_session
     from ..bench.subject import make_prompts
-    from ..cache.kv_format import group_size_for
+    from ..cache.kinds import group_size_for
     from ..decoding.options import default_step
 
     subject, quick = shared.subject_of(flags), flags["quick"]

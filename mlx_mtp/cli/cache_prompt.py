@@ -28,13 +28,14 @@ def cache_prompt(**flags: Any) -> None:
     text = options.read_prompt(flags["prompt"])
     model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
+    from ..checkpoint.chat_template import stable_tokens
 
     template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]
     if name and Path(name).expanduser().is_dir():  # valid in any working directory
         name = str(Path(name).expanduser().absolute())
     own = {"model": name, "eos_token": flags["eos_token"]}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
-    tokens = prefix.settled(tokenizer)
+    tokens = stable_tokens(prefix, tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: the text that follows may change all of its tokens")
     stats, file = _save(model, tokens, prefix, flags), own_file(flags["prompt_cache_file"])

@@ -60,7 +60,7 @@ def generate(**flags: Any) -> None:
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     """Encode the prompt, with the chat template if there is one."""
-    from ..cache.prompt_prefix import render
+    from ..checkpoint.chat_template import render
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:

@@ -16,9 +16,8 @@ from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
-# Flags for how, not what, the server decodes; flags that are defaults for fields of a request.
+# Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
-SAMPLING = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of generation_config.json
 
 
@@ -85,7 +84,11 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
-    given = [name for name in SAMPLING if ctx.get_parameter_source(name) != ParameterSource.DEFAULT]
+    given = [
+        name
+        for name in (*options.sampling_flags(flags), "seed")
+        if ctx.get_parameter_source(name) != ParameterSource.DEFAULT
+    ]
     settings = Settings(
         names=_names(flags["model"], flags["alias"]),
         host=flags["host"],

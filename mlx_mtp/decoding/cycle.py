@@ -188,9 +188,9 @@ def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> 
     """Bring the caches to where the step begins; return its frame, and what replays it if it is recorded."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
-        cache.wake(base)
+        cache.resume_heads(base)
     else:
-        cache.idle(base)
+        cache.pause_heads(base)
     take = compiled.find(frame, run.size, d.stats) if compiled else None
     if plan.k or take:
         cache.to_device()

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..cache.mark import Mark
 from ..cache.prompt_cache import PromptCache
-from ..cache.reread import take_over, unread
+from ..cache.reread import adopt, empty_like
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
@@ -90,9 +90,9 @@ def read_again(model: Target, cache: PromptCache, *, heads: bool, step: int) -> 
 
     Returns the last hidden rows.
     """
-    fresh = unread(cache)
+    fresh = empty_like(cache)
     hidden = prefill(model, fresh, cache.tokens, heads=heads, step=step)
-    take_over(cache, fresh)
+    adopt(cache, fresh)
     return hidden
 
 

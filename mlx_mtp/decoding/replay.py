@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from ..cache.growing import round_up
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
-from ..kernels import source_held
+from ..kernels import source_bytes
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
@@ -121,9 +121,9 @@ class Record(NamedTuple):
 
 def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
     """Take a step while MLX records it, and note what its launches hold."""
-    before = source_held()
+    before = source_bytes()
     found = step(*args, **more)
-    held[:] = [source_held() - before]
+    held[:] = [source_bytes() - before]
     return found
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..cache.file import safetensors_header
 from ..cache.layer_cache import Parts
-from ..cache.pieces import Moment, check_piece, has_rows, packed_moment, packed_rows
+from ..cache.pieces import Checkpoint, check_piece, has_rows, packed_checkpoint, packed_rows
 from ..cache.prompt_cache import PromptCache
 from ..checkpoint.convert_writer import DTYPES, header
 from ..machine.errors import one_line
@@ -146,10 +146,8 @@ class ChunkReader:
                 raise ValueError("its content does not match its digest")
             chunk = _rebuilt(record, end, arrays, like)
             check_piece(chunk.rows, chunk.checkpoint, like, len(chunk.tokens), chunk.primed - primed)
-            chunk.rows, chunk.checkpoint = (
-                packed_rows(chunk.rows),
-                chunk.checkpoint and packed_moment(chunk.checkpoint),
-            )
+            chunk.rows = packed_rows(chunk.rows)
+            chunk.checkpoint = chunk.checkpoint and packed_checkpoint(chunk.checkpoint)
             mx.eval(chunk.rows, chunk.checkpoint.arrays if chunk.checkpoint else [])
             return chunk
 
@@ -186,7 +184,7 @@ def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like
     if at := record["moment"]:
         kept, backlog = ([part for (part,) in groups[kind].values()] for kind in ("kept", "backlog"))
         whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
-        checkpoint = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
+        checkpoint = Checkpoint(end, at["primed"], kept, backlog, whole, at["starts"])
     return Chunk(tuple(record["tokens"]), rows=rows, checkpoint=checkpoint, primed=record["primed"])
 
 

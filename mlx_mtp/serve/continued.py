@@ -7,7 +7,7 @@ a message is in the prompt, and white space at the end of the message is kept.
 import secrets
 from typing import Any
 
-from ..cache.prompt_prefix import render
+from ..checkpoint.chat_template import render
 from .template_traits import REASONING_FIELDS
 
 Message = dict[str, Any]

@@ -22,7 +22,7 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.mark import Mark
-from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
+from ..cache.pieces import Checkpoint, buffers, checkpoint_of, cut, has_rows, join
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
@@ -68,7 +68,7 @@ class Chunk:
     tokens: tuple[int, ...] = ()
     parent: "Chunk | None" = None
     rows: list[Parts] = field(default_factory=list)
-    checkpoint: Moment | None = None
+    checkpoint: Checkpoint | None = None
     primed: int = 0
     used: float = 0.0
     is_tail: bool = False
@@ -212,7 +212,7 @@ class PrefixTree:
     def _finish(self, chunk: Chunk, cache: PromptCache, *, resumable: bool) -> None:
         if chunk.checkpoint is None and resumable:
             self._count(chunk, -1)
-            chunk.checkpoint = moment(cache)
+            chunk.checkpoint = checkpoint_of(cache)
             self._count(chunk)
         mx.eval([each.arrays for each in chunk.path()])
         self.use(chunk)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render, shared
+from ..cache.prompt_prefix import shared
+from ..checkpoint.chat_template import render
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
 from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
 from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render
+from ..checkpoint.chat_template import render
 
 QUESTION = {"role": "user", "content": "?"}
 SYSTEM = {"role": "system", "content": "."}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render
+from ..checkpoint.chat_template import render
 
 NAME, CONTENT, RESULT = "probedname", "probedcontent", "probedresult"
 ARGUMENTS = {"probedkey": "probedvalue"}

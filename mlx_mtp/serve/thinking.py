@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..cache.prompt_prefix import RESERVED_KEYS
+from ..checkpoint.chat_template import RESERVED_KEYS
 from .fields import ModelInfo, Refused, field_of, fields_of, integer, text
 from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..kernels import KernelRefused, forget_new, ran
+from ..kernels import KernelRefused, all_ran, drop_new
 from ..machine.errors import refusal
 
 Op = Callable[[mx.array], Sequence[mx.array]]  # x [M, K] -> outputs [M, N_i]
@@ -89,7 +89,7 @@ def compile_kernel(trial: KernelTrial) -> None:
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # `check` raises it again and reports it
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
-        ran()
+        all_ran()
 
 
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
@@ -154,9 +154,9 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
         outputs = list(ours(x))
         mx.eval(outputs)
     except Exception as e:
-        forget_new()
+        drop_new()
         raise WrongKernel(failing(e)) from e
-    ran()
+    all_ran()
     return outputs
 
 

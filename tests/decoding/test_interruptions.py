@@ -47,7 +47,7 @@ POINTS = [
     (Listed, "observe"),
     *(
         (PromptCache, name)
-        for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "load", "unload")
+        for name in ("push", "resume_heads", "pause_heads", "advance", "quantize_at", "to_host", "load", "unload")
     ),
 ]
 
@@ -112,7 +112,7 @@ def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, 
     assert cache.tokens == (PROMPT + shown)[:held]
     assert cache.primed <= held
     if cache.reach is None:
-        assert cache.primed + cache.behind == held
+        assert cache.primed + cache.pending_rows == held
     rest = (PROMPT + shown)[held:] or [truth[len(shown)]]
     with monkeypatch.context() as patch:
         spy = Spy(patch, s.model)
@@ -219,5 +219,5 @@ def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, na
         with pytest.raises(KeyboardInterrupt):
             next(steps(s.model, PROMPT, s.k, prompt_cache=cache))
     assert cache.tokens == PROMPT
-    assert cache.primed + cache.behind == len(PROMPT)
+    assert cache.primed + cache.pending_rows == len(PROMPT)
     assert_whole(s, monkeypatch, shown, cache, s.truth(tuple(PROMPT)))

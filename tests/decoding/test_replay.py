@@ -255,7 +255,7 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
     """Each recorded step holds the sources of its launches: those that are kept hold no more than is allowed."""
     monkeypatch.setattr(growing, "STEP", 32)
     monkeypatch.setattr(kinds.LinearKVCache, "reserve", lambda self, rows: None)
-    monkeypatch.setattr(replay_module, "source_held", partial(next, itertools.count(0, 11)))
+    monkeypatch.setattr(replay_module, "source_bytes", partial(next, itertools.count(0, 11)))
     cheap.runtime.recorder = Recorder()
     for held, most in ((50, 4), (30, 2), (5, 1)):
         monkeypatch.setattr(replay_module, "HELD", held)

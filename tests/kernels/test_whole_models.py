@@ -38,7 +38,7 @@ def in_place_of_metal():
 
 
 def recorded(model):
-    """[(position of the first row, tokens fed, logits of the rows)] of each pass of the target from here on."""
+    """Return a list that gets (first position, tokens, logits) of each later pass of the target."""
     passes, hidden = [], model.hidden
 
     def hidden_recorded(tokens, cache):
@@ -52,13 +52,13 @@ def recorded(model):
 
 
 class Singly:
-    """A model that reads tokens one by one, each beginning of a text once."""
+    """A model that reads tokens one by one; each prefix is read once."""
 
     def __init__(self, model):
         self.model, self.read = model, {(): (None, make_prompt_cache(model).layers)}
 
     def logits(self, tokens: tuple[int, ...]) -> mx.array:
-        """[1, V], after the last of them."""
+        """Return the logits [1, V] after the last of the tokens."""
         if tokens not in self.read:
             self.logits(tokens[:-1])
             caches = copy.deepcopy(self.read[tokens[:-1]][1])

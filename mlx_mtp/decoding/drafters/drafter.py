@@ -70,7 +70,7 @@ class Drafter(Protocol):
 
     def behind(self, cache: PromptCache) -> int:
         """Count the rows that it has to read before it drafts again: what it costs to resume after a pause."""
-        return 0 if cache.live or not cache.heads else cache.behind
+        return 0 if cache.live or not cache.heads else cache.pending_rows
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
         """Read positions first..end-1, `step` at a time, from the hidden rows that wait in the backlog.
