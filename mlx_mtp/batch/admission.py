@@ -11,9 +11,8 @@ from .sequence import Sequence
 
 
 class Admission:
-    """Decides whether a queued sequence can start; a sequence that would be the only one always can.
+    """Decides whether a queued sequence can start, if every slot has the length of the longest sequence.
 
-    The estimate assumes that every slot of the pool has the maximum length of its longest sequence.
     ignore: admit every sequence. replayed: round the number of slots up as recorded cycles do.
     """
 

@@ -176,7 +176,10 @@ class BatchGenerator:
         if progress or places > 1:
             self._places.hide()
         counters.generation_tokens += len(responses)
-        self._count()
+        stats = self.settings.stats
+        stats.prompt_tokens, stats.generation_tokens = counters.prompt_tokens, counters.generation_tokens
+        stats.prefill_time, stats.decode_time = counters.prompt_time, counters.decode_time
+        stats.note_peak_memory()
         return progress, responses
 
     def _collect_failed(self, sequences: list[Sequence]) -> None:
@@ -185,13 +188,6 @@ class BatchGenerator:
             if sequence.error:
                 self._failed.append((sequence.uid, sequence.error))
                 sequence.error = None
-
-    def _count(self) -> None:
-        """Copy the counters of all sequences to the caller's `stats`."""
-        stats, counters = self.settings.stats, self._counters
-        stats.prompt_tokens, stats.generation_tokens = counters.prompt_tokens, counters.generation_tokens
-        stats.prefill_time, stats.decode_time = counters.prompt_time, counters.decode_time
-        stats.note_peak_memory()
 
     def next_generated(self) -> list[Response]:
         """Call `next` until it returns tokens and return them; [] if no sequence is left."""
@@ -204,7 +200,7 @@ class BatchGenerator:
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
         """Return a copy of each sequence's cache, and the tokens in it; the sequences continue."""
         found = {}
-        for sequence in self._sequences_of(uids):
+        for sequence in self._sequences(uids):
             cache = sequence.cache.copy() if sequence in self._unprocessed else self._places.cache_of(sequence)
             found[sequence.uid] = cache, list(cache.tokens)
         return found
@@ -213,7 +209,7 @@ class BatchGenerator:
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
         """Cancel sequences; optionally return each one's prompt cache and the tokens in it."""
         caches = self.extract_cache(uids) if return_prompt_caches else {}
-        for sequence in self._sequences_of(uids):
+        for sequence in self._sequences(uids):
             if sequence in self._unprocessed:
                 self._unprocessed.remove(sequence)
             else:
@@ -221,11 +217,9 @@ class BatchGenerator:
         self._failed = [(uid, error) for uid, error in self._failed if uid not in set(uids)]
         return caches
 
-    def _sequences_of(self, uids: Any) -> list[Sequence]:
-        return [sequence for sequence in self._sequences() if sequence.uid in set(uids)]
-
-    def _sequences(self) -> list[Sequence]:
-        return [*self._unprocessed, *self._places.sequences]
+    def _sequences(self, uids: Any = None) -> list[Sequence]:
+        every = [*self._unprocessed, *self._places.sequences]
+        return every if uids is None else [s for s in every if s.uid in set(uids)]
 
     def _prefill(self, responses: list[Response]) -> list[PromptResponse]:
         """Prefill about one chunk of queued prompts; append first tokens to `responses`; return the progress."""
@@ -233,7 +227,9 @@ class BatchGenerator:
         while left > 0 and self._unprocessed:
             sequence = self._unprocessed[0]
             try:
-                if not self._admits(sequence):
+                active = self._places.sequences
+                room = len(active) < self.completion_batch_size
+                if not (sequence.started or (room and self._admission.admits(sequence, active))):
                     break
                 left -= self._prefill_chunk(sequence, progress, responses)
             except Exception as e:
@@ -261,12 +257,6 @@ class BatchGenerator:
             self._unprocessed.popleft()
             responses += self._start(sequence, hidden)
         return n
-
-    def _admits(self, sequence: Sequence) -> bool:
-        """Return whether the first queued sequence has started or can start."""
-        active = self._places.sequences
-        room = len(active) < self.completion_batch_size
-        return sequence.started or (room and self._admission.admits(sequence, active))
 
     def _start(self, sequence: Sequence, hidden: mx.array) -> list[Response]:
         """Choose the first token of a sequence after its prefill and make it active; return the response."""

@@ -344,18 +344,13 @@ class Group:
                 self._copy_out(cycle, row, len(new), sequence.cache)
             responses += sequence.attach_cache(new)
         if self.compiled:
-            seconds = self._observe_replay(self.compiled, cycle, seconds)
+            like = len(cycle.rows), cycle.run.size
+            seconds = self.compiled.observe(cycle.plan, like, cycle.replayed, seconds)
+            if self.compiled.recorder.verdict is None and self.compiled.decided():
+                remember(self.model, Fixed(0), self.compiled)
         if kept:
             cycle.control.observe(outcome(cycle.plan, verified, kept, seconds, cycle.prefilled, cycle.matched))
         return responses
-
-    def _observe_replay(self, compiled: Compiled, cycle: PoolCycle, seconds: float | None) -> float | None:
-        """Report a cycle's seconds to the replay trial; return them, or None if they include a recording."""
-        like = len(cycle.rows), cycle.run.size
-        seconds = compiled.observe(cycle.plan, like, cycle.replayed, seconds)
-        if compiled.recorder.verdict is None and compiled.decided():
-            remember(self.model, Fixed(0), compiled)
-        return seconds
 
     def _copy_out(self, cycle: PoolCycle, row: int, rows: int, cache: PromptCache) -> None:
         """Copy a sequence's state after the first `rows` rows of a cycle from the pool to its own cache, at rest."""

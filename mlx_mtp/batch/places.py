@@ -38,7 +38,7 @@ class Places:
         return sum(group.pool.nbytes for group in self.groups.values() if group.pool)
 
     def activate(self, sequence: Sequence, run: Run) -> None:
-        """Start decoding a sequence with a cache at rest; `run`, of one row, chose its last token, which was returned."""
+        """Start decoding a sequence, whose cache is at rest; `run`, of one row, chose its last token."""
         layout = None if is_lone(sequence) else layout_of(sequence.cache)
         if layout in self.groups or (layout and any(lone.layout == layout for lone in self.lone)):
             self._group(layout).join(sequence, run)

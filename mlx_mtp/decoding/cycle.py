@@ -220,17 +220,14 @@ def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
 
 
 def submit(d: Decoder, last: Flight, new: Flight) -> None:
-    """Start computing `new`, the cycle after `last`, whose tokens have been read.
-
-    Releases both marks first: keys and values are written in place only if nothing else refers to their buffers.
-    """
+    """Start computing `new`, the cycle after `last`, whose tokens have been read."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
     if new.plan.p_min:
         new.run = verify(_frame(d, last, new.plan), last.run, _confident(d, last, new))
     agree(d)
     d.submitted = new
-    last.after.release()
+    last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
     start(d, new.run)
     if not d.cache.live:
@@ -256,10 +253,7 @@ def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:
 
 
 def agree(d: Decoder) -> None:
-    """Run each kernel that the next graph launches for the first time, and exchange the result with all ranks.
-
-    Raises KernelRefused on every rank if any rank refuses a kernel.
-    """
+    """Run kernels that the next graph launches first; raise KernelRefused, on every rank, if any rank refuses one."""
     refused = newly_refused()
     if isinstance(d.control, Agreement):
         d.control.meet(d.history, d.pending_rows, refused)

@@ -53,10 +53,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def shaped(blank: PromptCache) -> PromptCache:
-    """Return a cache of an empty one's layout that contains a few tokens at rest, unevaluated.
-
-    All heads have read a row, so that the cache has every array of a longer conversation.
-    """
+    """Return a cache of an empty one's layout with a few tokens, unevaluated, and all arrays of a long conversation."""
     model: Any = blank.model
     cache, rows = blank.like_new(), len(blank.heads) + 2
     cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
@@ -80,10 +77,7 @@ def plain_nbytes(cache: Any, context: int) -> int:
 
 
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Estimate the bytes of temporary arrays while the last `rows` of `context` positions are prefilled.
-
-    Arguments as in `graph_of`. 0 if MLX cannot export the model's graph.
-    """
+    """Estimate the bytes of temporary arrays in the graph of `graph_of`; 0 if MLX cannot export it."""
     return peak(graph_of(model, cache, context, rows))
 
 

@@ -8,11 +8,7 @@ from .sampling import Picker
 
 
 class Member(Protocol):
-    """One sequence of a step.
-
-    picker: chooses its tokens. history: its tokens that the host has read. base: position of its first row in the
-    run before.
-    """
+    """One sequence of a step. history: its tokens on the host. base: position of its first row in the run before."""
 
     @property
     def picker(self) -> Picker: ...

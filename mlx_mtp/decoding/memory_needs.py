@@ -89,11 +89,9 @@ def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> 
 
 
 def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays of the last `rows`.
-
-    A recurrence that a CPU runs row by row is extrapolated from two small numbers of rows.
-    """
+    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays of the last `rows`."""
     full, kv, head_kv = _filled(model, cache, context)
+    # A CPU runs a recurrence row by row: its graph is too large for many rows.
     if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
         small, large = (scratch(model, full, context, n) for n in LOOPED)
         held = small + (large - small) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
@@ -103,10 +101,7 @@ def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: i
 
 
 def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Return a cheap upper bound of the sum of `_caches_and_scratch`, from the model's width alone.
-
-    It assumes one attention head per 8 columns, and keys and values as wide as the model.
-    """
+    """Return an upper bound of the sum of `_caches_and_scratch`: a head per 8 columns, keys as wide as the model."""
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
     positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
     return 4 * width * (rows * (positions // 8 + 256) + 2 * layers * positions) + _logits(model)
@@ -176,10 +171,7 @@ def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
 
 
 def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> int:
-    """Return max_tokens; if it is -1 (no limit), what `max_context` leaves after `held` tokens and `prompt` more.
-
-    Raises ValueError if `max_context` is exceeded.
-    """
+    """Return max_tokens, or for -1 (no limit) what `max_context` leaves; raises ValueError if that is exceeded."""
     if max_context is None:
         return max_tokens
     if max_context < 1:
@@ -212,20 +204,10 @@ def check_prompt(
 
 
 def make_room(
-    model: Target,
-    cache: PromptCache,
-    prompt: int,
-    max_tokens: int,
-    chunk: int,
-    max_context: int | None,
-    *,
-    check: bool,
+    model: Target, cache: PromptCache, prompt: int, limit: int, chunk: int, max_context: int | None, *, check: bool
 ) -> int:
-    """Reserve the positions of `prompt` tokens and `max_tokens` new ones; return max_tokens as `within` limits it.
-
-    Raises ValueError if `max_context` is exceeded, or with `check` if memory is short.
-    """
-    max_tokens = within(max_context, cache.offset, prompt, max_tokens)
-    check_prompt(model, cache, prompt, max_tokens, chunk, ignore=not check)
-    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if max_tokens == -1 else min(max_tokens, RESERVED_TOKENS)))
-    return max_tokens
+    """Reserve positions for a prompt and new tokens; return the limit of these as `within` does. Raises ValueError."""
+    limit = within(max_context, cache.offset, prompt, limit)
+    check_prompt(model, cache, prompt, limit, chunk, ignore=not check)
+    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if limit == -1 else min(limit, RESERVED_TOKENS)))
+    return limit

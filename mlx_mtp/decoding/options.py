@@ -179,10 +179,7 @@ def check_step(model: Target, sampling: Sampling, sampler: Sampler | None, mode:
 def opened(
     model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
 ) -> tuple[list[int], int, PromptCache]:
-    """Return the prompt's token ids, the maximum drafts per cycle, and the cache: the given one or a new one.
-
-    layout: of a new cache, the last arguments of `cache_for`.
-    """
+    """Return the prompt's token ids, the maximum drafts per cycle, and the cache: the given one or `cache_for`'s."""
     tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
     k = draft_count(num_draft_tokens, model, given)
     return tokens, k, cache_for(model, given, k, *layout)

@@ -21,10 +21,7 @@ LOOKUP_DRAFTS = 7  # maximum, because 8 rows have the bits of one row (kernels/R
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
-    """Return the maximum number of drafts of prompt lookup, 0 for none.
-
-    plain: num_draft_tokens is 0. asked: the option `prompt_lookup`; ValueError if it is True and cannot be used.
-    """
+    """Return the maximum drafts of prompt lookup, or 0; ValueError if `asked` (prompt_lookup) cannot be satisfied."""
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed is False")

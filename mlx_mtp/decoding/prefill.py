@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.mark import Mark
 from ..cache.prompt_cache import PromptCache
 from ..cache.reread import take_over, unread
 from ..layers.target import Target
@@ -57,8 +56,18 @@ def read_chunk(
     while True:
         cache.quantize_at(cache.offset)
         mark = cache.mark()
+        n = int(min(len(tokens), cache.room(cache.offset)))
         try:
-            return _read_chunk(model, cache, mark, tokens, heads=heads, chunk=chunk)
+            hidden = _append(model, cache, tokens[:n])
+            if heads and cache.reach is None:
+                drafter = drafter_of(model)
+                assert drafter
+                drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=chunk)
+            run_first(model)
+            mark.release()  # buffers are then written in place
+            evaluated(mx.eval, hidden, cache.arrays)
+            mx.clear_cache()
+            return hidden, n
         except TROUBLE as e:
             vote(model, e)
             fallback.take(e, mark.length)
@@ -67,23 +76,6 @@ def read_chunk(
             cache.settle(cache.tokens[: mark.length])
             if lost:
                 read_again(model, cache, heads=heads, chunk=chunk)
-
-
-def _read_chunk(
-    model: Target, cache: PromptCache, mark: Mark, tokens: list[int], *, heads: bool, chunk: int
-) -> tuple[mx.array, int]:
-    """Return the result of `read_chunk`; releases `mark`, made before, so that buffers are written in place."""
-    tokens = tokens[: int(min(len(tokens), cache.room(cache.offset)))]
-    hidden = _append(model, cache, tokens)
-    if heads and cache.reach is None:
-        drafter = drafter_of(model)
-        assert drafter
-        drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=chunk)
-    run_first(model)
-    mark.release()
-    evaluated(mx.eval, hidden, cache.arrays)
-    mx.clear_cache()
-    return hidden, len(tokens)
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:

@@ -9,10 +9,7 @@ from .run import Run
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
-    """Restart after the last yielded token, without the kernels that caused an error; return the first `Flight`.
-
-    Its token is the last yielded one, or the first token of a generation that has not yielded any.
-    """
+    """Return a new first `Flight`, after the last yielded token and without the kernels that caused an error."""
     try:
         disable_kernels(d, error)
     except Exception:

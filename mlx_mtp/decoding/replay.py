@@ -96,13 +96,6 @@ def recorded(
     return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts), limits)
 
 
-class Bounds(NamedTuple):
-    """Limits of the records of one cache form: number of kinds per thread, and bytes of kernel sources in total."""
-
-    kinds: int
-    held: int
-
-
 class Record(NamedTuple):
     """A compiled step, which MLX records at its first call. held: [bytes of the kernel sources it then holds]."""
 
@@ -150,10 +143,11 @@ class Recorder:
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Target, kind: Kind, record: Callable, bounds: Bounds) -> tuple[Callable | None, bool]:
+    def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
         """Return the recorded step of a kind, None before it occurred OFTEN in this thread; and whether it is new.
 
-        record: the function of (weak reference to the model, kind, arrays ...) to record.
+        record: the function of (weak reference to the model, kind, arrays ...) to record. held: maximum bytes of
+        sources in all records of the kind's cache form.
         """
         thread = threading.current_thread()  # not its number, which a later thread can have
         found = self.cycles.pop(key := (thread, kind), None)
@@ -166,37 +160,31 @@ class Recorder:
         if self.seen[key] < OFTEN:
             return None, False
         self.cycles[key] = found = Record.of(partial(record, weakref.ref(model), kind))
-        while oldest := self._excess(key, bounds):
+        while oldest := self._excess(key, held):
             self.seen[oldest] = 0
             del self.cycles[oldest]
         return found.step, True
 
-    def _excess(self, new: tuple[threading.Thread, Any], bounds: Bounds) -> tuple[threading.Thread, Any] | None:
-        """Return the least recently used record of the new one's cache form if they exceed `bounds`, else None.
-
-        The new record, whose size is not known yet, is assumed to be as large as the largest.
-        """
+    def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
+        """Return the key of the least recently used record of the new one's cache form if there are too many."""
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
-        if len(here) > bounds.kinds:
+        if len(here) > KEPT:
             return here[0]
-        sizes = [self.cycles[key].held[0] for key in alike]
-        many = len(alike) > THREADS * bounds.kinds or (len(alike) > 1 and sum(sizes) + max(sizes) > bounds.held)
+        sizes = [self.cycles[key].held[0] for key in alike]  # the new one's is 0: assume the largest
+        many = len(alike) > THREADS * KEPT or (len(alike) > 1 and sum(sizes) + max(sizes) > held)
         return alike[0] if many else None
 
 
 class Compiled:
-    """The replay of one generation's cycles. shapes: number of kinds that it has recorded."""
+    """The replay of one generation's cycles."""
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
-        self.recorder, self.choice, self.shapes = recorder, choice, 0
+        self.recorder, self.choice = recorder, choice
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a frame after a run of `rows` rows; None if it must be built.
-
-        stats: counts new records.
-        """
+        """Return the recorded step of a frame after a run of `rows` rows; None if it must be built."""
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]
         pick = first.options, first.logprobs, first.draft_sampling
@@ -204,17 +192,15 @@ class Compiled:
         if frame.plan.p_min or foreign or not self.choice.on or not all(c.parts for c in cache.stepped):
             return None
         kind = Kind.of(frame, rows, pick)
-        bounds = Bounds(KEPT, HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER)
-        known = self.shapes
-        found = self.recall(frame.model, kind, recorded, bounds)
-        stats.count_replays(0, self.shapes - known)
+        held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
+        found = self.recall(frame.model, kind, recorded, held, stats)
         keys = [(member.picker if member else first).key for member in frame.members]
         return found and partial(found, keys=keys, starts=cache.starts)
 
-    def recall(self, model: Target, kind: Any, record: Callable, bounds: Bounds) -> Callable | None:
-        """Return the step of a kind as `Recorder.find` does, counted if it is new."""
-        found, new = self.recorder.find(model, kind, record, bounds)
-        self.shapes += new
+    def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
+        """Return the step of a kind as `Recorder.find` does; `stats` counts it if it is new."""
+        found, new = self.recorder.find(model, kind, record, held)
+        stats.count_replays(0, int(new))
         self._untimed = 2 if new or not found else self._untimed
         return found
 

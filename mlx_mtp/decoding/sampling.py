@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from ..kernels.draw_top import draw_top_ref
 from ..layers.target import Target
 
 Sampler = Callable[[mx.array], mx.array]
@@ -93,11 +92,6 @@ class Sampling:
         coin, dice = mx.random.split(key)
         return gumbel_max(self.scores(logprobs, coin), dice)
 
-    def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array, vocab_size: int) -> mx.array:
-        """Return `draw`'s token, given the sorted top_k logprobs [1, n] of a row and their tokens [1, n]."""
-        top = logprobs, tokens, mx.zeros(1)
-        return draw_top_ref(top, key, 0, **self.filters, vocab_size=vocab_size)
-
     @property
     def filters(self) -> dict[str, float]:
         """The keyword arguments of `draw_top` kernels."""
@@ -128,24 +122,16 @@ class Picker:
 
     def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
         """Return `__call__`'s result for hidden rows [1, M, H], without their logits if the model supports it."""
-        choice = model.choice(hidden) if self._needs_no_logits else None
+        o, raw = self.options, self.sampler is None and not self.processors and not self.logprobs
+        choice = model.choice(hidden) if raw and (o.greedy or o.unfiltered or o.top > 0) else None
         if choice is None:
             return self(model.logits(hidden)[0], position, history, drafts)
-        return self._chosen(choice, position, model.vocab_size), None
-
-    @property
-    def _needs_no_logits(self) -> bool:
-        if self.sampler is not None or self.processors or self.logprobs:
-            return False
-        return self.options.greedy or self.options.unfiltered or self.options.top > 0
-
-    def _chosen(self, choice: Any, position, vocab_size: int) -> mx.array:
-        if self.options.greedy:
-            return choice.greedy()
-        if self.options.unfiltered:
-            return choice.draw(self.key, position, self.options.temp)
-        top = choice.top(self.options.top)
-        return choice.draw_top(top, self.key, position, **self.options.filters, vocab_size=vocab_size)
+        if o.greedy:
+            return choice.greedy(), None
+        if o.unfiltered:
+            return choice.draw(self.key, position, o.temp), None
+        top = choice.top(o.top)
+        return choice.draw_top(top, self.key, position, **o.filters, vocab_size=model.vocab_size), None
 
     def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
         """Return tokens [M] int32 for positions `position`.., chosen from logits [M, V]; and logprobs [M, V] or None.

@@ -19,7 +19,7 @@ def known(monkeypatch):
 
 
 def drive(control, cost: float, cycles: int = 150) -> list[int]:
-    """Run cycles of two sequences with a mean of two accepted drafts; a draft costs `cost` plain steps. Return each k."""
+    """Run cycles of two sequences; a draft costs `cost` plain steps. Return the number of drafts of each."""
     ks = []
     for _ in range(cycles):
         plan = control.plan()

@@ -1,4 +1,4 @@
-"""If a sequence's sampler or processor raises, that sequence ends and the others have the tokens that they have alone."""
+"""If a sequence's sampler or processor raises, that sequence ends and the others do not change."""
 
 import itertools
 

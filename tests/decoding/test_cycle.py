@@ -86,7 +86,7 @@ class Sneaky(Listed):
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.run:
             self.way(self.run.packed)
-        return super().plan(matched, behind)
+        return super().plan(matched, pending)
 
 
 LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Drafts, "sure"))
@@ -94,7 +94,7 @@ READS = ("read", "sure")
 
 
 def spans_of(monkeypatch, model, control, **options):
-    """Return (label, seconds) of the host's calls while decoding, with "next" for the rest of the loop, and the stats."""
+    """Return (label, seconds) of the host's calls in decoding, "next" for the rest of the loop, and the stats."""
     stats = mlx_mtp.Stats()
     with monkeypatch.context() as patch:
         slowed = Slowed(patch, model)

@@ -75,7 +75,8 @@ def test_the_estimate_equals_the_memory(built, name):
     taken = stats.peak_memory - active
     assert 0.9 * taken < estimate.kv + estimate.head_kv + estimate.scratch < 2.2 * taken
     for positions, rows in ((1, 1), (context, chunk), (5000, 1), (5000, 2048)):
-        assert sum(memory._caches_and_scratch(lazy, cache, positions, rows)) < memory._upper_bound(lazy, cache, positions, rows), rows
+        given = lazy, cache, positions, rows
+        assert sum(memory._caches_and_scratch(*given)) < memory._upper_bound(*given), rows
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS[::2], LAYOUTS))

@@ -1,4 +1,4 @@
-"""Any plan follows any plan: the tokens are the target's, drafts are exact, and a stop anywhere leaves correct caches."""
+"""Any plan follows any plan: tokens are the target's, drafts are exact, and a stop anywhere leaves correct caches."""
 
 import itertools
 
@@ -132,7 +132,7 @@ def test_a_window_on_full_attention(subject, monkeypatch, seed):
 
 @pytest.mark.parametrize("name", sampled(["qwen3_5", "mimo_v2_flash"], ["step3p5", "qwen3_5", "mimo_v2_flash"]))
 def test_turns_that_end_anywhere(subject, monkeypatch, name):
-    """Turns end by a limit, the caller or a stop token; each continues after the last yielded token with exact drafts."""
+    """Turns end by a limit, the caller or a stop token; each continues after the last token with exact drafts."""
     s, text = subject(name), list(PROMPT)
     spy = Spy(monkeypatch, s.model)
     cache = mlx_mtp.make_prompt_cache(s.model)

@@ -28,6 +28,7 @@ from mlx_mtp.decoding import replay as compiled
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
@@ -287,13 +288,13 @@ def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
 def test_cycles_built_without_a_record_are_not_timed(cheap, monkeypatch):
     """They take longer than replayed cycles of their kind."""
     monkeypatch.setattr(compiled, "OFTEN", 2)
-    replay, most = compiled.Compiled(Recorder(), CompileChoice(True)), compiled.Bounds(4, 100)
+    replay, stats = compiled.Compiled(Recorder(), CompileChoice(True)), Stats()
     kind = compiled.Kind(Plan(), False, 1, 256, None, (), ())
     for new, recorded in ((0, False), (1, True)):
-        assert (replay.recall(cheap, kind, len, most) is not None) is recorded
-        assert replay.shapes == new
+        assert (replay.recall(cheap, kind, len, 100, stats) is not None) is recorded
+        assert stats.compiled_shapes == new
         assert [replay.observe(Plan(), 1, recorded, 0.1) for _ in range(3)] == [None, None, 0.1]
-    assert replay.recall(cheap, kind, len, most)
+    assert replay.recall(cheap, kind, len, 100, stats)
     assert replay.observe(Plan(), 1, True, 0.1) == 0.1
 
 

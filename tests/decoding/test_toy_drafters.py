@@ -38,7 +38,7 @@ class Small(Drafter):
         self.calls: list = []
 
     def layer(self, model, tokens, kv):
-        """Return outputs [n, L, H] of tokens [n, L], appended to a cache; cache None: tokens are the whole sequence."""
+        """Return outputs [n, L, H] of tokens [n, L], appended to a cache; None: the whole sequence."""
         x = model.embed(tokens, None)
         q, k, v = ((x @ w)[:, None] for w in self.weights)
         mask = "causal" if kv is None else kv.make_mask(x.shape[1])

@@ -35,6 +35,6 @@ class Spy(Heads):
         return drafts
 
     def drafts(self, text: list[int]) -> list[tuple[int, list[int]]]:
-        """Return (number of tokens before, drafts) of the calls whose cycles were submitted. text: prompt and answer."""
+        """Return (number of tokens before, drafts) of the submitted cycles' calls. text: prompt and answer."""
         found = [(offset.item() + 1, tokens.tolist()[0]) for offset, _, tokens, _ in self.calls]
         return [(known, drafts) for known, drafts in found if known <= len(text)]

@@ -19,10 +19,7 @@ from .drafter import Drafter, Frame
 
 
 class Heads(Drafter):
-    """The MTP heads of a model: chained, all reading the target, or one recycled head, as EAGLE-3's is.
-
-    They read hidden rows through `Target.capture`, and have one cache each.
-    """
+    """The MTP heads of a model: chained, all reading the target, or one recycled head, as EAGLE-3's is."""
 
     source = "heads"
     chained = True
