@@ -57,10 +57,7 @@ def outcome(
     prefilled: int,
     matched: int = 0,
 ) -> Cycle:
-    """Return the outcome of a cycle of several sequences, as the mean of one.
-
-    accepted: of each sequence the number of accepted drafts, and their maximum.
-    """
+    """Return a pool's cycle as the mean of its sequences. accepted: each one's accepted drafts, and their maximum."""
     n = len(accepted)
     depths = tuple(
         (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)

@@ -54,9 +54,7 @@ class BatchGenerator:
     ):
         checked.check_model(model)
         if ranks := model.ranks:
-            raise ValueError(
-                f"model: split over {ranks.size} ranks; a batch needs a model on one rank, call generate instead"
-            )
+            raise ValueError(f"model: split over {ranks.size} ranks; a batch needs one rank, call generate instead")
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size

@@ -194,7 +194,8 @@ class Group:
         active = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.finished]
         control = self.controls(len(active), max(s.k for s in active), max(s.max_lookup for s in active))
         pool = self.pool or self._open_pool(active[0].cache)
-        matched, unread = _matched(active), self._unread_rows(pool, active)
+        matched = max((s.history.matched() for s in active if s.max_lookup), default=0)
+        unread = self._unread_rows(pool, active)
         plan = control.plan(matched, unread)
         in_step = plan.k > 0 and self.drafters[plan.source].in_step
         moves = bool(joining) or len(active) < sum(s is not None for s in rows)
@@ -364,11 +365,6 @@ class Group:
             cache.push(cycle.run.hidden[row : row + 1, :rows])
         cache.settle(sequence.all_tokens[: sequence.base + rows])
         mx.eval(cache.arrays)
-
-
-def _matched(sequences: list[Sequence]) -> int:
-    """Return the length of the longest repeated suffix of the sequences that may use prompt lookup."""
-    return max((s.history.matched() for s in sequences if s.max_lookup), default=0)
 
 
 def layout_of(cache: PromptCache) -> str:

@@ -85,10 +85,7 @@ class Lone:
 
 
 def continue_after(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
-    """Yield, as `decode` does, the tokens after the one chosen by `run`, of one row, which was yielded before.
-
-    The cache contains every token before that one. At the end it contains every token but the last one yielded.
-    """
+    """Yield, as `decode` does, the tokens after the one that `run`, of one row, chose; the cache lacks that one."""
     first = submit_first(d, lambda: run)
     try:
         d.history.extend(run.read()[0][0])

@@ -30,7 +30,7 @@ class PoolCycle:
     rows: the sequence of each row. matched: the longest repeated suffix of any sequence, in tokens.
     prefilled: rows that the drafter had to read first. late: begun after the previous cycle was read.
     built: seconds spent on building or replaying the step.
-    after: a mark of the pool behind this cycle, held until the next one begins.
+    after: a mark of the pool after this cycle, held until the next one begins.
     frame, given, drafts: set if only the drafts are built, because their confidence is read first.
     """
 
@@ -48,20 +48,17 @@ class PoolCycle:
     given: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
 
-    def max_drafts(self, k: int) -> mx.array:
-        """Return the maximum of accepted drafts of each row, at most k, int32 [n]; -1 for a free slot."""
-        return mx.array([min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows])
-
-    def limited(self, k: int) -> bool:
-        """Return whether any row may accept fewer than k drafts."""
-        return any(s is None or s.max_drafts(self.plan.source) < k for s in self.rows)
+    def limits(self, k: int, *, always: bool = False) -> mx.array | None:
+        """Return each row's maximum of accepted drafts, int32 [n], -1 for a free slot; None if all are k."""
+        each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
+        return mx.array(each) if always or min(each) < k else None
 
 
 @dataclass
 class Steps:
     """Builder of a pool's steps.
 
-    drafter: the model's own. drafters: all drafters, by their name in plans. p_min: `draft_p_min` of `generate_step`.
+    drafters: all drafters, by their names in plans. p_min: `draft_p_min` of `generate_step`.
     compiled: the recorded steps; None to build each. stats: counters of recordings.
     """
 
@@ -71,10 +68,6 @@ class Steps:
     p_min: float
     compiled: Compiled | None
     stats: Stats
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return next((drafter for drafter in self.drafters.values() if drafter.in_step), None)
 
     def build(self, new: PoolCycle, run: Run, base: int) -> None:
         """Build or replay, unevaluated, the step after the rows of `run`, whose first position is at most `base`.
@@ -88,7 +81,8 @@ class Steps:
         given, base = (with_missed(pool, run), base - len(pool.missed)) if pool.live else (run, base)
         if pool.has_heads and not pool.live:
             pool.missed.append((run.hidden, run.tokens))
-        frame = Frame(self.model, pool, plan, self.drafter if pool.live else None, new.rows, base)
+        reader = next((d for d in self.drafters.values() if d.in_step), None) if pool.live else None
+        frame = Frame(self.model, pool, plan, reader, new.rows, base)
         drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
         replay = None
         if self.compiled:
@@ -98,7 +92,7 @@ class Steps:
             new.frame, new.given = frame, given
             new.drafts = propose(frame, given, pool.unload(), drafts)
             return
-        limits = new.max_drafts(plan.k) if replay or new.limited(plan.k) else None
+        limits = new.limits(plan.k, always=replay is not None)
         new.run, arrays = (replay or partial(step, frame))(given.given, pool.unload(), drafts, limits)
         limit = frame.base + given.size
         pool.load(arrays, limit + plan.k + 1, limit)
@@ -112,6 +106,5 @@ class Steps:
         for sequence in new.rows:
             if sequence and not sequence.finished:
                 sequence.stats.add_time(0.0, waited)
-        limits = new.max_drafts(drafts.k) if new.limited(drafts.k) else None
-        new.run = verify(new.frame, new.given, drafts, limits)
+        new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()

@@ -53,7 +53,10 @@ def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffer
         cache.quantize_at(cache.quantizing.start if cache.quantizing else 0)
     rows = buffers(part for c in read.caches if has_rows(c) for part in c.parts)
     pending = [model.no_hidden()] if blank.heads else []  # type: ignore[attr-defined]
-    of_read, of_drafting = ([*cache.kept, *pending, *_not_rows(cache)] for cache in (read, drafting))
+    of_read, of_drafting = (
+        [*cache.kept, *pending, *(part for c in cache.caches if not has_rows(c) for part in c.parts)]
+        for cache in (read, drafting)
+    )
     parts = [part for c in drafting.caches for part in c.parts]
     return Buffers(
         weights,
@@ -62,10 +65,6 @@ def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffer
         recordings=KEPT * _constants(model, drafting),  # type: ignore[arg-type]
         prefixes=-(-tokens // chunk) * (rows + buffers(of_read)),
     )
-
-
-def _not_rows(cache: PromptCache) -> list[mx.array]:
-    return [part for c in cache.caches if not has_rows(c) for part in c.parts]
 
 
 def _constants(model: Target, cache: PromptCache) -> int:

@@ -49,8 +49,8 @@ class Clock:
 def steady_seconds(seconds: float, waited: float, built: float, following: float) -> float:
     """Estimate a cycle's seconds in a series of equal cycles: as if the next one had taken as long to build.
 
-    Otherwise a plain step between cycles with drafts would seem slow, because it includes the time of building them.
-    If the host waited for the device, the device was busy throughout and the host's time is hidden.
+    Otherwise a plain cycle, in which a cycle with drafts is built, would seem slow. A wait for the device hides the
+    time of building.
     """
     more = built - following
     if waited > HOST_BOUND * seconds:

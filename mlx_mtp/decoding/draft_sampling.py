@@ -33,17 +33,9 @@ class HeadOutput(NamedTuple):
     depth: int
     rows: mx.array
 
-    def of(self, sequence: int) -> "HeadOutput":
-        """Return the output of one of the sequences."""
-        return self._replace(rows=self.rows[sequence : sequence + 1])
-
     def likeliest(self) -> mx.array:
         """Return the likeliest tokens, int32 [n, 1]."""
         return self.token(self.model.draft_choice(self.depth, self.rows)).astype(mx.int32)
-
-    def choice(self) -> Rows | None:
-        """Return the rows of a kernel that chooses tokens without writing logits; None without such a kernel."""
-        return self.model.draft_rows(self.depth, self.rows)
 
     def logits(self) -> mx.array:
         """Return logits [n, V], -infinity for tokens outside the head's vocabulary."""
@@ -90,7 +82,7 @@ class DraftChooser:
         """Return the draft for `position`, int32 [1]; `output` has one sequence."""
         if self.likeliest:
             return Choice(output.likeliest())
-        rows = output.choice()
+        rows = output.model.draft_rows(output.depth, output.rows)  # None without a kernel of its LM head
         choice = None if rows is None else self._without_logits(rows, output, position)
         return choice or self.from_logits(output.logits(), position)
 
@@ -140,7 +132,7 @@ class Choosers:
         likeliest = mx.split(output.likeliest(), self.n)
         each = [Choice(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
         for i, chooser in self.drawn.items():
-            each[i] = chooser(output.of(i), position[i : i + 1])
+            each[i] = chooser(output._replace(rows=output.rows[i : i + 1]), position[i : i + 1])
         tokens = mx.concatenate([choice.token for choice in each])
         chances = [choice.confidence for choice in each if choice.confidence is not None]
         return Choice(tokens, mx.concatenate(chances) if len(chances) == self.n else None)

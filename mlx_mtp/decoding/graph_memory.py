@@ -36,10 +36,7 @@ def nbytes(tree: Any) -> int:
 
 
 def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Fill an empty cache, unevaluated, with the buffers that it has at `context` positions in cycles of `rows` rows.
-
-    Returns the bytes of one hidden row of the target.
-    """
+    """Fill an empty cache, unevaluated, as at `context` positions in cycles of `rows` rows; return a row's bytes."""
     cache.reserve(context)
     read = max(1, len(cache.heads))  # rows, so that the last depth reads one
     hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
@@ -53,7 +50,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def shaped(blank: PromptCache) -> PromptCache:
-    """Return a cache of an empty one's layout with a few tokens, unevaluated, and all arrays of a long conversation."""
+    """Return a cache of an empty one's layout with a few tokens, unevaluated, and all arrays of a conversation."""
     model: Any = blank.model
     cache, rows = blank.like_new(), len(blank.heads) + 2
     cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))

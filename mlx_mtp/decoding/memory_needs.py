@@ -113,10 +113,7 @@ def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]
 
 
 def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int, int]:
-    """Return a cache of the same layout at `context` positions, and the bytes of its target's and heads' caches.
-
-    The heads need at least the pending hidden rows, which they have instead of keys and values while not drafting.
-    """
+    """Return a cache of the same layout at `context` positions, and the bytes of its target's and heads' caches."""
     full = cache.like_new()
     full.quantize_at(context - 1)
     hidden = fill(model, full, context, VERIFIED)
@@ -127,6 +124,7 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
         before = cache.like_new()
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
+    # Paused heads have pending hidden rows instead of keys and values.
     pending = hidden * min(context, cache.reach or context) if cache.heads else 0
     return full, kv, max(head_kv, pending)
 
@@ -206,7 +204,7 @@ def check_prompt(
 def make_room(
     model: Target, cache: PromptCache, prompt: int, limit: int, chunk: int, max_context: int | None, *, check: bool
 ) -> int:
-    """Reserve positions for a prompt and new tokens; return the limit of these as `within` does. Raises ValueError."""
+    """Reserve positions for a prompt and new tokens; return the limit of these as `within` does, or raise."""
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)
     cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if limit == -1 else min(limit, RESERVED_TOKENS)))

@@ -46,7 +46,8 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
         return None
     facts, ranks = _facts(model, layout), model.ranks
     key, file = json.dumps(facts, sort_keys=True), RememberedFile("chunks", facts, LOST)
-    found = _agreed(ranks, _chosen.get(key) or _recalled(file))
+    stored = file.recall().get("chunk")
+    found = _agreed(ranks, _chosen.get(key) or (stored if stored in CHUNKS else None))
     if found is None and lazy:
         found = CHUNKS[-1]
     elif found is None:
@@ -135,11 +136,6 @@ def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
     versions = {"mlx": MLX_VERSION, "mlx_mtp": __version__, "backend": str(mx.default_device())}
     own = {"model": shapes_of(model), "layout": kept, "ranks": ranks.size if ranks else 1}
     return {**machine(), **versions, **own}
-
-
-def _recalled(file: RememberedFile) -> int | None:
-    found = file.recall().get("chunk")
-    return found if found in CHUNKS else None
 
 
 def _agreed(ranks: Any, value: Any) -> Any:

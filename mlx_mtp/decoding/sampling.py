@@ -39,10 +39,7 @@ class Sampling:
         ranges = {
             "temp": (self.temp >= 0, "0 or more"),
             "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
-            "top_k": (
-                0 <= self.top_k < vocab_size,
-                f"0 (off) to {vocab_size - 1}, below the vocabulary's size",
-            ),
+            "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "min_tokens_to_keep": (
                 1 <= self.min_tokens_to_keep <= vocab_size,

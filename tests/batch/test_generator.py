@@ -181,7 +181,7 @@ def test_a_sequence_without_a_limit_continues_to_its_stop(pair):
 def test_ranks_are_refused(pair, monkeypatch):
     """A batch does not support ranks."""
     monkeypatch.setattr(pair[0].runtime, "ranks", types.SimpleNamespace(size=2))
-    with pytest.raises(ValueError, match=r"^model: split over 2 ranks; a batch needs a model on one rank"):
+    with pytest.raises(ValueError, match=r"^model: split over 2 ranks; a batch needs one rank"):
         mlx_mtp.BatchGenerator(pair[0])
 
 
