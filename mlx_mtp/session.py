@@ -18,7 +18,7 @@ from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import render, shared
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
-from .decoding.options import cache_options, default_draft_tokens, default_step
+from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .layers.target import Target
@@ -215,7 +215,7 @@ class ChatSession:
     def _check(self, new: int) -> None:
         """Raise ValueError if `new` tokens and an answer do not fit."""
         options = self.options
-        step = options.get("prefill_step_size") or default_step(self.model)
+        step = options.get("prefill_step_size") or default_chunk(self.model)
         ignore = not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
         check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)

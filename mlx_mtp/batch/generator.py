@@ -58,7 +58,7 @@ class BatchGenerator:
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size
-        chunk = checked.default_step(model) if prefill_step_size is None else prefill_step_size
+        chunk = checked.default_chunk(model) if prefill_step_size is None else prefill_step_size
         self.settings = settings = Settings(model, chunk, max_kv_size, **options)
         checked.check_sampling(settings.sampling, sampler, settings.draft_sampling)
         checked.check_numbers(max_tokens, chunk, settings.seed, settings.draft_p_min)

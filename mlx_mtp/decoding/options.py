@@ -99,14 +99,14 @@ def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> No
         raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
 
 
-def default_step(model: Any) -> int:
+def default_chunk(model: Any) -> int:
     """Return the tokens per prefill chunk that the load chose, the smallest if it chose none, or ON_CPU on a CPU."""
     if mx.default_device() == mx.cpu:
         return ON_CPU
     return (model.report and model.report.prefill_chunk) or CHUNKS[-1]
 
 
-def largest_step() -> int:
+def max_chunk() -> int:
     """Return the maximum tokens per prefill chunk that a load on this device chooses."""
     return ON_CPU if mx.default_device() == mx.cpu else CHUNKS[0]
 
@@ -168,12 +168,12 @@ def cache_for(
     return given
 
 
-def check_step(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
+def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
     """Return the tokens per prefill chunk; ValueError for a model that mlx_lm loaded, or invalid sampling."""
     check_model(model)
     sampling.validate(model.vocab_size)
     check_sampling(sampling, sampler, mode)
-    return default_step(model) if chunk is None else chunk
+    return default_chunk(model) if chunk is None else chunk
 
 
 def opened(

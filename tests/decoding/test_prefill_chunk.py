@@ -9,7 +9,7 @@ import tiny
 
 import mlx_mtp
 from mlx_mtp.decoding import prefill_chunk as choice
-from mlx_mtp.decoding.options import default_step, largest_step
+from mlx_mtp.decoding.options import default_chunk, max_chunk
 from mlx_mtp.decoding.prefill_chunk import CHUNKS, MOST_SECONDS, SAMPLE, growth, largest_chunk, multiply_adds
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.server import Loaded, Settings, shared
@@ -120,7 +120,7 @@ def test_all_ranks_take_what_rank_0_has_chosen(gpu, monkeypatch, tmp_path, remem
 def test_a_cpu_times_nothing():
     model = mlx_mtp.load_model(demo_path())
     assert model.report.prefill_chunk is None
-    assert default_step(model) == largest_step() == 256
+    assert default_chunk(model) == max_chunk() == 256
 
 
 def test_the_fastest_run_after_the_first_counts(tiny_models, monkeypatch):
@@ -136,7 +136,7 @@ def test_every_reader_of_prompts_has_the_models_chunk(monkeypatch):
     assert model.report.prefill_chunk == 48
     assert "48 tokens of a prompt at a time" in str(model.report)
     monkeypatch.setattr("mlx_mtp.decoding.options.mx", SimpleNamespace(cpu=0, default_device=lambda: 1))
-    assert default_step(model) == 48
+    assert default_chunk(model) == 48
 
     def chunks(**options):
         seen = []
