@@ -22,7 +22,7 @@ class Admission:
         self._refused: Any = None
 
     def admits(self, sequence: Sequence, active: list[Sequence]) -> bool:
-        """Return whether a sequence can start; the answer is repeated while the active sequences are the same."""
+        """Return whether a sequence can start; a refusal holds until the active sequences change."""
         longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots
         if self.ignore or not active or slots * longest <= UNCHECKED:

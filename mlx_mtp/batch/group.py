@@ -43,7 +43,7 @@ class Group:
     controls: `Controls.control`. chunk: rows per chunk when paused heads are prefilled. stats: counts new records.
     p_min, compile_cycles: options of `generate_step`. drafter, drafters: the model's, and all by name in plans.
     compiled: the recorded cycles; None to build each. clock: measures cycles; `hidden` must be set after other work.
-    lone_cycles: number of cycles since there has been only one sequence.
+    lone_cycles: number of consecutive cycles with only one sequence.
     pending: sequences that join with the next cycle. last: the cycle that was submitted last.
     unread: hidden rows of plain cycles for the sequences in `readers`, by row, which have not received them.
     Of the cycle being built: joining: its new sequences. marks: of caches before their heads are prefilled.

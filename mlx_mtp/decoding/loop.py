@@ -79,15 +79,20 @@ def _advance(
     except KernelRefused as e:
         ahead = e
     built = ahead if isinstance(ahead, Flight) else None
-    tokens = read(d, cycle, built)
-    end = next((i for i, token in enumerate(tokens, 1) if token in stop_tokens or i == left), None)
-    done = end is not None or d.stopping
+    tokens, done = _cut(read(d, cycle, built), left, stop_tokens)
+    done = done or d.stopping
     try:
         if built and not done:
             submit(d, cycle, built)
     except TROUBLE as e:
         ahead, d.submitted.failed = e, isinstance(e, GraphFailed)
-    return ahead, tokens[:end], done
+    return ahead, tokens, done
+
+
+def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
+    """Return a cycle's tokens up to a stop token or `left` of them, and whether they are the last."""
+    end = next((i for i, token in enumerate(tokens, 1) if token in stop_tokens or i == left), None)
+    return tokens[:end], end is not None
 
 
 def next_cycle(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
@@ -112,7 +117,7 @@ def _restart(d: Decoder, error: Trouble) -> Flight:
 
 
 def _submit_late(d: Decoder, last: Flight) -> Flight:
-    """Build and submit the cycle after `last`, whose tokens were yielded; quantize or limit the caches first."""
+    """Build and submit the cycle after `last`, whose tokens were yielded; first quantize caches that are due."""
     if last.late_reason:
         d.stats.built_late[last.late_reason] += 1
     position = last.base + last.accepted + 1

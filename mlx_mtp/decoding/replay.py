@@ -205,7 +205,7 @@ class Compiled:
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
-        """Report a cycle's seconds to the replay trial and return them; None if they include a recording.
+        """Report a cycle's seconds to the replay trial and return them; None for cycles near a recording.
 
         rows: the number of verified rows, or another key of cycles that can be compared.
         """
