@@ -25,8 +25,8 @@ def is_lone(sequence: Sequence) -> bool:
 class Lone:
     """A sequence that is decoded alone, and the loop that decodes it; its cache is at rest while there is no loop.
 
-    run: the row that chose its last token. layout: of its caches, None if no pool can contain them.
-    hidden: other work was computed since its last cycle, so that the next cycle is not timed.
+    run: the row that chose its last token. layout: of its caches, None if no pool can contain them. hidden: do not
+    time the next cycle, because other work was computed before it.
     """
 
     def __init__(self, sequence: Sequence, run: Run, settings: Settings, layout: str | None):

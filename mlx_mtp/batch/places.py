@@ -16,8 +16,7 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 class Places:
     """All active sequences: groups, which share a pool per cache layout, and lone sequences.
 
-    The only sequence of a layout decodes alone. Sequences move between two cycles, with a cache at rest and the row
-    that chose the last token. controls: `Controls.control`.
+    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: `Controls.control`.
     """
 
     def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):

@@ -49,7 +49,7 @@ class PoolCycle:
     drafts: Drafts = NO_DRAFTS
 
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
-        """Return each row's maximum accepted drafts, int32 [n], -1 in a free slot; unless `always` None if all are k."""
+        """Return maximum accepted drafts by row, int32 [n], -1 in a free slot; unless `always` None if all are k."""
         each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
         return mx.array(each) if always or min(each) < k else None
 

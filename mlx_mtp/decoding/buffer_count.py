@@ -22,8 +22,8 @@ CONTEXT, VERIFIED = 8, 4  # positions and rows of the pass whose arrays are coun
 class Buffers:
     """Number of buffers, by owner.
 
-    caches: of one conversation, with the maximum number of pending arrays of hidden rows. snapshots: of a chat
-    session. recordings: constants of the recorded cycles that one thread keeps. prefixes: the server's prefix tree.
+    caches: of one conversation, with pending hidden rows. snapshots: of a chat session. recordings: constants of the
+    cycles that one thread records. prefixes: the server's prefix tree.
     """
 
     weights: int = 0

@@ -47,10 +47,9 @@ class Clock:
 
 
 def steady_seconds(seconds: float, waited: float, built: float, following: float) -> float:
-    """Estimate a cycle's seconds in a series of equal cycles: as if the next one had taken as long to build.
+    """Estimate a cycle's seconds as if the next one, which was built during it, had taken as long to build as itself.
 
-    Otherwise a plain cycle, in which a cycle with drafts is built, would seem slow. A wait for the device hides the
-    time of building.
+    Otherwise a plain cycle before one with drafts would seem slow. A wait for the device hides the time of building.
     """
     more = built - following
     if waited > HOST_BOUND * seconds:

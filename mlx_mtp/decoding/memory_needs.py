@@ -80,8 +80,7 @@ class Budget:
 def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> Needs:
     """Estimate the memory of `model` with `context` positions and prefill chunks of `chunk` tokens.
 
-    model:  loaded, also with `lazy=True`, or built from a configuration: only shapes and types are used.
-    layout: arguments of `make_prompt_cache`, whose ValueError is raised.
+    model: also lazy or without weights. layout: arguments of `make_prompt_cache`, whose ValueError is raised.
     """
     cache, heads = make_prompt_cache(model, **layout), nbytes(model.get("mtp", []))
     sizes = _caches_and_scratch(model, cache, context, min(chunk, context)) if context else ()

@@ -94,10 +94,7 @@ def growth(model: Target, blank: PromptCache, context: int) -> float:
 
 
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
-    """Return the multiply-adds of products and attention in prefilling the last `rows` of `context` positions.
-
-    Counted from the graph's shapes; 0 if MLX cannot export the graph. mlx-lm's own caches count as empty.
-    """
+    """Return the multiply-adds of products and attention in the graph of `graph_of`; 0 if MLX cannot export it."""
     full = blank.like_new()
     full.quantize_at(context - 1)
     fill(model, full, context, 1)

@@ -17,7 +17,7 @@ from ..run import Drafts, Run
 class Frame(NamedTuple):
     """The inputs of a step that are not arrays.
 
-    cache:   the caches, which contain the arrays during the step. plan: the drafter's name and the number of drafts.
+    cache:   contains the arrays during the step. plan: the drafter's name and the number of drafts.
     drafter: the drafter that reads the previous run's rows in this step, and drafts if the plan names it; or None.
     members: the sequences, by row.
     base:    position of the first row of the previous run, or an upper bound of it.

@@ -65,8 +65,7 @@ class Heads(Drafter):
     def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
         """Empty the heads' caches, which then read `rows` rows from position `first` on.
 
-        Depth j reads the output of depth j-1, so that it starts later: by a whole window if there are enough rows,
-        so that its inputs are the same as if nothing had been skipped; else by one row.
+        Depth j reads depth j-1 and starts later: by a window if there are enough rows, so that its inputs are exact.
         """
         exact = rows >= sum(kv.window for kv in cache.heads)
         for kv in cache.heads:
