@@ -46,8 +46,8 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
         return None
     facts, ranks = _facts(model, layout), model.ranks
     key, file = json.dumps(facts, sort_keys=True), RememberedFile("chunks", facts, LOST)
-    stored = file.recall().get("chunk")
-    found = _agreed(ranks, _chosen.get(key) or (stored if stored in CHUNKS else None))
+    known = _chosen.get(key) or file.recall().get("chunk")
+    found = _agreed(ranks, known if known in CHUNKS else None)
     if found is None and lazy:
         found = CHUNKS[-1]
     elif found is None:
