@@ -204,7 +204,7 @@ class ChatSession:
             options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
             next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._remember()
-            turn.stats.notes_memory()
+            turn.stats.note_peak_memory()
             turn.read_time = time.perf_counter() - tic
         options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
         options["stats"] = turn.stats

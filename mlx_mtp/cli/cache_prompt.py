@@ -59,7 +59,7 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress:
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **kept), None)
-    stats.notes_memory()
+    stats.note_peak_memory()
     cache.prefix = prefix
     save_prompt_cache(flags["prompt_cache_file"], cache)
     return stats
