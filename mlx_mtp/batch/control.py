@@ -5,7 +5,7 @@ from typing import Any
 from ..decoding.policy import learned, source_of
 from ..layers.target import Target
 from ..tuning.controller import Controller
-from ..tuning.costs import GUESSED, Costs
+from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, Plan
 
 Control = Controller | Fixed
@@ -44,8 +44,8 @@ class Controls:
 def _estimate(known: Costs) -> Costs:
     """Return costs to start with, copied with little weight from those of another number of sequences."""
     costs = Costs()
-    costs.levels, costs.wake, costs.row, costs.counts = known.levels, known.wake, known.row, known.counts
-    costs.weights = {plan: min(GUESSED, weight) for plan, weight in known.weights.items()}
+    costs.levels, costs.resume, costs.row, costs.counts = known.levels, known.resume, known.row, known.counts
+    costs.weights = {plan: min(PRIOR_WEIGHT, weight) for plan, weight in known.weights.items()}
     return costs
 
 

@@ -19,7 +19,7 @@ from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
 from ..layers.target import Target
 from ..machine.stream import in_turn
-from ..tuning.kernel_switch import switch_on_for_texts
+from ..tuning.kernel_switch import switch_on_for_batches
 from .admission import Admission
 from .control import Controls
 from .places import Places
@@ -71,7 +71,7 @@ class BatchGenerator:
         self._failed: list[tuple[int, Exception]] = []
         self._uids = 0
         self._counters = BatchCounters()
-        switch_on_for_texts(model)
+        switch_on_for_batches(model)
 
     @property
     def stream(self) -> mx.Stream:

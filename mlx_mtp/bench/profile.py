@@ -1,9 +1,8 @@
 """Time drafted decoding phase by phase, waiting for the device at every boundary.
 
 The cycles are those of the decoding loop, with the two halves of `step.step` one after the other. MLX is lazy, so
-each
-phase's arrays are evaluated before the clock is read, and no other phase has pending work when it starts. The loop
-itself overlaps phases and builds the next cycle while one runs; the reported overhead is what that saves.
+each phase's arrays are evaluated before the clock is read, and no other phase has pending work when it starts. The
+loop itself overlaps phases and builds the next cycle while one runs; the reported overhead is what that saves.
 """
 
 import time

@@ -107,7 +107,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     if follows():
         follow(shared(_load(ctx, flags), settings))
     else:
-        run(lambda: _load(ctx, flags), settings, lambda site: _banner(site, flags))
+        run(lambda: _load(ctx, flags), settings, lambda service: _banner(service, flags))
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -151,15 +151,15 @@ def _advised(path: Path) -> dict[str, Any]:
     return {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
 
 
-def _banner(site: Any, flags: dict[str, Any]) -> None:
+def _banner(service: Any, flags: dict[str, Any]) -> None:
     """Print the server's address, its model and a request that works."""
     if flags["quiet"]:
         return
-    names, host = site.door, flags["host"]
+    names, host = service.info, flags["host"]
     address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
     click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)
-    if report := getattr(site.engine.served.model, "report", None):
+    if report := getattr(service.engine.served.model, "report", None):
         click.echo(str(report), err=True)
     click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

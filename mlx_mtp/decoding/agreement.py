@@ -57,7 +57,7 @@ class Agreement:
         """Why rank 0's control has paused drafting; "" if it has not, and on the other ranks."""
         return self.control.paused if isinstance(self.control, Controller) else ""
 
-    def plan(self, matched: int = 0, pending_rows: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         return self._plans.popleft()
 
     def observe(self, cycle: Cycle) -> None:
@@ -70,5 +70,5 @@ def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) ->
     if not ranks:
         return tokens, key
     ranks.check_alike("an option of a generation", options)
-    tokens, words = ranks.told([tokens, key.tolist()])
+    tokens, words = ranks.broadcast([tokens, key.tolist()])
     return tokens, mx.array(words, mx.uint32)

@@ -136,4 +136,4 @@ def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(ranks: Any, value: Any) -> Any:
-    return ranks.told(value) if ranks else value
+    return ranks.broadcast(value) if ranks else value

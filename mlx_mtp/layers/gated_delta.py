@@ -141,11 +141,9 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         states.append(decayed + key * delta)
         state = states[-1] if count is None else mx.where(count, states[-1], state)
     each = mx.concatenate(states, axis=1) if S <= KEPT else None
-    y = (
-        None
-        if q is None
-        else _queried(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
-    )
+    y = None
+    if q is not None:
+        y = _queried(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
     return y, state.reshape(B, Hv, Dv, Dk), each
 
 

@@ -39,7 +39,7 @@ def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
     assert again.control(8, 3).plan().k == 0
     estimate = again.control(5, 3).costs
     assert estimate.counts["heads"]
-    assert (estimate.pace, estimate.unsure) == (None, 3)
+    assert (estimate.pace, estimate.plain_first) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 
@@ -51,7 +51,7 @@ def test_a_fixed_number_of_drafts_is_not_learned(known):
 def test_the_outcome_of_several_sequences():
     """Of three sequences one may accept a single draft; at the second depth two may accept, and one does."""
     cycle = outcome(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 0.5, 7)
-    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.caught_up) == (1.0, 2, 0.5, 7)
+    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
     assert outcome(PLAIN, 0, [(0, 0)], None, 0).depths == ()
 

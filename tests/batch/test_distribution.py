@@ -9,7 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import step
 from mlx_mtp.decoding.sampling import Sampling
 
 PROMPTS = [[1, 0, 1, 1], [0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 0]]
@@ -22,7 +22,7 @@ CASES = {"two": [HOT, COLD, Sampling(temp=2.0)], "all": [HOT, Sampling(temp=2.0)
 def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models, monkeypatch, case):
     model, plain = tiny_models(4, vocab_size=2)
     samplings, pools, kept = CASES[case], [], set()
-    draws, accept = Draws(), one_step.accept
+    draws, accept = Draws(), step.accept
     draws.stand_in(monkeypatch)
 
     def noted(drafts, tokens):
@@ -31,7 +31,7 @@ def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models,
         kept.update(found.tolist())
         return found
 
-    monkeypatch.setattr(one_step, "accept", noted)
+    monkeypatch.setattr(step, "accept", noted)
     same = [[lambda tokens, logits: logits]] * 3  # cycles are then built late, which gives fewer paths
 
     def run():

@@ -7,7 +7,7 @@ from sweep import paired
 import mlx_mtp
 from mlx_mtp.batch import pool_cycle
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import step
 from mlx_mtp.kernels import KernelRefused
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
 from mlx_mtp.tuning.plan import Fixed, Plan
@@ -40,14 +40,14 @@ def alone(model, n: int = 30, **options) -> list[list[int]]:
 @pytest.fixture
 def verified(monkeypatch):
     """Record the plan and the number of drafts of each verify of a pool."""
-    found, real = [], one_step.verify
+    found, real = [], step.verify
 
     def verify(frame, run, drafts, limits=None):
         if isinstance(frame.cache, Pool):
             found.append((frame.plan, drafts.k))
         return real(frame, run, drafts, limits)
 
-    monkeypatch.setattr(one_step, "verify", verify)
+    monkeypatch.setattr(step, "verify", verify)
     monkeypatch.setattr("mlx_mtp.batch.pool_cycle.verify", verify)
     return found
 

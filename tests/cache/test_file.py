@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache import file as saved_cache
+from mlx_mtp.cache import file as cache_file
 from mlx_mtp.cache.file import fingerprint, load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
-from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine import memory
 from mlx_mtp.machine.memory import Available
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
@@ -127,7 +127,7 @@ def test_damage_anywhere_is_refused(model, saved, data):
     assume(damaged != content)
     bad = file.with_name("damaged.safetensors")
     bad.write_bytes(damaged)
-    for read in (lambda: load_prompt_cache(bad, model), lambda: saved_cache.saved_opening(bad)):
+    for read in (lambda: load_prompt_cache(bad, model), lambda: cache_file.saved_opening(bad)):
         with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
             read()
         assert "\n" not in str(e.value)
@@ -245,7 +245,7 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
     with pytest.raises(expected[0], match=expected[1]):
         save_prompt_cache(file, cache)
     monkeypatch.undo()
-    monkeypatch.setattr(saved_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    monkeypatch.setattr(cache_file.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(file))}'$"):
         save_prompt_cache(file, cache)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
@@ -287,8 +287,8 @@ def test_writers_and_readers_at_the_same_time(model, tmp_path):
 
 
 def test_a_cache_there_is_no_memory_for(model, saved, monkeypatch):
-    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
-    monkeypatch.setattr(machine_memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
     with pytest.raises(
         ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); MLX"
     ):

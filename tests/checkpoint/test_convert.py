@@ -14,7 +14,7 @@ from mlx_lm import utils as mlx_lm_utils
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.checkpoint import files as checkpoint
+from mlx_mtp.checkpoint import files
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.norm_conventions import conventions
 
@@ -153,9 +153,9 @@ def test_heads_in_shards_and_beside_them(checkpoints, tmp_path, name):
         assert not new.exists()
         shutil.copytree(beside, new)
         merged = mx.load(str(new / "model.safetensors")) | mx.load(str(new / "mtp.safetensors"))
-        mx.save_safetensors(str(new / "model.safetensors"), merged, checkpoint.CONVERTED)
+        mx.save_safetensors(str(new / "model.safetensors"), merged, files.CONVERTED)
         (new / "mtp.safetensors").unlink()
-        (new / checkpoint.INDEX).unlink()
+        (new / files.INDEX).unlink()
     else:
         convert(path, new, mtp_layout="shards")
     assert (beside / "mtp.safetensors").exists()
@@ -210,11 +210,11 @@ def test_small_norms_of_a_head_are_not_shifted_twice(checkpoints, tmp_path, name
         same(parameters(tmp_path / "b"), before)
 
 
-@pytest.mark.parametrize(("metadata", "raw"), [(checkpoint.CONVERTED, False), ({"format": "mlx"}, True)])
+@pytest.mark.parametrize(("metadata", "raw"), [(files.CONVERTED, False), ({"format": "mlx"}, True)])
 def test_small_norms_of_a_trunk_that_nothing_else_tells_of(tmp_path, metadata, raw):
     file = tmp_path / "model.safetensors"
     mx.save_safetensors(str(file), {"model.layers.0.input_layernorm.weight": mx.full((8,), 0.2)}, metadata)
-    assert conventions(("no name", "no name"), checkpoint.read_header([file]), {}) == (raw, raw)
+    assert conventions(("no name", "no name"), files.read_header([file]), {}) == (raw, raw)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_pa
                 shutil.copy(file, here)
         return here if (repo, revision) == ("they/model", "v2") else None
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(files, "snapshot_download", download)
     extract_heads("they/model", tmp_path / "mtp.safetensors", revision="v2")
     compared = {"glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}  # which have their own
     needed = ["model-1.safetensors"] if name in compared else []

@@ -19,8 +19,7 @@ from mlx.utils import tree_flatten
 from safetensors import safe_open
 from sweep import sampled, sweep
 
-from mlx_mtp.checkpoint import convert_precision as precision
-from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint import convert_precision, convert_writer
 from mlx_mtp.checkpoint.convert import convert, extract_heads, open_source
 from mlx_mtp.cli.convert import RECIPES
 from mlx_mtp.demo import demo_path
@@ -74,7 +73,7 @@ def test_what_is_written(source, tmp_path):
 @pytest.mark.parametrize("limit", [1, 100, 2000, 10**9])
 def test_shards_keep_the_order_and_the_limit(limit):
     tensors = {f"{i}": mx.zeros((n,), mx.uint8) for i, n in enumerate([90, 5, 5, 100, 101, 1, 99, 0, 1])}
-    parts = list(tensor_file.shards(tensors, limit).values())
+    parts = list(convert_writer.shards(tensors, limit).values())
     assert [name for part in parts for name in part] == list(tensors)
     sizes = [[w.nbytes for w in part.values()] for part in parts]
     assert all(sum(part) <= limit or sum(map(bool, part)) == 1 for part in sizes)
@@ -83,12 +82,12 @@ def test_shards_keep_the_order_and_the_limit(limit):
 
 def test_a_file_holds_every_type(tmp_path):
     values = mx.array([[0, 1, 2], [3, 100, 250]])
-    tensors = {str(dtype): values.astype(dtype) for dtype in tensor_file.DTYPES if dtype != mx.float64}
+    tensors = {str(dtype): values.astype(dtype) for dtype in convert_writer.DTYPES if dtype != mx.float64}
     tensors |= {"scalar": mx.array(1.5), "none": mx.zeros((0, 3)), "turned": values.T, "part": values[:, 1:]}
     written, order = dict(tensors), []
-    size = tensor_file.file_size(tensors, {"a": "b"})
+    size = convert_writer.file_size(tensors, {"a": "b"})
     file = tmp_path / "x.safetensors"
-    tensor_file.write(file, written, {"a": "b"}, lambda name, w: order.append(name))
+    convert_writer.write(file, written, {"a": "b"}, lambda name, w: order.append(name))
     assert (written, order) == ({}, list(tensors))
     assert file.stat().st_size == size
     back, metadata = mx.load(str(file), return_metadata=True)
@@ -254,7 +253,7 @@ def test_flags_that_are_refused(tmp_path, monkeypatch, flags, words):
 
 
 def test_recipes_are_known_where_they_are_named():
-    assert RECIPES == precision.RECIPES
+    assert RECIPES == convert_precision.RECIPES
 
 
 RELEASED = ("deepseek-v3", "glm-4.6", "qwen3.6-35b-a3b", "nemotron-3-super", "step-3.5-flash", "mimo-v2-flash")

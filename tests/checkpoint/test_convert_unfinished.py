@@ -14,9 +14,9 @@ import pytest
 from layouts import in_shards, left
 
 import mlx_mtp
-from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint import convert_writer
 from mlx_mtp.checkpoint.convert import convert, extract_heads
-from mlx_mtp.machine import atomic as unfinished
+from mlx_mtp.machine import atomic
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_what_a_killed_run_left_counts_as_free(source, tmp_path, monkeypatch, al
     partial = tmp_path / (new.name + ".partial")
     new.rename(partial)
     if not alone:
-        (partial / unfinished.NOTE).write_text("")
+        (partial / atomic.NOTE).write_text("")
     usage = type(shutil.disk_usage(tmp_path))
     free = [0]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - free[0], free[0]))
@@ -94,7 +94,7 @@ def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no full device")
 def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
-        tensor_file.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
+        convert_writer.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
@@ -126,17 +126,17 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     assert subprocess.run(command).returncode == -signal.SIGKILL
     assert [file.name for file in tmp_path.iterdir()] == ["new.partial"]
     partial = tmp_path / "new.partial"
-    assert "not finished" in (partial / unfinished.NOTE).read_text()
+    assert "not finished" in (partial / atomic.NOTE).read_text()
     handle = os.open(partial, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match=r"new: another run is writing it$"):
         convert(source, tmp_path / "new")
-    assert (partial / unfinished.NOTE).exists()
+    assert (partial / atomic.NOTE).exists()
     os.close(handle)
     convert(source, tmp_path / "new")
     assert left(tmp_path)[0] == "new"
     assert not partial.exists()
-    assert not (tmp_path / "new" / unfinished.NOTE).exists()
+    assert not (tmp_path / "new" / atomic.NOTE).exists()
     assert mlx_mtp.load_model(tmp_path / "new").report.heads == 1
 
 

@@ -10,9 +10,8 @@ from plans import Listed, follow
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import clock, cycle
-from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import clock, cycle, loop
+from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import Plan
@@ -89,7 +88,7 @@ class Sneaky(Listed):
         return super().plan(matched, pending)
 
 
-LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Drafts, "sure"))
+LABELS = ((loop, "begin"), (loop, "submit"), (Run, "read"), (Drafts, "sure"))
 READS = ("read", "sure")
 
 
@@ -167,7 +166,7 @@ def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
         sneaky.run, sneaky.way = last.run, WAYS[way]
         return real(d, last, *most)
 
-    monkeypatch.setattr(decode, "begin", begin)
+    monkeypatch.setattr(loop, "begin", begin)
     assert waits_elsewhere(monkeypatch, model, [sneaky], max_tokens=4)
 
 
@@ -208,7 +207,7 @@ def calls_of(monkeypatch, model, control, **options):
             follow(patch, control)
         calls = Calls(patch)
         for name in ("begin", "submit"):
-            calls.note(decode, name)
+            calls.note(loop, name)
         options = {"max_tokens": 24, "num_draft_tokens": 3, "draft_p_min": 0.3, "prompt_lookup": True} | options
         generation = mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)
         next(generation)
@@ -281,14 +280,14 @@ def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, follow
 @pytest.mark.timing
 def test_the_control_observes_the_seconds_of_a_series_of_equal_cycles(monkeypatch, model):
     """The time of building the next cycle is subtracted from the cycle in which it was built."""
-    real, slow = one_step.propose, 0.1
+    real, slow = step_module.propose, 0.1
 
     def propose(frame, *args):
         if frame.plan.k:
             time.sleep(slow)
         return real(frame, *args)
 
-    monkeypatch.setattr(one_step, "propose", propose)
+    monkeypatch.setattr(step_module, "propose", propose)
     control = Listed([PLAIN, PLAIN, HEADS] * 8)
     follow(monkeypatch, control)
     list(mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=3))

@@ -11,9 +11,7 @@ from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
-from mlx_mtp.decoding import cycle
-from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import cycle, loop, step
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.drafters.lookup import Lookup
@@ -35,7 +33,7 @@ def quantizable(tiny_models):
 POINTS = [
     (Heads, "propose"),
     (Heads, "read"),
-    (one_step, "accept"),
+    (step, "accept"),
     (mx, "eval"),
     (mx, "async_eval"),
     (Run, "read"),
@@ -44,7 +42,7 @@ POINTS = [
     (TokenHistory, "extend"),
     (Drafts, "sure"),
     (Clock, "arrived"),
-    (one_step, "pick"),
+    (step, "pick"),
     (Listed, "plan"),
     (Listed, "observe"),
     *(
@@ -61,8 +59,8 @@ class Interruption:
         self.n, self.after, self.calls, self.where = n, after, 0, None
         for owner, name in (*POINTS, (type(model), "hidden")):
             monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
-        settle = decode.settle
-        monkeypatch.setattr(decode, "settle", lambda *args: (self.stop(), settle(*args)))
+        settle = loop.settle
+        monkeypatch.setattr(loop, "settle", lambda *args: (self.stop(), settle(*args)))
 
     def stop(self):
         """Stop counting: the cleanup is not interrupted."""

@@ -10,10 +10,9 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.recurrent import RecurrentCache
-from mlx_mtp.decoding import graph_memory as footprint
-from mlx_mtp.decoding import memory_needs as memory
+from mlx_mtp.decoding import graph_memory, memory_needs
 from mlx_mtp.decoding.memory_needs import Budget, needs, within
-from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine import memory
 from mlx_mtp.machine.memory import Available
 
 # Heads, experts, windows, latent rows, an indexer, recurrent states: what families keep or make.
@@ -38,8 +37,8 @@ def built(tmp_path_factory):
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that sets the bytes of this machine."""
-    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
-    return lambda size: monkeypatch.setattr(machine_memory, "available", lambda: Available(int(size), "a test"))
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    return lambda size: monkeypatch.setattr(memory, "available", lambda: Available(int(size), "a test"))
 
 
 def read(model, prompt, n=1, **options):
@@ -49,7 +48,7 @@ def read(model, prompt, n=1, **options):
 def kept_of_a_verify(cache: RecurrentCache) -> int:
     """Return the bytes that a verify adds to a cache: its rows, and the states after each."""
     convolved = cache.parts[2]
-    lacks = memory.VERIFIED - (cache.tape[0].shape[1] if cache.tape else 0)
+    lacks = memory_needs.VERIFIED - (cache.tape[0].shape[1] if cache.tape else 0)
     each = sum(a.nbytes // a.shape[1] for a in cache.tape) or cache.committed.nbytes
     return lacks * (each + convolved.nbytes // convolved.shape[1])
 
@@ -76,7 +75,7 @@ def test_the_estimate_equals_the_memory(built, name):
     assert 0.9 * taken < estimate.kv + estimate.head_kv + estimate.scratch < 2.2 * taken
     for positions, rows in ((1, 1), (context, chunk), (5000, 1), (5000, 2048)):
         given = lazy, cache, positions, rows
-        assert sum(memory._caches_and_scratch(*given)) < memory._upper_bound(*given), rows
+        assert sum(memory_needs._caches_and_scratch(*given)) < memory_needs._upper_bound(*given), rows
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS[::2], LAYOUTS))
@@ -110,8 +109,8 @@ def test_an_estimate_changes_nothing(built, machine):
     cache = mlx_mtp.make_prompt_cache(model)
     read(model, [1, 2, 3], 4, prompt_cache=cache, num_draft_tokens=2)
     before = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
-    machine(memory._upper_bound(model, cache, 5001, 64) - cache.nbytes)
-    memory.check_prompt(model, cache, 5000, 1, 64, ignore=False)
+    machine(memory_needs._upper_bound(model, cache, 5001, 64) - cache.nbytes)
+    memory_needs.check_prompt(model, cache, 5000, 1, 64, ignore=False)
     after = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
     assert before == after
     expected = [t for t, *_ in read(model, [1, 2, 3], 30, num_draft_tokens=0)]
@@ -129,20 +128,20 @@ def graph(*operations, kept):
 
 
 def test_the_peak_of_a_graph(monkeypatch):
-    monkeypatch.setattr(footprint, "LAG", 0)
+    monkeypatch.setattr(graph_memory, "LAG", 0)
     product = ("Matmul", ["weights", "in"], {"a": 100})
     chain = (product, ("Matmul", ["a"], {"b": 50}), ("Matmul", ["b"], {"c": 10}))
-    assert footprint.peak(graph(*chain, kept=["c"])) == 150
-    assert footprint.peak(graph(*chain, kept=["c", "a"])) == 160
-    assert footprint.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b"])) == 100  # in place
-    assert footprint.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b", "a"])) == 200
-    assert footprint.peak(graph(product, ("Reshape", ["a"], {"v": 100}), *chain[1:2], kept=["v"])) == 150
+    assert graph_memory.peak(graph(*chain, kept=["c"])) == 150
+    assert graph_memory.peak(graph(*chain, kept=["c", "a"])) == 160
+    assert graph_memory.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b"])) == 100  # in place
+    assert graph_memory.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b", "a"])) == 200
+    assert graph_memory.peak(graph(product, ("Reshape", ["a"], {"v": 100}), *chain[1:2], kept=["v"])) == 150
     written = (product, ("SliceUpdate", ["cache", "a"], {"cache2": 10**9}), ("Matmul", ["cache2"], {"d": 1}))
-    assert footprint.peak(graph(*written, kept=["d", "cache2"])) == 100
+    assert graph_memory.peak(graph(*written, kept=["d", "cache2"])) == 100
     unused = (product, ("Split", ["a"], {"v": 50, "w": 50}), ("Matmul", ["v"], {"b": 30}))
-    assert footprint.peak(graph(*unused, kept=["b"])) == 130
-    monkeypatch.setattr(footprint, "LAG", 5)
-    assert footprint.peak(graph(*chain, kept=["c"])) == 160
+    assert graph_memory.peak(graph(*unused, kept=["b"])) == 130
+    monkeypatch.setattr(graph_memory, "LAG", 5)
+    assert graph_memory.peak(graph(*chain, kept=["c"])) == 160
 
 
 @pytest.mark.parametrize("layout", [{}, {"kv_bits": 4}])
@@ -150,10 +149,10 @@ def test_the_largest_context_that_fits(tiny_models, layout):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     chunk = 64
     weights = needs(model, 0).total
-    assert memory.largest_context(model, weights, chunk=chunk, **layout) == 0
+    assert memory_needs.largest_context(model, weights, chunk=chunk, **layout) == 0
     for size in (2 * weights, 10**7, 3 * 10**7):
-        found = memory.largest_context(model, size, chunk=chunk, **layout)
-        assert found % memory.GRAIN == 0
+        found = memory_needs.largest_context(model, size, chunk=chunk, **layout)
+        assert found % memory_needs.GRAIN == 0
         assert needs(model, found, chunk=chunk, **layout).total <= size
         assert needs(model, found * 5 // 4 + 512, chunk=chunk, **layout).total > size
 
@@ -175,9 +174,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(built, machine):
     mlx_mtp.load_model(path, budget=Budget(ignore=True))
     mlx_mtp.load_model(path, lazy=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(machine_memory.IGNORE, "1")
+        patch.setenv(memory.IGNORE, "1")
         mlx_mtp.load_model(path)
-        patch.setenv(machine_memory.IGNORE, "0")
+        patch.setenv(memory.IGNORE, "0")
         with pytest.raises(ValueError, match="needed"):
             mlx_mtp.load_model(path)
 
@@ -249,7 +248,7 @@ def test_a_prompt_of_the_stated_length_fits(tiny_models, machine):
     with pytest.raises(ValueError, match=r"after 4 in the cache .*; \d+ tokens in all fit; ") as e:
         mlx_mtp.generate_step([1] * 60_000, model, **options)
     fits = int(re.findall(r"(\d+) tokens in all", str(e.value))[0])
-    assert fits > memory.UNCHECKED
+    assert fits > memory_needs.UNCHECKED
     mlx_mtp.generate_step([1] * (fits - 9), model, **options).close()
     with pytest.raises(ValueError, match="tokens in all fit"):
         mlx_mtp.generate_step([1] * (fits * 5 // 4), model, **options)

@@ -33,7 +33,7 @@ def test_any_plan_follows_any_plan(subject, monkeypatch, length, seed):
     kinds = [(c.plan.source, c.plan.p_min, c.plan.k > 0) for c in script.cycles]
     assert {(source, k) for source, _, k in kinds} == {("heads", True), ("heads", False), ("lookup", True)}
     assert len(set(itertools.pairwise(kinds))) >= 8
-    assert any(c.caught_up for c in script.cycles)
+    assert any(c.prefilled for c in script.cycles)
 
 
 NAMES = ["qwen3_next", "glm4_moe", "deepseek_v32", "mimo_v2_flash", "nemotron_h_latent", "eagle"]
@@ -48,7 +48,7 @@ def test_every_family(subject, monkeypatch, name):
     text = text_of(s.model, PROMPT, s.k, max_tokens=30, prefill_step_size=4)
     assert text == s.truth(tuple(PROMPT), 30)
     s.assert_drafts(spy, PROMPT + text, least=3, most=4)
-    assert any(c.caught_up for c in script.cycles)
+    assert any(c.prefilled for c in script.cycles)
 
 
 SLOW_CASES = [
@@ -68,7 +68,7 @@ def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle)
     control = Listed(plans)
     follow(monkeypatch, control)
     text = text_of(s.model, PROMPT, 3, max_tokens=3 * len(plans), prefill_step_size=7)
-    caught_up = [c.caught_up for c in control.cycles if c.caught_up]
+    caught_up = [c.prefilled for c in control.cycles if c.prefilled]
     assert caught_up[0] == len(PROMPT) - 1
     assert min(caught_up[1:]) >= min(idle, 24)  # the windows reach no further
     s.assert_drafts(spy, PROMPT + text, least=4, most=12)

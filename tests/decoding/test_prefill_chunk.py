@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 import mlx_mtp
-from mlx_mtp.decoding import prefill_chunk as choice
+from mlx_mtp.decoding import prefill_chunk
 from mlx_mtp.decoding.options import default_chunk, max_chunk
 from mlx_mtp.decoding.prefill_chunk import CHUNKS, MOST_SECONDS, SAMPLE, growth, largest_chunk, multiply_adds
 from mlx_mtp.demo import demo_path
@@ -25,10 +25,10 @@ def gpu(monkeypatch, tmp_path):
         return device.seconds
 
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(choice, "_chosen", {})
-    monkeypatch.setattr(choice, "sample_seconds", sample_seconds)
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    monkeypatch.setattr(prefill_chunk, "sample_seconds", sample_seconds)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(choice, "growth", lambda model, blank, context: 1.0)
+    monkeypatch.setattr(prefill_chunk, "growth", lambda model, blank, context: 1.0)
     return device
 
 
@@ -40,7 +40,7 @@ class FixedRanks:
     def __init__(self, rank, shared_values):
         self.rank, self.shared_values = rank, shared_values
 
-    def told(self, value=None):
+    def broadcast(self, value=None):
         if self.rank == 0:
             self.shared_values.append(value)
             return value
@@ -68,34 +68,34 @@ def test_a_machine_that_is_too_slow_gets_the_smallest_chunk():
 
 def test_a_choice_is_remembered_for_the_model_and_the_format_of_its_caches(gpu, monkeypatch):
     gpu.seconds = 0.4
-    assert choice.prefill_chunk(model_of(), {}) == 1024
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 1024
     gpu.seconds = 9.0
     for nothing in ({}, {"kv_bits": None, "quantized_kv_start": 5000, "kv_group_size": 64}):
-        assert choice.prefill_chunk(model_of(), nothing) == 1024
-    monkeypatch.setattr(choice, "_chosen", {})  # another process
-    assert choice.prefill_chunk(model_of(), {}) == 1024
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == 1024
+        assert prefill_chunk.prefill_chunk(model_of(), nothing) == 1024
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})  # another process
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 1024
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 1024
     assert len(gpu.timed) == 1
     other = model_of()
     other.args.head_dim = 64
-    assert choice.prefill_chunk(other, {"kv_bits": 8}) == 256
+    assert prefill_chunk.prefill_chunk(other, {"kv_bits": 8}) == 256
     assert len(gpu.timed) == 2
 
 
 def test_a_process_keeps_its_choice_whatever_becomes_of_the_file(gpu, monkeypatch, tmp_path):
-    assert choice.prefill_chunk(model_of(), {}) == 2048
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 2048
     for file in (tmp_path / "cache").rglob("*.json"):
         file.write_text(file.read_text().replace("2048", "7"))
     gpu.seconds = 9.0
-    assert choice.prefill_chunk(model_of(), {}) == 2048
-    monkeypatch.setattr(choice, "_chosen", {})
-    assert choice.prefill_chunk(model_of(), {}) == 256, "a file that this module cannot have written"
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == 256
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 2048
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 256, "a file that this module cannot have written"
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 256
 
 
 def test_lazy_weights_are_not_read(gpu):
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == CHUNKS[-1]
-    assert choice.prefill_chunk(model_of(), {}) == CHUNKS[-1], "the process has begun with it"
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == CHUNKS[-1]
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == CHUNKS[-1], "the process has begun with it"
     assert not gpu.timed
 
 
@@ -103,15 +103,15 @@ def test_lazy_weights_are_not_read(gpu):
 def test_all_ranks_take_what_rank_0_has_chosen(gpu, monkeypatch, tmp_path, remembered):
     shared_values = []
     for again in range(1 + remembered):
-        monkeypatch.setattr(choice, "_chosen", {})
+        monkeypatch.setattr(prefill_chunk, "_chosen", {})
         gpu.seconds = 9.0 if again else 0.1
-        assert choice.prefill_chunk(model_of(FixedRanks(0, shared_values)), {}) == 2048
+        assert prefill_chunk.prefill_chunk(model_of(FixedRanks(0, shared_values)), {}) == 2048
     shared_values = shared_values[-1:] if remembered else shared_values
-    monkeypatch.setattr(choice, "_chosen", {})
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "of rank 1"))
     gpu.seconds = 9.0  # this machine is slower
     timed = len(gpu.timed)
-    assert choice.prefill_chunk(model_of(FixedRanks(1, shared_values)), {}) == 2048
+    assert prefill_chunk.prefill_chunk(model_of(FixedRanks(1, shared_values)), {}) == 2048
     assert not shared_values, "both ranks exchanged as many messages"
     assert len(gpu.timed) == timed + (not remembered), "all ranks time the sample, or none"
     assert not (tmp_path / "of rank 1").exists()
@@ -125,8 +125,8 @@ def test_a_cpu_times_nothing():
 
 def test_the_fastest_run_after_the_first_counts(tiny_models, monkeypatch):
     model, times = tiny_models()[0], iter([0.0, 50.0, 60.0, 64.0, 70.0, 73.0])
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    assert choice.sample_seconds(model, mlx_mtp.make_prompt_cache(model)) == 3.0
+    monkeypatch.setattr(prefill_chunk, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert prefill_chunk.sample_seconds(model, mlx_mtp.make_prompt_cache(model)) == 3.0
 
 
 def test_every_reader_of_prompts_has_the_models_chunk(monkeypatch):
@@ -193,6 +193,6 @@ def test_models_with_mlx_lms_own_caches_count_attention_too():
         return per_row * n + per_pair * n * n
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "multiply_adds", work)
+        patch.setattr(prefill_chunk, "multiply_adds", work)
         found = growth(None, blank, 8192)
     assert found == pytest.approx((per_row + per_pair * 8192) / (per_row + per_pair * SAMPLE))

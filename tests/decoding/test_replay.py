@@ -21,10 +21,9 @@ from plans import Script
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.cache import growing
-from mlx_mtp.cache import kinds as caches
+from mlx_mtp.cache import growing, kinds
 from mlx_mtp.decoding import policy
-from mlx_mtp.decoding import replay as compiled
+from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
@@ -40,7 +39,7 @@ generate = sys.modules[mlx_mtp.generate_step.__module__]
 def _own(monkeypatch, tmp_path):
     """Separate costs, and recording at the first occurrence."""
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "OFTEN", 1)
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
@@ -106,17 +105,17 @@ def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
     model = tiny_models(0)[0] if name == "tiny" else of_family(name, tmp_path)
     k = min(3, model.max_draft_tokens)
     done, traced = [], []
-    real = compiled.step
-    monkeypatch.setattr(compiled, "step", lambda *args: traced.append(args[0].plan) or real(*args))
+    real = replay_module.step
+    monkeypatch.setattr(replay_module, "step", lambda *args: traced.append(args[0].plan) or real(*args))
     for replay in (False, True):
         script = Script(5, max_drafts=k)
         monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
         tokens, stats = run(model, 40, k, replay=replay, prompt_lookup=True)
-        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.caught_up) for c in script.cycles]))
+        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.prefilled) for c in script.cycles]))
     assert done[0] == done[1]
     assert stats.compiled_cycles > 0.9 * stats.cycles
     assert len(traced) == stats.compiled_shapes  # MLX records nothing by itself
-    assert len(model.runtime.recorder.cycles) <= compiled.KEPT
+    assert len(model.runtime.recorder.cycles) <= replay_module.KEPT
 
 
 @pytest.mark.parametrize("name", sampled(["deepseek_v3"], ["qwen3_5", "deepseek_v3", "eagle3"]))
@@ -243,12 +242,12 @@ def check_against_built(model, n, k):
 def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
     """One kind per buffer block and draft length, and that of the first cycle, after a run of one row."""
     monkeypatch.setattr(growing, "STEP", 32)
-    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
+    monkeypatch.setattr(kinds.LinearKVCache, "reserve", lambda self, rows: None)
     cheap.runtime.recorder = Recorder()
     stats = check(cheap, 80, k)
     assert 3 <= stats.compiled_shapes == len(cheap.runtime.recorder.cycles) <= 3 + 1
     assert stats.compiled_cycles == stats.cycles
-    monkeypatch.setattr(compiled, "KEPT", 2)
+    monkeypatch.setattr(replay_module, "KEPT", 2)
     run(cheap, 80, 1)
     assert len(cheap.runtime.recorder.cycles) == 2
 
@@ -256,11 +255,11 @@ def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
 def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
     """Records together hold at most the allowed bytes of kernel sources."""
     monkeypatch.setattr(growing, "STEP", 32)
-    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
-    monkeypatch.setattr(compiled, "source_held", partial(next, itertools.count(0, 11)))
+    monkeypatch.setattr(kinds.LinearKVCache, "reserve", lambda self, rows: None)
+    monkeypatch.setattr(replay_module, "source_held", partial(next, itertools.count(0, 11)))
     cheap.runtime.recorder = Recorder()
     for held, most in ((50, 4), (30, 2), (5, 1)):
-        monkeypatch.setattr(compiled, "HELD", held)
+        monkeypatch.setattr(replay_module, "HELD", held)
         stats = check(cheap, 110, 1)
         assert stats.compiled_shapes >= most
         assert [record.held for record in cheap.runtime.recorder.cycles.values()] == [[11]] * most
@@ -278,7 +277,7 @@ def test_another_conversation_replays_what_is_recorded(tiny_models, window):
 
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
-    monkeypatch.setattr(compiled, "OFTEN", 3)
+    monkeypatch.setattr(replay_module, "OFTEN", 3)
     cheap.runtime.recorder = Recorder()
     assert run(cheap, 2, 1)[1].compiled_cycles == 0
     stats = check(cheap, 40, 1, share=0.7)
@@ -287,9 +286,9 @@ def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
 
 def test_cycles_built_without_a_record_are_not_timed(cheap, monkeypatch):
     """They take longer than replayed cycles of their kind."""
-    monkeypatch.setattr(compiled, "OFTEN", 2)
-    replay, stats = compiled.Compiled(Recorder(), CompileChoice(True)), Stats()
-    kind = compiled.Kind(Plan(), False, 1, 256, None, (), ())
+    monkeypatch.setattr(replay_module, "OFTEN", 2)
+    replay, stats = replay_module.Compiled(Recorder(), CompileChoice(True)), Stats()
+    kind = replay_module.Kind(Plan(), False, 1, 256, None, (), ())
     for new, recorded in ((0, False), (1, True)):
         assert (replay.recall(cheap, kind, len, 100, stats) is not None) is recorded
         assert stats.compiled_shapes == new

@@ -12,7 +12,7 @@ from metal_cases import counted_launches, exact, linux_only, relative_error
 from sweep import SWEEP, sampled, sweep
 
 from mlx_mtp import emulator
-from mlx_mtp.cache import kinds as cache
+from mlx_mtp.cache import kinds
 from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
 from mlx_mtp.kernels.verify_attention import FIRST_CHUNKS, GROUPS, Chunks, geometry, merge
@@ -110,7 +110,7 @@ def test_at_every_place_of_a_buffer():
 def test_it_sees_what_a_cache_shows(window, bits):
     """Verifies of three rows, with a rollback of up to two, from a prompt on whose ring wraps."""
     n = 20 if window is None else 46
-    kv = cache.make_cache(window, start=3, bits=bits, group_size=32)
+    kv = kinds.make_cache(window, start=3, bits=bits, group_size=32)
     kv.update_and_fetch(*mx.random.normal((2, 1, 1, n, 32)))
     kv.seek(mx.array([n]), n)
     for back in (2, 0, 1, *[0] * (14 if SWEEP else 5)):

@@ -16,9 +16,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
 from mlx_mtp.layers.attention import Attention
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
 pytestmark = linux_only
@@ -72,11 +70,11 @@ class Singly:
 @sweep  # CI runs it in a section of its own
 @pytest.mark.parametrize("name", ["step", "hybrid"])
 def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
-    monkeypatch.setattr(sites, "KV_BITS", ())
-    trials = switch.trials
-    monkeypatch.setattr(switch, "trials", lambda *args: [t for t in trials(*args) if t.rows <= len(PROMPT)])
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
+    monkeypatch.setattr(kernel_sites, "KV_BITS", ())
+    trials = kernel_switch.trials
+    monkeypatch.setattr(kernel_switch, "trials", lambda *args: [t for t in trials(*args) if t.rows <= len(PROMPT)])
     monkeypatch.setattr(Attention, "OFFSET", 250)
     monkeypatch.setattr(Attention, "SLOTS", 512)
     with in_place_of_metal() as launches:

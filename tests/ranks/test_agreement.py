@@ -1,4 +1,4 @@
-"""Check that rank 0 decides for all ranks of a generation, and that different tokens end it."""
+"""Check that rank 0 decides the plans of a generation, and that different tokens on a rank end it."""
 
 import pytest
 
@@ -10,12 +10,12 @@ SOURCES = "heads", "lookup"
 
 
 class Control:
-    """Notes what it is told."""
+    """A control that returns the given plans and records observed cycles."""
 
     def __init__(self, *plans):
         self.plans, self.cycles = list(plans), []
 
-    def plan(self, matched, behind):
+    def plan(self, matched, pending):
         return self.plans.pop(0)
 
     def observe(self, cycle):
@@ -23,15 +23,15 @@ class Control:
 
 
 class Two:
-    """Rank 0 or 1 of two; the other one has said `others`."""
+    """Rank 0 or 1 of two. others: numbers of the other rank; None for the same as this one's."""
 
     size, stopping = 2, False
 
     def __init__(self, rank: int, others: list[int] | None = None):
-        self.rank, self.others, self.said = rank, others, []
+        self.rank, self.others, self.sent = rank, others, []
 
     def gather(self, numbers):
-        self.said = numbers
+        self.sent = numbers
         others = numbers if self.others is None else self.others
         return [numbers, others] if self.rank == 0 else [others, numbers]
 
@@ -46,7 +46,7 @@ def test_the_plans_and_the_end_are_rank_0s():
     for i, plan in enumerate(plans):
         first.stopping = i == 2
         lead.meet(TokenHistory([1, 2, 3, i]), 0)
-        second.others = first.said
+        second.others = first.sent
         follower.meet(TokenHistory([1, 2, 3, i]), 0)
         assert lead.plan() == follower.plan() == plan
         assert lead.stopping == follower.stopping == (i == 2)
@@ -61,4 +61,4 @@ def test_other_tokens_end_all(tokens):
     first = Two(0)
     Agreement(first, Control(Plan()), SOURCES).meet(TokenHistory([1, 2, 3]), 0)
     with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
-        Agreement(Two(1, first.said), Control(), SOURCES).meet(TokenHistory(tokens), 0)
+        Agreement(Two(1, first.sent), Control(), SOURCES).meet(TokenHistory(tokens), 0)

@@ -1,4 +1,4 @@
-"""Run MLX's own operations beside the kernels in a whole model, in the place of Metal, one row at a time.
+"""Compute MLX's operations of a whole model as Metal does, one row at a time, next to emulated kernels.
 
 A CPU's products and exponentials have other bits than a GPU's, and its attention depends on the number of rows.
 """

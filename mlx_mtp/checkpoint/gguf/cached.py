@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...machine.progress import tell
+from ...machine.progress import report_progress
 from ...machine.remembered import cache_directory
 from ..files import read_config, resolve
 from .convert import SIDECAR, Prepared, prepare, transcode
@@ -69,7 +69,7 @@ def cached(
 
 
 def _tell(done: int, total: int) -> None:
-    tell("Transcoding", done >> 20, total >> 20)
+    report_progress("Transcoding", done >> 20, total >> 20)
 
 
 def fingerprint(path: Path) -> str:
