@@ -90,7 +90,7 @@ def generate_step(
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
-    chunk = checked.check_step(model, sampling, sampler, draft_sampling, prefill_step_size)
+    chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout

@@ -19,7 +19,7 @@ from .cache.prompt_prefix import shared
 from .checkpoint.chat_template import render
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
-from .decoding.options import cache_options, default_draft_tokens, default_step
+from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .layers.target import Target
@@ -199,7 +199,7 @@ class ChatSession:
             options["prompt_progress_callback"] = partial(self._on_chunk, progress, 0, total)
             next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
             self._take_snapshot()
-            turn.stats.notes_memory()
+            turn.stats.note_peak_memory()
             turn.prompt_time = time.perf_counter() - tic
         options["prompt_progress_callback"] = partial(self._on_chunk, progress, len(first), total)
         options["stats"] = turn.stats
@@ -210,7 +210,7 @@ class ChatSession:
     def _check_memory(self, new: int) -> None:
         """Raise ValueError if `new` tokens and an answer do not fit in memory or in the maximum context."""
         options = self.options
-        chunk = options.get("prefill_step_size") or default_step(self.model)
+        chunk = options.get("prefill_step_size") or default_chunk(self.model)
         ignore = not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
         check_prompt(self.model, self.cache, new, limit, chunk, ignore=ignore)

@@ -48,18 +48,18 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     """Prefill the tokens and write the file; return the statistics."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
-    from ..decoding.options import default_step
+    from ..decoding.options import default_chunk
     from ..decoding.stats import Stats
     from ..generate import generate_step
     from .progress import PromptProgress, shows_progress
 
-    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(model), Stats()
+    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_chunk(model), Stats()
     cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(flags))
     kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress:
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **kept), None)
-    stats.notes_memory()
+    stats.note_peak_memory()
     cache.prefix = prefix
     save_prompt_cache(flags["prompt_cache_file"], cache)
     return stats

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.options import default_chunk, default_draft_tokens
 from ..decoding.stats import Stats
 from ..decoding.summary import paused, percentages
 from ..generate import GenerationResponse
@@ -154,7 +154,7 @@ class Chat:
 
     def _stream(self, text: str) -> None:
         session = self.session
-        chunk = session.options.get("prefill_step_size") or default_step(session.model)
+        chunk = session.options.get("prefill_step_size") or default_chunk(session.model)
         progress = PromptProgress(shown=self.progress, chunk=chunk)
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))

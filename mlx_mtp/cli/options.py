@@ -270,12 +270,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
-        from ..decoding.options import largest_step
+        from ..decoding.options import max_chunk
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     code = bool(flags.get("trust_remote_code"))
     path = checkpoint_path(flags["model"], code=code, flags=flags)  # a download shows its own progress
-    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or largest_step()
+    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or max_chunk()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false

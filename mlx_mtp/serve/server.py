@@ -16,7 +16,7 @@ import uvicorn
 
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
-from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.options import default_chunk, default_draft_tokens
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
@@ -139,7 +139,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
     largest, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
-    step, ranks = settings.step or min(largest, default_step(model)), model.ranks
+    step, ranks = settings.step or min(largest, default_chunk(model)), model.ranks
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
     if tree.limit and not ranks and not blank.is_mlx_lm:
         tree.decoded = None  # not with ranks: their engines are not idle at the same time

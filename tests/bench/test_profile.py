@@ -16,7 +16,7 @@ from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Timer, Workload, decode_in_phases, profile
 from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.drafters.heads import Heads
-from mlx_mtp.decoding.text import Text
+from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.layers.mtp_head import MTPHead
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
@@ -106,7 +106,7 @@ PLANTED = {
     "accept": (lambda patch, model: on_the_device(patch, step_module, "accept"), 1),
     "build the draft": (lambda patch, model: asleep(patch, Heads, "propose"), 1),
     "build the verify": (lambda patch, model: asleep(patch, step_module, "accept"), 1),
-    "commit": (lambda patch, model: asleep(patch, Text, "extend"), 1),
+    "commit": (lambda patch, model: asleep(patch, TokenHistory, "extend"), 1),
 }
 
 

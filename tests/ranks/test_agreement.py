@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_mtp.decoding.agreement import Agreement
-from mlx_mtp.decoding.text import Text
+from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.tuning.plan import Cycle, Plan
 
 SOURCES = "heads", "lookup"
@@ -45,11 +45,11 @@ def test_the_plans_and_the_end_are_rank_0s():
     follower = Agreement(second, control, SOURCES)
     for i, plan in enumerate(plans):
         first.stopping = i == 2
-        lead.meet(Text([1, 2, 3, i]), 0)
+        lead.meet(TokenHistory([1, 2, 3, i]), 0)
         second.others = first.sent
-        follower.meet(Text([1, 2, 3, i]), 0)
+        follower.meet(TokenHistory([1, 2, 3, i]), 0)
         assert lead.plan() == follower.plan() == plan
-        assert lead.ended == follower.ended == (i == 2)
+        assert lead.stopping == follower.stopping == (i == 2)
     follower.observe(Cycle(Plan(), 0, 0, 0.1))
     lead.observe(Cycle(Plan(), 0, 0, 0.1))
     assert not control.cycles
@@ -59,6 +59,6 @@ def test_the_plans_and_the_end_are_rank_0s():
 @pytest.mark.parametrize("tokens", [[1, 2, 4], [1, 2]])
 def test_other_tokens_end_all(tokens):
     first = Two(0)
-    Agreement(first, Control(Plan()), SOURCES).meet(Text([1, 2, 3]), 0)
+    Agreement(first, Control(Plan()), SOURCES).meet(TokenHistory([1, 2, 3]), 0)
     with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
-        Agreement(Two(1, first.sent), Control(), SOURCES).meet(Text(tokens), 0)
+        Agreement(Two(1, first.sent), Control(), SOURCES).meet(TokenHistory(tokens), 0)

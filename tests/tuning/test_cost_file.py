@@ -134,8 +134,8 @@ def test_trials_and_costs_do_not_share_a_directory(directory):
     assert remembered.cache_directory("costs") == directory
 
 
-def test_costs_of_replayed_and_built_cycles_are_separate(directory):
-    replays = SimpleNamespace(choice=CompileChoice(True), found=lambda: False)
+def test_what_replayed_cycles_cost_is_kept_apart(directory):
+    replays = SimpleNamespace(choice=CompileChoice(True), decided=lambda: False)
     options = {"adaptive": True, "p_min": False}
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
     for each in (model, other):

@@ -33,5 +33,5 @@ def test_cycles_of_another_kind_are_not_compared():
 
 def test_recording_does_not_count_as_a_cycle_s_time():
     one = Compiled(Recorder(), CompileChoice(True))
-    one._spoilt = 2
+    one._untimed = 2
     assert [one.observe(Plan(), 1, True, 1.0) for _ in range(3)] == [None, None, 1.0]

@@ -1,23 +1,20 @@
-"""Draft from the text's own past: what followed where the last tokens have occurred before (prompt lookup).
+"""Draft the tokens that followed an earlier copy of the sequence's last tokens (prompt lookup).
 
-The search runs on the device, behind tokens that the host has not read yet, so that such a cycle is built ahead like
-any other. The host searches the text it knows only to tell whether a lookup promises anything. Source of the idea:
-Saxena, "Prompt Lookup Decoding" (2023).
+The search runs on the device and includes tokens that the host has not read, so that the cycle can be built ahead.
+The host's own search (`TokenHistory.matched`) only decides whether a lookup is worthwhile. Source: Saxena, "Prompt
+Lookup Decoding" (2023).
 """
 
 import mlx.core as mx
 
 from ...tuning.plan import SHORTEST
+from ..history import LONGEST, TokenHistory
 from ..run import Drafts, Run
-from ..text import LONGEST, Text
 from .drafter import Drafter, Frame
 
 
 class Lookup(Drafter):
-    """Drafts what followed the longest match of each sequence's last tokens; needs no caches, and drafts in no time.
-
-    most: drafts of a cycle.
-    """
+    """Drafts the tokens that followed the longest match of each sequence's last tokens. It has no caches."""
 
     source = "lookup"
     in_step = False
@@ -28,22 +25,21 @@ class Lookup(Drafter):
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         blank, found = mx.zeros(k, mx.int32), []
         for i, member in enumerate(frame.members):
-            right = run.last[i : i + 1] + 1
-            found.append(
-                blank if member is None else continued(member.text, member.base + 1, run.tokens[i], right, k)
-            )
+            kept = run.last[i : i + 1] + 1
+            free = member is None
+            found.append(blank if free else continued(member.history, member.base + 1, run.tokens[i], kept, k))
         return Drafts(mx.stack(found))
 
 
-def continued(text: Text, end: int, tokens: mx.array, right: mx.array, k: int) -> mx.array:
-    """Draft what followed the last occurrence of the longest match, int32 [k], behind a text and `tokens` [R].
+def continued(history: TokenHistory, end: int, tokens: mx.array, kept: mx.array, k: int) -> mx.array:
+    """Return the k tokens that followed the newest of the longest matches of a sequence's suffix, int32 [k].
 
-    end: tokens of the text that count. right: int32 [1] on the device, how many of `tokens` belong to it. Where the
-    match reaches the end its continuation repeats itself; where nothing matches, the drafts are arbitrary.
+    The sequence is the first `end` tokens of the history and the first `kept` of `tokens` [R] (int32 [1], on the
+    device). A continuation that reaches the end repeats itself. Without a match the drafts are arbitrary.
     """
     blank = mx.full((LONGEST,), -1, mx.int32)
-    padded = mx.concatenate([blank, mx.array(text.tokens[:end]), tokens])
-    size, length = padded.size - LONGEST, end + right
+    padded = mx.concatenate([blank, mx.array(history.tokens[:end]), tokens])
+    size, length = padded.size - LONGEST, end + kept
     same = mx.ones((size,), mx.int32)
     matched = mx.zeros((size,), mx.int32)
     for i in range(LONGEST):  # end e: the i-th token before it is padded[LONGEST + e - 1 - i]

@@ -1,4 +1,4 @@
-"""Keep the tokens of a conversation that the host knows, and find out whether the last ones have occurred before."""
+"""Keep the tokens of a sequence that the host has read, and find earlier copies of the last ones."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from ..tuning.plan import SHORTEST
 
-LONGEST = 8  # tokens of a match that are compared
-WIDTH = 21  # bits of a token in the number of a run
-CANDIDATES = 64  # newest matches whose length the host compares
+LONGEST = 8  # maximum length of a match, in tokens
+WIDTH = 21  # bits per token in the key of a run of tokens
+CANDIDATES = 64  # number of earlier occurrences, the newest, whose match length is computed
 
 
-class Text:
-    """The tokens of a conversation that the host knows, searched for repetitions."""
+class TokenHistory:
+    """The tokens of a sequence that the host has read, searchable for repetitions."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
-        self._runs = _runs(self._buffer)  # of SHORTEST tokens up to each position, as numbers
+        self._runs = _runs(self._buffer)
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [N]."""
+        """All tokens, int32 [N]."""
         return self._buffer[: self._size]
 
     def extend(self, tokens: list[int]) -> None:
@@ -35,7 +35,7 @@ class Text:
         self._size = end
 
     def matched(self) -> int:
-        """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
+        """Return the length of the longest suffix that also occurs earlier: 0, or SHORTEST to LONGEST tokens."""
         if self._size <= SHORTEST:
             return 0
         runs = self._runs[SHORTEST - 1 : self._size]
@@ -49,6 +49,6 @@ class Text:
 
 
 def _runs(tokens: np.ndarray) -> np.ndarray:
-    """Number the SHORTEST tokens up to each position, int64 [N]; no vocabulary has 2**WIDTH tokens."""
+    """Return at each position a key of the last SHORTEST tokens, int64 [N]; no vocabulary has 2**WIDTH tokens."""
     padded = np.concatenate([np.zeros(SHORTEST - 1, np.int64), tokens])
     return sum((padded[i : i + tokens.size] << WIDTH * i for i in range(SHORTEST)), np.zeros(tokens.size, np.int64))
