@@ -101,7 +101,7 @@ def test_system_prompts_and_variables_are_those_of_the_cache(model, tmp_path):
         with pytest.raises(ValueError, match="the prompt cache was made with"):
             make_session(model, prompt_cache=cache_of(model, tmp_path, prefix=prefix), **given)
     cache = cache_of(model, tmp_path, prefix=PromptPrefix(START, template=False))
-    with pytest.raises(ValueError, match="does not hold the start of a conversation"):
+    with pytest.raises(ValueError, match="does not contain the start of a conversation"):
         make_session(model, prompt_cache=cache)
 
 
