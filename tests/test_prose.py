@@ -58,13 +58,6 @@ PATTERN = re.compile(rf"\b({'|'.join(p for patterns in WORDS.values() for p in p
 # Names that need a noun or a verb of the field instead.
 NAMES = {"told", "tell", "said", "say", "there", "over", "behind", "beside", "whose", "talk", "door", "Together"}
 
-# Rooms that are not checked yet, one a line.
-NOT_YET = [
-    "python.md",
-    "serve",
-    "support",
-]
-
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
     "docs/serve.md": {"think"},  # a request field
@@ -135,13 +128,9 @@ def findings(file: Path) -> list[str]:
     return [f"{path}:{line}: {word}" for line, word in found if word.lower() not in ALLOWED.get(path, ())]
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS.keys() - NOT_YET))
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_words_and_names_are_plain(room):
     assert [found for file in ROOMS[room] if file != Path(__file__) for found in findings(file)] == []
-
-
-def test_rooms_that_are_not_checked_yet_exist():
-    assert set(NOT_YET) <= ROOMS.keys()
 
 
 @pytest.mark.parametrize(
