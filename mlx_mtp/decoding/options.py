@@ -32,7 +32,7 @@ adaptive: draft as many as pays by measured costs and acceptance, perhaps none (
     num_draft_tokens.
 draft_p_min: where it pays (without `adaptive`: always), drafts from the first on whose probability, to the head,
     is less are not verified, at the price of one more wait in such a cycle. 0: never.
-prompt_lookup: draft up to seven tokens that followed the last ones before. None: where it pays, with `adaptive`.
+prompt_lookup: draft up to 15 tokens that followed the last ones before. None: where it pays, with `adaptive`.
 compile_cycles: record cycles that come again, and replay them. None: on a GPU, unless a trial finds that slower.
 draft_sampling: at a temperature drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's own ("coupled", the default).

@@ -17,7 +17,7 @@ from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
-LOOKUP_DRAFTS = 7  # with the token before them the most rows that have the bits of one (kernels/README.md)
+LOOKUP_DRAFTS = 15  # with the newest token 16 rows: more neither kernels nor rings take (kernels/README.md)
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:

@@ -36,7 +36,7 @@ class Controller:
     ):
         self.costs = copy.deepcopy(known) or Costs()
         self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
-        self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
+        self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
         self._began = False  # the first cycle is over, which is slow whatever it does
@@ -93,10 +93,12 @@ class Controller:
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
             rate = (GUESSED * like.tokens + gave) / (GUESSED * like.steps + took)
             choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
-        if matched >= SHORTEST and self.lookups:
-            choices += self._expect(self.lookups[0].kind(matched), self.lookups)
         most = max(1, 2 * max(p.k for p in costs.levels))  # no leap into the unknown
-        return [c for c in choices if c.plan.k <= most or (c.plan.p_min and most > 2) or c.plan in self.lookups[:1]]
+        choices = [c for c in choices if c.plan.k <= most or (c.plan.p_min and most > 2)]
+        if matched >= SHORTEST and self.lookups:
+            copied = self._expect(self.lookups[0].kind(matched), self.lookups)
+            choices += [c for c in copied if c.plan.k <= max(3, most + 1)]  # 3, 7, 15: twice the rows
+        return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
         """Expect what plans give and take; a depth that was hardly seen is thought to be like the one before it."""
