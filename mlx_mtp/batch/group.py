@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
-from ..cache.ring import MAX_ROWS
+from ..cache.ring import CALL_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock
 from ..decoding.drafters import drafter_of, drafters_of
@@ -32,7 +32,7 @@ from .pool_cycle import PoolCycle, Rows, Steps
 from .rows import merged, row_of, slots_for
 from .sequence import Response, Sequence, read_text_again
 
-MOST_MISSED = 8  # rows that idle heads in a pool may miss: their rings take MAX_ROWS at once
+MOST_MISSED = 8  # rows that idle heads in a pool may miss: their rings take CALL_ROWS at once
 
 
 class Group:
@@ -207,7 +207,7 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
-        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > MAX_ROWS
+        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > CALL_ROWS
 
     def _behind(self, pool: Pool, there: list[Sequence]) -> int:
         """Count the rows that the drafter has to read before it drafts, of all texts."""

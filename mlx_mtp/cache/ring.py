@@ -9,11 +9,14 @@ from mlx_lm.models.base import create_causal_mask
 from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
-MAX_ROWS = 16  # most rows one verify or draft call may write into a ring
+MAX_ROWS = 16  # maximum rows of a verify
+# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts. Of two verifies the first may be
+# rejected but for one row, so a ring has room for both; heads read the second one's rows a step later.
+CALL_ROWS = MAX_ROWS + 8
 
 
 class Ring:
-    """Geometry of a ring of `window` positions with room to take back two calls of MAX_ROWS rows.
+    """Geometry of a ring of `window` positions with room to take back two verifies of MAX_ROWS rows.
 
     The first `keep` positions belong to every window, and stay in their slots; those behind them take turns. One
     object serves all layers of a model, so that what depends on the position alone is computed once per forward pass.
@@ -142,7 +145,7 @@ class SlidingKVCache(LinearKVCache):
     def update_and_fetch(self, *arrays: mx.array):
         rows = arrays[0].shape[2]
         if not isinstance(self.offset, int) or rows == 1:
-            assert rows <= MAX_ROWS, "more rows than a ring can take back"
+            assert rows <= CALL_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
         new = self._encode(*arrays)
