@@ -89,7 +89,7 @@ def answers(machine: Machine, heads: str, length: int, seeds: int) -> tuple[floa
 
 def busy_machine(table: str, row: float) -> Machine:
     """Return the recorded machine: two cores shared with other processes."""
-    return Machine(TABLES[table], depth=0.2, row=row, noise=0.1, wake=0.4, prompt=30, begin=1.5, busy=True)
+    return Machine(TABLES[table], depth=0.2, row=row, noise=0.1, resume=0.4, prompt=30, begin=1.5, busy=True)
 
 
 def print_answers(

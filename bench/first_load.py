@@ -235,8 +235,8 @@ def start(name: str, mac: Mac, on_disk: set[Launch], typing: float) -> Start:
             verdict for key, verdict in trials.verdicts.items() if key[2] <= FIRST_ROWS and "caches" not in key[0]
         ]
         on = sum(verdict.on for verdict in first)
-        trials.go_on(lambda: device.now > seconds + typing)
-        trials.switched()
+        trials.try_rest(lambda: device.now > seconds + typing)
+        trials.apply()
         later = [verdict.on for key, verdict in trials.verdicts.items() if "caches" not in key[0]]
     rest = (on, len(first), sum(later), len(later), len(device.compiled))
     return Start(name, pipelines, decided, pipelines - before, seconds, *rest)

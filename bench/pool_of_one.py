@@ -26,13 +26,13 @@ from mlx_mtp.demo import demo_path
 PROMPT = "def read_lines(path):\n"
 
 
-def in_a_pool(self: places.Places, text: places.Sequence, run: places.Run) -> None:
-    """Stand in for `Places.let_in`."""
-    self._group(layout_of(text.cache)).join(text, run)
+def in_a_pool(self: places.Places, sequence: places.Sequence, run: places.Run) -> None:
+    """Stand in for `Places.activate`."""
+    self._group(layout_of(sequence.cache)).join(sequence, run)
 
 
 def pooled(model: Any, prompt: list[int], tokens: int, k: int) -> list[int]:
-    with mock.patch.object(places.Places, "let_in", in_a_pool), mock.patch.object(places, "CALM", 1 << 60):
+    with mock.patch.object(places.Places, "activate", in_a_pool), mock.patch.object(places, "CALM", 1 << 60):
         batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False)
         batch.insert([prompt], [tokens])
         found = []

@@ -1,4 +1,4 @@
-// Attention over a KV cache by 8x8 matrices of a simdgroup: what a query sees, loads of keys and values, products.
+// Attention over a KV cache by 8x8 matrices of a simdgroup: visible positions, loads of keys and values, products.
 
 #include "unroll.h"
 
@@ -12,7 +12,7 @@ METAL_FUNC int fragment_column(int lane) {
   return lane / 8 % 2 * 4 + lane % 2 * 2;
 }
 
-// The queries of rows from `row` on: row r of a KV head is position first + r % L, and sees from its `oldest` to itself.
+// The queries of rows from `row` on: row r of a KV head is position first + r % L, and attends to `oldest` up to itself.
 struct Sight {
   int row, first, L, start, window; // window 0: all
 
@@ -24,7 +24,7 @@ struct Sight {
     return reach > begin ? reach : begin;
   }
   METAL_FUNC bool sees(int r, int key) const thread { return key <= position(r) && key >= oldest(position(r)); }
-  // Of N neighbouring positions: whether any query sees any of them, and whether all see all.
+  // Of N neighbouring positions: whether any query attends to any of them, and whether all attend to all.
   METAL_FUNC bool any(int begin, int N) const thread { return begin <= last() && begin + N > oldest(first); }
   METAL_FUNC bool all(int begin, int N) const thread { return begin + N - 1 <= first && begin >= oldest(last()); }
 };
@@ -89,7 +89,7 @@ METAL_FUNC void add_scores(
   }
 }
 
-// What `out` gets of values that are no finite numbers, from the queries that see their keys: their products with p.
+// The part of `out` from values that are not finite, for the queries that attend to their keys: products with p.
 template <int BLOCKS, int PARTS>
 METAL_FUNC void add_wild(
     const thread float* wild,
@@ -117,8 +117,8 @@ METAL_FUNC void add_wild(
 }
 
 // Adds to out[b] the p of row block b (from `p`, 8 keys of each row) times the values of 8 keys from position `begin` on.
-// Part t has columns 2 t and 2 t + 1 of a lane's. Where some queries do not see some of the keys, 0 times an infinity
-// must not reach them: what is not finite is taken out, and added for those that see it.
+// Part t has columns 2 t and 2 t + 1 of a lane's. Where some queries do not attend to some keys, 0 times infinity
+// must not reach them: values that are not finite are removed, and added for the queries that attend to them.
 template <int BLOCKS, int PARTS>
 METAL_FUNC void add_values(
     thread float* values,

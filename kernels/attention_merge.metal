@@ -1,4 +1,4 @@
-// The output of an attention whose keys were taken in chunks: chunks in ascending order, then the sink, then the gate.
+// The output of an attention over chunks of keys: the chunks in ascending order, then the sink, then the gate.
 //
 // Inputs   partials [N * Hkv, chunks, R, Dv] float, each chunk's sum of p v; ml [N * Hkv, chunks, R, 2] float, its largest
 //          score and its sum of p = exp(score - largest). R = G * L: row g * L + i is head g of the KV head's G at query i
@@ -6,9 +6,9 @@
 //          [N, L, Hq, Dv] where it is 2, not read where it is 0; Hq = Hkv * G. shares [2] int32, the first is N
 // Output   y [N, L, Hq * Dv] of T
 // Template T, SINKS
-// Grid     (Dv, N * Hq, L), any group of threads
+// Grid     (Dv, N * Hq, L), any threadgroup
 //
-// A chunk in which a row saw nothing (sum 0) is passed over, so that bits do not depend on how many there are.
+// A chunk in which a row attends to nothing (sum 0) is skipped, so that bits do not depend on the number of chunks.
 
 #include "activations.h"
 
@@ -38,7 +38,7 @@ if constexpr (SINKS) {
   sum += metal::fast::exp(float(sinks[head * sinks_strides[0]]) - largest);
 }
 
-// The sign of a zero may come from rows that this one does not see: + 0 makes all of them positive.
+// The sign of a zero may come from rows that this one does not attend to; + 0 makes it positive.
 T value = static_cast<T>(out / sum + 0.0f);
 if (shares[1]) {
   const int64_t at = text * gate_strides[0] + i * gate_strides[1] + head * gate_strides[2] +

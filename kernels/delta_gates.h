@@ -1,7 +1,7 @@
 // The gates of a gated-delta layer with the bits of MLX's elementwise kernels: every operation rounds to its type.
 
 // log(1 + exp(x)), in the steps of a log-add-exp with 0.
-// Its exp and log are of the precision that compile options say, as they are in the kernels that mx.compile makes.
+// The compile options decide the precision of its exp and log, as in kernels that mx.compile makes.
 template <typename T>
 METAL_FUNC T softplus(T x) {
   if (metal::isnan(x)) {

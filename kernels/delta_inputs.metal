@@ -1,5 +1,5 @@
-// What a gated-delta recurrence reads of new rows: their causal depthwise convolution, on rows that follow the first n
-// of a tape, with SiLU; q and k normed per head; and the gates. One simdgroup for each unit of each row of B texts.
+// The inputs of a gated-delta recurrence for new rows: their causal depthwise convolution, after the first n rows
+// of a tape, with SiLU; q and k normed per head; and the gates. One simdgroup per unit and row of B sequences.
 //
 // Inputs   of any strides: before [B, taps-1+P, C]: the rows before and on the tape; w [C, taps, 1]; both of T
 //          x [B, T, G, C/G] of T, each group's share of q, k and v; accepted [B] int: n, from 0 to P
@@ -10,7 +10,7 @@
 // Template T, A (what the types of a and dt_bias promote to), B (b's), BLOCKS (of 128 values of a unit)
 // Grid     (32, units, B * (taps-1+T)), threadgroup (32, any, 1). Units: q's heads, k's, v in BLOCKS, gates in 32s
 //
-// Sums are taken in float, from the oldest tap on, and rounded to T; everything behind them rounds as MLX's ops do.
+// Sums are in float, from the oldest tap on, and rounded to T; all later values are rounded as by MLX's ops.
 
 #include "rms.h"
 #include "activations.h"
@@ -19,9 +19,9 @@
 const int C = w_shape[0], taps = w_shape[1], behind = taps - 1, Hv = A_log_shape[0];
 const int Hk = layout[0], D = layout[1], keys = Hk * D;
 const int group_keys = keys / x_shape[2], group_values = (C - 2 * keys) / x_shape[2], group_heads = a_shape[3];
-const int unit = thread_position_in_grid.y, row = thread_position_in_grid.z;  // of all texts
+const int unit = thread_position_in_grid.y, row = thread_position_in_grid.z;  // of all sequences
 const int text = row / (behind + x_shape[1]), t = row % (behind + x_shape[1]) - behind;
-const size_t fresh = size_t(text) * x_shape[1] + t;  // of all new rows
+const size_t fresh = size_t(text) * x_shape[1] + t;  // among all new rows
 const int n = clamp(int(accepted[text]), 0, int(before_shape[1]) - behind);
 const int lane = thread_index_in_simdgroup;
 

@@ -1,11 +1,11 @@
-// A token of each row, drawn from the first n of its logits, cut by top-p and min-p, with the noise of a draw from the whole row.
+// A token of each row, drawn from its n greatest logits after top-p and min-p, with the noise of a draw from the whole row.
 //
 // Inputs   of any strides: values [M, n] float, the greatest first, n at most 64; tokens [M, n] int32; total [M] float, the
 //          logarithm of the sum of all exponentials of a row. key [2] uint32, position [1] uint32, that of row 0;
-//          limits [3] float: 1 / temperature, top-p, the logarithm of min-p (-infinity for none); count [1] uint32: tokens
-//          that there are
+//          limits [3] float: 1 / temperature, top-p, the logarithm of min-p (-infinity for none); count [1] uint32: the
+//          vocabulary's size
 // Output   drawn [M] int32
-// Grid     x: 32; y: M;  group of threads (32, 1, 1)
+// Grid     x: 32; y: M;  threadgroup (32, 1, 1)
 //
 // A NaN is never chosen; where nothing is greater than -infinity the token is 0.
 

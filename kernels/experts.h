@@ -2,8 +2,8 @@
 
 #include "quantized.h"
 
-constant constexpr int COLUMNS = 4; // weight rows that a simdgroup takes
-constant constexpr int VISITORS = 8; // rows of x that are taken together, at most
+constant constexpr int COLUMNS = 4; // weight rows per simdgroup
+constant constexpr int VISITORS = 8; // maximum rows of x processed together
 
 // One expert's matrices [N, K], N a multiple of COLUMNS, and where rows of x begin that visit it: `count` of them, then the
 // last again.
@@ -23,7 +23,7 @@ METAL_FUNC Source<S> of_expert(
   return {(const device uint8_t*)w + row * (K / 8 * BITS), scales + row * groups, biases + row * groups};
 }
 
-// Lane COLUMNS * m + c gets the products of row m with row begin + c of each source; x is asked for once for all of them.
+// Lane COLUMNS * m + c gets the products of row m with row begin + c of each source; x is requested once for all.
 // No more than 16 sums are in registers: of more than 4 rows (of two sources 2) fewer weight rows go at a time.
 template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS, int SOURCES>
 METAL_FUNC void rows_product(

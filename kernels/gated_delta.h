@@ -1,7 +1,7 @@
 // The gated delta rule on a slice of one row of a state, kept in registers.
 //
-// A row of Dk values is spread over lanes, `N` neighbouring values to each. CHAINS says in which order a sum over the
-// row is taken: 1: a lane's products one after the other, then the simdgroup's sum (the row has all 32 lanes);
+// A row of Dk values is spread over lanes, `N` neighbouring values to each. CHAINS is the order of a sum over the
+// row: 1: a lane's products one after the other, then the simdgroup's sum (the row has all 32 lanes);
 // 8: chains of four products, whose sums meet in pairs, then lanes 1 and 2 apart (the row has 4 lanes of N = 32).
 
 template <int CHAINS>

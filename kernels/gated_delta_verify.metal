@@ -10,7 +10,7 @@
 // Grid (32, Dv * LANES / 32, B * Hv), threadgroup (32, any, 1).
 //
 // Rows beyond n are not read: they may hold anything. An array of few elements arrives in another address space, so
-// only what has a head's Dk values is passed on as a device pointer.
+// only arrays with a head's Dk values are passed on as device pointers.
 
 #include "gated_delta.h"
 

@@ -1,4 +1,4 @@
-// The RMS norm of each head times a weight, times silu(z), which is taken in float; one simdgroup for each head.
+// The RMS norm of each head times a weight, times silu(z) in float; one simdgroup per head.
 //
 // Inputs   of any strides: y [1, T, H, D] of T; z [1, T, G, H D / G]; weight [D]. eps [1] float
 // Outputs  out [1, T, H, D] of T

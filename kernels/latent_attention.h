@@ -32,13 +32,13 @@ float2 staged_pair(const threadgroup T* from) {
   return float2(static_cast<float>(pair.x), static_cast<float>(pair.y));
 }
 
-// The keys that rows look at: all before `end`, or of a list of `end` slots those up to `last`.
+// The keys that rows attend to: all before `end`, or those up to `last` in a list of `end` slots.
 template <bool CHOSEN, typename List>
 struct Keys {
   List list;
   int end, last;
 
-  // The slot of a key, -1 where there is none to look at.
+  // The slot of a key, -1 if there is none.
   METAL_FUNC int slot(int key) const thread {
     const int found = key >= end ? -1 : CHOSEN ? int(list[key]) : key;
     return CHOSEN && found > last ? -1 : found;

@@ -2,13 +2,13 @@
 //
 // Inputs   q [1, H, L, DV], q_pe [1, H, L, DR]; latent [1, 1, S, DV], k_pe [1, 1, S, DR]; scale [1] float;
 //          offset [1] int: row i of L is at position offset + i, and later slots are not read
-//          start [1] int: the first position that holds anything; a row before it sees itself
-//          chosen [L, C] of integers, with CHOSEN: the slots that each of L rows looks at, in ascending order; keys are numbered
-//          in its order then
-// Outputs  scores [blocks of 8 keys, R, 8] float, R = H * L: -infinity where a row does not see a key
+//          start [1] int: the first position with contents; a row before it attends to itself
+//          chosen [L, C] of integers, with CHOSEN: the slots that each of L rows attends to, in ascending order; keys
+//          are numbered in this order
+// Outputs  scores [blocks of 8 keys, R, 8] float, R = H * L: -infinity where a row does not attend to a key
 //          peaks [tiles, R] float: the largest score of each tile
 // Template T (inputs), DV, DR, KEYS (of a tile: 8 or 16), FRAGMENTS (of 8 rows that a simdgroup has in registers), CHOSEN
-// Grid     x: 32 per tile; y: simdgroups; z: 1, with CHOSEN L;  group of threads (32, simdgroups, 1)
+// Grid     x: 32 per tile; y: simdgroups; z: 1, with CHOSEN L;  threadgroup (32, simdgroups, 1)
 
 #include "latent_attention.h"
 

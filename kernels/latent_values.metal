@@ -1,15 +1,15 @@
 // Of a chunk of keys and a slice of the values: exp(scores - their largest) times values, for every row.
 //
-// Inputs   scores [blocks of 8 keys, R, 8] float, -infinity where a row does not see a key; peaks [tiles, R] float, the
+// Inputs   scores [blocks of 8 keys, R, 8] float, -infinity where a row does not attend to a key; peaks [tiles, R] float, the
 //          largest of each tile of KEYS keys; latent [1, 1, S, DV]; offset [1] int; sizes [2] int: rows (slots from offset +
 //          rows on are not read), and keys of the smallest chunk, a multiple of 32; chosen: as in latent_scores
 // Outputs  out [1, chunks, R, DV] float, not divided by the sum; ml [1, chunks, R, 2] float: largest score and sum of
-//          the weights, -infinity and 0 where a row sees nothing
+//          the weights, -infinity and 0 where a row attends to nothing
 // Template T (latent), DV, KEYS, CHUNK (keys of the largest), SLICE (values), CHOSEN
-// Grid     x: 32 per slice; y: simdgroups per chunk; z: 1, with CHOSEN sizes[0];  group of threads (32, simdgroups, 1)
+// Grid     x: 32 per slice; y: simdgroups per chunk; z: 1, with CHOSEN sizes[0];  threadgroup (32, simdgroups, 1)
 //
-// Values that are not finite count as 0: a row that sees one has a score that is not finite either, and to a row that
-// does not see it, it must not matter.
+// Values that are not finite count as 0: a row that attends to one has a score that is not finite either, and another
+// row must not depend on it.
 
 #include "chunks.h"
 #include "latent_attention.h"

@@ -1,13 +1,13 @@
-// y[m] = sum over m's experts, in ascending order, of weight * (h . down), down quantized; then what is shared is added.
+// y[m] = sum over m's experts, in ascending order, of weight * (h . down), down quantized; then the shared part is added.
 //
 // Inputs   w [EXPERTS, N, K * BITS / 32] uint32; scales, biases [EXPERTS, N, K / GROUP] (floating-point formats: scales
 //          twice); h [P, K]; from moe_route: weights [P] float32, experts [P], starts [P + 1], places [P]; sizes [4] int32,
-//          the first is top_k; shared [M, N] of T; shared_gate [M] of T; kind [1] int32: of what is
-//          shared 0: none, 1: it is added, 2: added times sigmoid(shared_gate)
+//          the first is top_k; shared [M, N] of T; shared_gate [M] of T; kind [1] int32: the
+//          shared part is 0: absent, 1: added, 2: added times sigmoid(shared_gate)
 // Output   y [M, N]
-// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: that are taken together of those of a visit),
+// Template T (h, shared, shared_gate, y), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: of one expert, processed together),
 //          SIMDGROUPS, PAIRS (at least P)
-// Grid     x: 32; y: SIMDGROUPS per 4 values of N;  group of threads (32, SIMDGROUPS, 1)
+// Grid     x: 32; y: SIMDGROUPS per 4 values of N;  threadgroup (32, SIMDGROUPS, 1)
 
 #include "experts.h"
 #include "activations.h"
@@ -16,7 +16,7 @@ const int lane = thread_index_in_simdgroup, worker = simdgroup_index_in_threadgr
 const int P = h_shape[0], K = h_shape[1], N = w_shape[1], top_k = sizes[0];
 const int begin = threadgroup_position_in_grid.y * COLUMNS;
 
-// Each simdgroup takes every SIMDGROUPS-th expert; what they found is added up in one order, whoever found it.
+// Each simdgroup processes every SIMDGROUPS-th expert; their sums are added in the experts' order.
 threadgroup float products[PAIRS * COLUMNS];
 for (int slot = worker; slot < P && starts[slot] < P; slot += SIMDGROUPS) {
   const int start = starts[slot], end = starts[slot + 1];

@@ -5,8 +5,8 @@
 //          formats: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped; from moe_route: tokens [P], experts
 //          [P], starts [P + 1]
 // Output   h [P, N], in the order of tokens
-// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: that are taken together of those of a visit)
-// Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  group of threads (32, 2, 1)
+// Template T (x, limit, h), S (scales), BITS, GROUP, FP, VALUES, ROWS (1, 2, 4 or 8: of one expert, processed together)
+// Grid     x: 32; y: 2 per 8 values of N; z: P, one for each distinct expert;  threadgroup (32, 2, 1)
 
 #include "experts.h"
 #include "activations.h"

@@ -6,7 +6,7 @@
 //          int32: the distinct experts and where the pairs of each start (-1 and P behind the last); places [P] int32:
 //          where each row's pairs stand, one row after the other, its experts in ascending order
 // Template T (logits), SOFTMAX (else sigmoid), BIASED, VALUES (4 per 128 experts), PAIRS (at least P)
-// Grid     (32, M, 1), all of it one group of threads: 32 for each row
+// Grid     (32, M, 1), all of it one threadgroup: 32 for each row
 
 #include "activations.h"
 #include "routing.h"
@@ -23,7 +23,7 @@ Softmax softmax = {0, 0};
 if constexpr (SOFTMAX) {
   softmax = softmax_of<VALUES>(values, lane);
 }
-uint candidates[VALUES]; // 0: none, or taken
+uint candidates[VALUES]; // 0: none, or chosen already
 for (int i = 0; i < VALUES; i++) {
   const int expert = expert_at(i, lane);
   float score = SOFTMAX ? float(static_cast<T>(softmax(values[i]))) : sigmoid(values[i]);

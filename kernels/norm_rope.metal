@@ -1,12 +1,12 @@
-// RMS norm (or none) and rotary positions of queries and keys, heads first; one simdgroup for each row of each head.
+// RMS norm (or none) and rotary positions of queries and keys, heads first; one simdgroup per row and head.
 //
 // Inputs   of any strides: q [B, L, Hq, >= D], k [B, L, Hk, >= D] of T; q_weight, k_weight [D], where NORM
 //          freqs float: [dims / 2] where FREQS, else [1], the base's log2; offset [B] int: the position of row 0
 //          layout [4] int: D, dims, and elements from pair to pair and within one. eps [1] float
-//          factors [2] float: of positions, of what is rotated
+//          factors [2] float: of positions, of rotated values
 // Outputs  queries [B, Hq, L, D], keys [B, Hk, L, D] of O
 // Template T, O (the type that T and the weights' promote to), NORM, FREQS, BLOCKS (of 128 values of a head)
-// Grid     (32, Hq + Hk, B * L), group of threads (32, 1, 1)
+// Grid     (32, Hq + Hk, B * L), threadgroup (32, 1, 1)
 
 #include "rms.h"
 

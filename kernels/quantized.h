@@ -84,7 +84,7 @@ struct Format {
     }
   }
 
-  // Chunk of x as the weights want it; returns what it adds to the sum that biases are multiplied with.
+  // Loads a chunk of x in the weights' order; returns its part of the sum that biases are multiplied with.
   template <typename T>
   static METAL_FUNC float load(const device T* x, float sum, thread float* values) {
     UNROLL
@@ -168,7 +168,7 @@ METAL_FUNC void gathered_products(
   constexpr int STRIDE = LANES * VALUES;
   constexpr int EACH = RESULTS / SOURCES;
 
-  // Long offsets once; in the loop, where they would cost more than the products, a row is so many bytes and groups on.
+  // Long offsets once; in the loop, where they would cost more than the products, a row is a number of bytes and groups further.
   const int row_bytes = K / 8 * BITS, row_groups = K / GROUP;
   Source<S> from[SOURCES];
   int byte_offset[RESULTS], group_offset[RESULTS];

@@ -47,7 +47,7 @@ METAL_FUNC Softmax softmax_of(const thread float* values, int lane) {
   return softmax;
 }
 
-// The place of the sum of the two best values of group `group`, each group so many neighbouring experts.
+// The place of the sum of the two best values of group `group`, each group a number of neighbouring experts.
 template <int VALUES>
 METAL_FUNC uint group_place(const thread uint* places, int group, int experts, int lane) {
   uint best = 0, second = 0;

@@ -1,22 +1,22 @@
-// Attention of a few neighbouring queries of each of N texts to the positions of its KV cache, so many at a time;
-// `attention_merge` puts the chunks together. A group of threads serves all R = G * L rows of a KV head, or as many as its
-// registers hold sums of: keys and values are asked for once for all of them.
+// Attention of a few consecutive queries of each of N sequences to the positions of its KV cache, in chunks, which
+// `attention_merge` combines. A threadgroup serves all R = G * L rows of a KV head, or the number whose sums fit in its
+// registers, and requests keys and values once for all of them.
 //
 // Inputs   q [N, Hq, L, D] of T, Hq = G * Hkv; keys [.., Hkv, S, D], values [.., Hkv, S, DV] of T, or with BITS as
-//          mx.quantize makes them, with their scales and biases (BITS 0: anything); of each text [N] int32: offset, the first
-//          query's position; text_start, before which no query looks (but at itself); cache_row, where its keys and values
-//          are. sight [3] int32: of how many positions a query sees (0: all); positions of the smallest and largest chunk,
+//          from mx.quantize, with scales and biases (BITS 0: anything); of each sequence [N] int32: offset, the first
+//          query's position; text_start, before which no query attends (but to itself); cache_row, the index of its keys and
+//          values. sight [3] int32: the window in positions (0: all); positions of the smallest and largest chunk,
 //          multiples of 32. scale [1] float. Position p is in slot p % S
 // Outputs  partials [N * Hkv, chunks, R, DV] float, the sums of p v; ml [N * Hkv, chunks, R, 2] float, the largest score and
 //          the sum of p = exp(score - largest); row g * L + i is head g of the KV head's G at query i
 // Template T, D, DV, BITS, GROUP; TILE: keys whose scores are kept; BLOCKS of 8 rows; PARTS: 8 PARTS columns of the values
 //          to a simdgroup
-// Grid     (chunks, N * Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; a text's first chunk holds the oldest
-//          position that is seen
+// Grid     (chunks, N * Hkv, R / (8 BLOCKS)) groups of DV / (8 PARTS) simdgroups; a sequence's first chunk has the
+//          oldest visible position
 //
-// A row's largest score is brought up to date, and its sums scaled, every 32 positions, whatever TILE. All sums are of
-// float, in an order of positions alone; exponentials are the fast ones, as in MLX's attention, of arguments up to 0.
-// Positions that no row sees are not read.
+// A row's largest score is updated, and its sums scaled, every 32 positions, whatever TILE is. All sums are in float,
+// in an order that depends on positions alone; exponentials are fast ones, as in MLX's attention, of arguments up to 0.
+// Positions that no row attends to are not read.
 
 #include "chunks.h"
 #include "attention.h"
@@ -117,7 +117,7 @@ for (int tile = begin; tile < end; tile += TILE) {
           p[4 * j] = rate;
           unit += rate;
         }
-        // A row that saw nothing new, or nothing before, stays exactly as it is.
+        // A row without new or without earlier positions stays exactly as it is.
         const bool same = largest[pass] == top || largest[pass] == -INFINITY;
         const float alpha = same ? 1.0f : metal::fast::exp(largest[pass] - top);
         sum[pass] = fma(sum[pass], alpha, quad_sum(unit));

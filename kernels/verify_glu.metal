@@ -5,7 +5,7 @@
 // Output   y [M, H]
 // Template T (x, limit, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
-//          y: 2 per 2 * (32 / LANES) * RESULTS / 2 values of H;  group of threads (32, 2, 1)
+//          y: 2 per 2 * (32 / LANES) * RESULTS / 2 values of H;  threadgroup (32, 2, 1)
 
 #include "quantized.h"
 #include "activations.h"
@@ -30,7 +30,7 @@ for (int r = 0; r < PAIRS; r++) {
 }
 UNROLL
 for (int m = 0; m < ROWS; m++) {
-  rows[m] = min(m, M - 1 - first) * K; // the last row stands for those that are missing
+  rows[m] = min(m, M - 1 - first) * K; // the last row stands in for missing ones
 }
 const Source<S> sources[1] = {{(const device uint8_t*)w, scales, biases}};
 float result[ROWS][RESULTS] = {};

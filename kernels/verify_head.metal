@@ -6,7 +6,7 @@
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
 // Template T (x, bias), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, TILE, BIAS, SUM
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
-//          y: 8 per tile of TILE weight rows;  group of threads (32, 8, 1)
+//          y: 8 per tile of TILE weight rows;  threadgroup (32, 8, 1)
 
 #include "quantized.h"
 #include "random.h"

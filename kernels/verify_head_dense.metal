@@ -5,7 +5,7 @@
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
 // Template T, LANES of a simdgroup along K, ROWS, TILE, BIAS, SUM
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
-//          y: 8 per tile of TILE rows of w;  group of threads (32, 8, 1)
+//          y: 8 per tile of TILE rows of w;  threadgroup (32, 8, 1)
 
 #include "gemv_rows.h"
 #include "random.h"

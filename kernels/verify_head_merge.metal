@@ -3,7 +3,7 @@
 // Inputs   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32, of verify_head; n at most 64
 // Output   best [M, n (+ 1 with SUM)] float, tokens [M, n] int32
 // Template SUM
-// Grid     x: 256 per row;  group of threads (256, 1, 1)
+// Grid     x: 256 per row;  threadgroup (256, 1, 1)
 //
 // Each simdgroup puts the first n of its tiles in order; then all place theirs among those of the others.
 
@@ -21,7 +21,7 @@ const auto row_values = values + row * tiles * (n + SUM);
 const auto row_indices = indices + row * tiles * n;
 
 Choice last = before_all(), next = after_all();
-bool taken = true; // what this lane had to offer
+bool taken = true; // this lane's candidate
 for (int j = 0; j < n; j++) {
   if (taken) {
     next = after_all();

@@ -5,7 +5,7 @@
 // Output   y [H, M, N] where HEADS_FIRST, else [M, H, N]
 // Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, HEADS_FIRST
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
-//          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  z: H;  group of threads (32, 2, 1)
+//          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  z: H;  threadgroup (32, 2, 1)
 
 #include "quantized.h"
 

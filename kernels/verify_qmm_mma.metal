@@ -4,7 +4,7 @@
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
 // Output   y [M * N]: for each weight in turn its [M, N_p]
 // Template T (x, y), S (scales), BITS, GROUP, FP, TILES, BLOCKS
-// Grid     x: 32 per 8 * BLOCKS rows of x;  y: SPLIT per 8 * TILES weight rows;  group of threads (32, SPLIT, 1)
+// Grid     x: 32 per 8 * BLOCKS rows of x;  y: SPLIT per 8 * TILES weight rows;  threadgroup (32, SPLIT, 1)
 //
 // Column c of a block of 8 * RUN values of K is the RUN values that begin at c * RUN; step i multiplies value i of every
 // column, weights [8 n, 8 c] by x [8 c, 8 m]. Blocks are dealt to the SPLIT simdgroups in turn.

@@ -1,8 +1,8 @@
-"""Generate tokens (`generate_step`), text pieces (`stream_generate`), a text (`generate`) or several: the public API.
+"""Generate tokens (`generate_step`), text pieces (`stream_generate`), a text (`generate`) or a batch of texts.
 
-Any thread may call these, and any may advance, close or drop a generator. Work on models is done by turns, one cycle
-(or load, or prompt) at a time, in the order in which it was asked for: texts that are generated at once share the
-machine cycle by cycle, and a generator that nobody advances keeps nobody waiting.
+Any thread may call these functions, and any thread may advance, close or drop a generator. Concurrent generations
+take turns on the machine, one cycle (or load, or prompt) at a time, in the order of their requests; a generator that
+is not advanced does not block others.
 """
 
 import sys
@@ -35,12 +35,13 @@ from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
 
 Prompt = str | mx.array | Sequence[int]
+Generated = Generator[Yielded, None, None]
 RULE = "=" * 10
 
 
 @dataclass
 class GenerationResponse(MLXResponse):
-    """mlx-lm's response and, as `stats`, the counters of the generation so far."""
+    """mlx-lm's response, with the counters of the generation so far as `stats`."""
 
     stats: Stats | None = None
 
@@ -82,58 +83,37 @@ def generate_step(
     stop_tokens: Collection[int] = (),
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
-) -> Generator[Yielded, None, None]:
+) -> Generated:
     """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
 
-    Raises ValueError (at the call) for an option out of range.
+    Raises ValueError for an option out of range, at the call.
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
-    step = checked.check_step(model, sampling, sampler, draft_sampling, prefill_step_size)
-    checked.check_numbers(max_tokens, step, seed, draft_p_min)
+    chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
+    checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.opened(model, prompt, *given)
-    max_tokens = make_room(model, cache, len(tokens), max_tokens, step, max_context, check=check_memory)
+    max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    same = (k, lookup, max_tokens, cache.offset, step, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
+    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
     tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
-    settings = {"adaptive": adaptive, "p_min": draft_p_min, "compile_cycles": compile_cycles}
-    decoder, keep = _decoder(model, cache, picker, stats, step, k, lookup, **settings)
-    steps = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_closed_by(steps, keep))
-
-
-def _decoder(
-    model: Target,
-    cache: PromptCache,
-    picker: Picker,
-    stats: Stats,
-    chunk: int,
-    k: int,
-    lookup: int,
-    *,
-    adaptive: bool,
-    p_min: float,
-    compile_cycles: bool | None,
-) -> tuple[Decoder, Callable[[], None]]:
-    """Make a generation's decoder, and the function that keeps its costs for the next generation."""
     compiled = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=p_min > 0, compiled=compiled)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
     agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, p_min, compiled)
-    return decoder, partial(remember, model, control, compiled)
+    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, compiled)
+    generated = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
+    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)))
 
 
-def _closed_by(
-    steps: Generator[Yielded, None, None], remember_costs: Callable[[], None]
-) -> Generator[Yielded, None, None]:
-    """Yield the steps, then keep what they cost for the next generation."""
+def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:
+    """Yield a generation's tokens; at its end store the measured costs, which the next generation starts with."""
     try:
-        yield from steps
+        yield from generated
     except RuntimeError as e:
         wait_for_reason(e)
         raise
@@ -147,7 +127,7 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
-    The tokenizer's end-of-text tokens always stop. Raises ValueError (at the call) for an argument out of range.
+    The tokenizer's end-of-text tokens always end it. Raises ValueError for an argument out of range, at the call.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
@@ -157,12 +137,12 @@ def stream_generate(
     ids = encoded(tokenizer, prompt)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
-    steps = generate_step(ids, model, **{**options, "max_tokens": max_tokens, "stats": stats, "stop_tokens": stops})
-    return in_turns(_responses(tokenizer.detokenizer, steps, stats, stops))
+    options |= {"max_tokens": max_tokens, "stats": stats, "stop_tokens": stops}
+    return in_turns(_responses(tokenizer.detokenizer, generate_step(ids, model, **options), stats, stops))
 
 
 def encoded(tokenizer: Any, prompt: Prompt) -> Any:
-    """Return a prompt's token ids; a text begins with the tokenizer's own first token, once."""
+    """Return a prompt's token ids; for a text they start with the tokenizer's BOS token exactly once."""
     if not isinstance(prompt, str):
         return prompt
     bos = tokenizer.bos_token
@@ -170,18 +150,21 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Any:
 
 
 def _responses(
-    detokenizer: Any, steps: Generator[Yielded, None, None], stats: Stats, stops: Collection[int]
+    detokenizer: Any, generated: Generated, stats: Stats, stops: Collection[int]
 ) -> Generator[GenerationResponse, None, None]:
-    """Make a response of each step; as in mlx-lm the last one has the reason."""
-    with closing(steps):
-        for step in steps:
+    """Yield a response for each generated token; as in mlx-lm the last one has a finish reason."""
+    with closing(generated):
+        for each in generated:
             reason = "length" if stats.generation_tokens == stats.max_tokens else None
-            yield text_response(detokenizer, step, stats, "stop" if step[0] in stops else reason)
+            yield text_response(detokenizer, each, stats, "stop" if each[0] in stops else reason)
 
 
-def text_response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
-    """Detokenize a step, the last one where there is a reason: "stop", whose token has no text, or "length"."""
-    token, logprobs, from_draft = step
+def text_response(detokenizer: Any, generated: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
+    """Return a generated token's response with its text.
+
+    reason: None before the last token; then "length", or "stop", whose token adds no text.
+    """
+    token, logprobs, from_draft = generated
     if reason != "stop":
         detokenizer.add_token(token)
     if reason:
@@ -189,7 +172,7 @@ def text_response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | N
     return GenerationResponse(
         text=detokenizer.last_segment,
         token=token,
-        logprobs=logprobs,  # type: ignore[arg-type] - None unless asked for
+        logprobs=logprobs,  # type: ignore[arg-type] - None without logprobs=True
         from_draft=from_draft,
         prompt_tokens=stats.prompt_tokens,
         prompt_tps=stats.prompt_tps,
@@ -203,7 +186,7 @@ def text_response(detokenizer: Any, step: Yielded, stats: Stats, reason: str | N
 
 @checked.explained
 def generate(model: Target, tokenizer: Any, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
-    """Return the whole text of `stream_generate`; verbose: write it as it comes, and its speeds, as mlx_lm does."""
+    """Return the whole text of `stream_generate`. verbose: also print it as it arrives, then its speed, as mlx_lm."""
     responses = stream_generate(model, tokenizer, prompt, **options)
     return "".join(response.text for response in (_shown(responses) if verbose else responses))
 
@@ -234,10 +217,11 @@ def batch_generate(
     return_logprobs: bool = False,
     **options: Any,
 ) -> BatchResponse:
-    """Generate a text for each prompt, all at once, with mlx_lm's arguments and response.
+    """Generate a text for each prompt, decoded in one batch, with mlx_lm's arguments and response.
 
-    prompts: token ids, or texts. prompt_caches: one for each, left as it is. max_tokens: of all, or one for each.
-    return_logprobs: of the chosen tokens. Other options, mlx_lm's among them, are those of `BatchGenerator`.
+    prompts: texts or token ids. prompt_caches: one per prompt; they are not changed. max_tokens: one number for all
+    prompts, or one per prompt. return_logprobs: return the log probabilities of the generated tokens. Other options
+    are those of `BatchGenerator`.
     """
     checked.check_names(options)
     ids = [encoded(tokenizer, prompt) for prompt in prompts]
@@ -248,15 +232,15 @@ def batch_generate(
     stops = {*options.pop("stop_tokens", ()), *tokenizer.eos_token_ids}
     batch = BatchGenerator(model, stop_tokens=[[token] for token in stops], logprobs=return_logprobs, **options)
     answers: list[list[Response]] = [[] for _ in ids]
-    over = 0
+    finished = 0
     try:
         batch.insert(ids, limits, prompt_caches)
         with batch.stats() as stats:
             for response in chain.from_iterable(iter(batch.next_generated, [])):
                 answers[response.uid].append(response)
                 if response.finish_reason and verbose:
-                    over += 1
-                    sys.stdout.write(f"[batch_generate] Finished processing {over}/{len(ids)} ...\n")
+                    finished += 1
+                    sys.stdout.write(f"[batch_generate] Finished processing {finished}/{len(ids)} ...\n")
                     sys.stdout.flush()
     finally:
         batch.close()

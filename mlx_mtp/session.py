@@ -1,7 +1,7 @@
-"""Hold a conversation: its messages and the caches of the tokens already processed.
+"""Hold a conversation with a model: its messages, and the caches of the tokens already processed.
 
-Every turn renders and tokenizes the whole conversation again, so the text never depends on the caches. The caches
-continue if their tokens are a prefix of the new prompt. If a chat template rewrote an earlier answer, or an answer
+Every turn renders and tokenizes the whole conversation again, so the prompt never depends on the caches. They are
+reused if their tokens are a prefix of the new prompt. If the chat template changed an earlier answer, or an answer
 tokenizes differently, they roll back to a snapshot before the first difference.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 from .cache.from_mlx_lm import from_mlx_lm
 from .cache.mark import Mark, Quantizing
 from .cache.prompt_cache import PromptCache, make_prompt_cache
-from .cache.prompt_prefix import render, shared
+from .cache.prompt_prefix import shared
+from .checkpoint.chat_template import render
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
-from .decoding.options import cache_options, default_draft_tokens, default_step
+from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
 from .layers.target import Target
@@ -30,35 +31,34 @@ Responses = Generator[GenerationResponse, None, None]
 
 
 class Stopped(Exception):
-    """Raised when `ChatSession.stopping` is set during the prefill."""
+    """`ChatSession.stopping` was set during the prefill."""
 
 
 @dataclass
 class Turn:
     """Token counts and times of one turn.
 
-    prompt_tokens: the whole conversation up to the answer; reused: the number of them that the caches already held.
-    read_time:     prefill seconds that `stats` does not include, those before the last few tokens.
+    prompt_tokens: tokens of the whole conversation before the answer. reused: those that the caches contained.
+    prompt_time: prefill seconds that `stats` does not include: those before the generation prompt.
     """
 
     prompt_tokens: int
     reused: int = 0
-    read_time: float = 0.0
+    prompt_time: float = 0.0
     stats: Stats = field(default_factory=Stats)
 
     @property
     def prompt_tps(self) -> float:
-        """New prompt tokens per second, up to the first token of the answer."""
-        new, seconds = self.prompt_tokens - self.reused, self.read_time + self.stats.prefill_time
+        """Prefill speed: new prompt tokens per second, up to the first token of the answer."""
+        new, seconds = self.prompt_tokens - self.reused, self.prompt_time + self.stats.prefill_time
         return new / seconds if seconds else 0.0
 
 
 class ChatSession:
-    """Messages and caches of a conversation.
+    """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
-    cache:    `cache.tokens` lists its tokens, however a turn ended.
-    stopping: set it from a signal handler or another thread to end the current turn; the turn's end clears it.
-    num_draft_tokens: may change between turns.
+    cache: its `PromptCache`; `tokens` are correct however a turn ended. num_draft_tokens: may change between turns.
+    stopping: set it in a signal handler or another thread to end the current turn; the end of the turn clears it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Any,
     ):
-        """options: those of `stream_generate`; the first message continues the prompt that a `prompt_cache` holds.
+        """options: those of `stream_generate`. The first message continues the prompt of a given `prompt_cache`.
 
         Raises ValueError for an option out of range.
         """
@@ -82,33 +82,29 @@ class ChatSession:
         layout = cache_options(options)
         self._given, self._prefix_text = from_mlx_lm(model, options.pop("prompt_cache", None)), ""
         if self._given is not None:
-            system_prompt = self._continue(self._given, system_prompt)
-            self._begun = (self._given.snapshot(), self._given.quantizing)
+            system_prompt = self._adopt(self._given, system_prompt)
+            self._given_snapshot = (self._given.snapshot(), self._given.quantizing)
         self._blank = self._given.like_new() if self._given else make_prompt_cache(model, **layout)
-        self._at_rest = True
+        self._intact = True  # False while a turn may write to the caches
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        self.options = options
-        self.stopping = False
-        self.answers = 0
+        self.options, self.stopping, self.answers = options, False, 0
         self.reset()
 
     def reset(self) -> None:
         """Start a new conversation. The count of answers continues, so that seeded draws do not repeat."""
         self.messages, self.turn = self._system, Turn(0)
-        if self._given is not None and self._at_rest:
+        if self._given is not None and self._intact:
             self.cache = self._given
-            self._rewind([self._begun], self._begun[0].length)
+            self._rewind([self._given_snapshot], self._given_snapshot[0].length)
         else:
             self._start_over()
-        self._at_rest = True
+        self._intact = True
 
     def resume(self, messages: list[dict[str, str]], answers: int) -> None:
-        """Continue with these messages as if the session had given `answers` answers; seeded draws depend on that
-        count.
+        """Replace the conversation by these messages, and the count of answers, which seeded draws depend on.
 
-        messages: {"role", "content"}; a first message of role "system" becomes the system prompt. If the chat
-                  template
-        raises, ValueError is raised and nothing changes.
+        messages: {"role", "content"}; a first message of role "system" becomes the system prompt. Raises ValueError,
+        without a change, if the chat template refuses the messages.
         """
         self._tokens([*messages, {"role": "user", "content": "?"}])
         self._system = [message for message in messages[:1] if message["role"] == "system"]
@@ -116,7 +112,7 @@ class ChatSession:
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt; may be set at any time and applies to later answers. Raises as `resume` does."""
+        """The system prompt, None if there is none. Setting it affects later answers, and raises as `resume` does."""
         return self._system[0]["content"] if self._system else None
 
     @system_prompt.setter
@@ -124,113 +120,112 @@ class ChatSession:
         self.resume([{"role": "system", "content": text}, *self.messages[len(self._system) :]], self.answers)
 
     def _start_over(self) -> None:
-        """Begin with empty caches."""
+        """Replace the caches by empty ones."""
         self._snapshots: list[tuple[Mark, Quantizing | None]] = []
         self.cache: PromptCache = self._blank.like_new()
         self._given = None
 
-    def _continue(self, cache: PromptCache, system_prompt: str | None) -> str | None:
-        """Adopt the contents of a given cache; return the system prompt."""
+    def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
+        """Take over the prompt and the template options of a given cache; return its system prompt."""
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         prefix = cache.prefix
         if prefix is None and not cache.offset:
             return system_prompt
         if prefix is None or (self.tokenizer.has_chat_template and not prefix.template):
-            raise ValueError("prompt_cache: does not hold the start of a conversation")
+            raise ValueError("prompt_cache: does not contain the start of a conversation")
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
 
     def idle(self) -> IdleTrials:
-        """Return a context manager that tries the remaining kernels while the program waits for the next message."""
+        """Return a context manager that runs pending kernel trials while the program waits for the next message."""
         return IdleTrials(self.model)
 
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
-        """Send a message and yield the answer's responses; `turn` has the counts of the whole prompt.
+        """Send a message and yield the answer's responses; `turn` contains the token counts and times.
 
-        Closing the iterator or setting `stopping` ends the answer. The conversation keeps the part that was yielded;
-        if
-        none was, it drops the message. Raises ValueError if the chat template does.
+        Closing the iterator or setting `stopping` ends the answer. The conversation keeps the yielded part, and drops
+        the message if nothing was yielded. Raises ValueError if the chat template refuses the messages.
+        progress: called with the number of new prompt tokens processed and their total.
         """
         return in_turns(self._answer(text, progress))
 
     def _answer(self, text: str, progress: Progress | None) -> Responses:
-        """Generate the responses of `ask`."""
         text = text if len(self.messages) > len(self._system) else self._prefix_text + text
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt, end = self._tokens(messages)
-        if not self._at_rest:  # an exception ended the last turn, possibly during a write to the caches
+        if not self._intact:  # an exception ended the last turn, possibly during a write to the caches
             self._start_over()
-        self._at_rest = False
+        self._intact = False
         answer: list[str] = []
         try:
             with suppress(Stopped, GeneratorExit), closing(self._responses(prompt, end, progress)) as responses:
                 for response in responses:
                     answer.append(response.text)
                     yield response
-                    if self._ends():
+                    if self._stops_here():
                         break
-            self._at_rest = True
+            self._intact = True
         finally:
             self.stopping = False
-            self._ends()
+            self._stops_here()
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
                 self.answers += 1
 
-    def _ends(self) -> bool:
-        """Return whether to stop the answer here; ranks agree on a stop, one or two cycles later."""
+    def _stops_here(self) -> bool:
+        """Return whether to stop the answer now; several ranks agree on a stop one or two cycles later."""
         if self.ranks:
             self.ranks.stopping = self.stopping
         return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
-        """Prefill the new part of the prompt, with a snapshot at `end`, then decode."""
+        """Prefill the new part of the prompt, take a snapshot at position `end`, then decode."""
         common = shared(self.cache.tokens, prompt[:-1])
         reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
         turn = self.turn = Turn(len(prompt), reused)
-        self._remember()
+        self._take_snapshot()
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
-        self._at_rest = True  # the caches are intact if this raises
-        self._check(total)
-        self._at_rest = False
+        self._intact = True  # the check does not write to the caches
+        self._check_memory(total)
+        self._intact = False
         options: dict[str, Any] = {**self.options, "check_memory": False}  # checked above for the whole prompt
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         if not self.num_draft_tokens and self.model.max_draft_tokens:
             options["prompt_lookup"] = False  # disabled together with the heads
         if first:
             tic = time.perf_counter()
-            options["prompt_progress_callback"] = partial(self._read, progress, 0, total)
+            options["prompt_progress_callback"] = partial(self._on_chunk, progress, 0, total)
             next(generate_step(first, self.model, **{**options, "max_tokens": 0}), None)
-            self._remember()
-            turn.stats.notes_memory()
-            turn.read_time = time.perf_counter() - tic
-        options["prompt_progress_callback"] = partial(self._read, progress, len(first), total)
+            self._take_snapshot()
+            turn.stats.note_peak_memory()
+            turn.prompt_time = time.perf_counter() - tic
+        options["prompt_progress_callback"] = partial(self._on_chunk, progress, len(first), total)
         options["stats"] = turn.stats
         if (seed := self.options.get("seed")) is not None:
             options["seed"] = (seed + self.answers) % 2**63
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
-    def _check(self, new: int) -> None:
-        """Raise ValueError if `new` tokens and an answer do not fit."""
+    def _check_memory(self, new: int) -> None:
+        """Raise ValueError if `new` tokens and an answer do not fit in memory or in the maximum context."""
         options = self.options
-        step = options.get("prefill_step_size") or default_step(self.model)
+        chunk = options.get("prefill_step_size") or default_chunk(self.model)
         ignore = not options.get("check_memory", True)
         limit = within(options.get("max_context"), self.cache.offset, new, options.get("max_tokens", 256))
-        check_prompt(self.model, self.cache, new, limit, step, ignore=ignore)
+        check_prompt(self.model, self.cache, new, limit, chunk, ignore=ignore)
 
-    def _read(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
-        """Report progress or raise Stopped, but only between chunks: after the last one caches are incomplete."""
-        if done < part and (self.ranks.told(self.stopping) if self.ranks else self.stopping):
+    def _on_chunk(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
+        """Report progress or raise Stopped, but only between chunks: after the last one the caches are incomplete."""
+        if done < part and (self.ranks.broadcast(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)
 
-    def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], most: int) -> int:
-        """Roll back to the latest snapshot of at most `most` tokens; return its length, 0 for empty caches."""
+    def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], maximum: int) -> int:
+        """Roll back to the last snapshot of at most `maximum` tokens, or to empty caches; return the new length."""
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
-        self._snapshots = [s for s in snapshots if s[0].length <= most and s[1] is due]
+        self._snapshots = [s for s in snapshots if s[0].length <= maximum and s[1] is due]
         if not self._snapshots or not self.cache.rewinds:
             self._start_over()
             return 0
@@ -238,15 +233,15 @@ class ChatSession:
         self.cache.rewind(last)
         return last.length
 
-    def _remember(self) -> None:
-        """Take a snapshot at the current position unless it exists."""
+    def _take_snapshot(self) -> None:
+        """Store a snapshot of the caches at the current position, unless there is one."""
         here = self.cache.offset
         if here and not (self._snapshots and self._snapshots[-1][0].length == here):
             self._snapshots.append((self.cache.snapshot(), self.cache.quantizing))
             del self._snapshots[:-KEPT_SNAPSHOTS]
 
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
-        """Return the prompt's tokens, and where its generation prompt begins, which is before its last token."""
+        """Return the prompt's tokens, and the index at which its generation prompt starts, at most the last index."""
         prompt = self._encode(messages, answering=True)
         if not prompt:
             raise ValueError("the prompt is empty: the chat template renders nothing for this conversation")
@@ -260,10 +255,9 @@ class ChatSession:
 
 
 def _running_text(messages: list[dict]) -> str:
-    """Concatenate a conversation's messages without a template, each on its own line."""
+    """Join a conversation's messages without a template, each message of the user on a new line."""
     text = ""
     for message in messages:
-        if message["role"] == "user" and text and not text.endswith("\n"):
-            text += "\n"
-        text += message["content"]
+        new_line = message["role"] == "user" and text and not text.endswith("\n")
+        text += ("\n" if new_line else "") + message["content"]
     return text

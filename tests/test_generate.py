@@ -1,4 +1,4 @@
-"""Call the public functions on the demo model, as a user does."""
+"""The public functions on the demo model, called as a user calls them."""
 
 import mlx.core as mx
 import mlx_lm
@@ -16,13 +16,13 @@ PROMPT = "def read_lines(path):\n"
 
 @pytest.fixture(scope="module")
 def demo():
-    """In float32 everywhere: on a GPU it would be loaded as it is, in bfloat16, where near-ties may differ."""
+    """The demo in float32; on a GPU it loads in bfloat16, in which near-ties may differ."""
     model, tokenizer = mlx_mtp.load(demo_path())
     model.set_dtype(mx.float32)
     return model, tokenizer
 
 
-def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
+def test_text_is_the_same_for_every_number_of_drafts_and_form_of_prompt(demo):
     model, tokenizer = demo
     ids = tokenizer.encode(PROMPT)
     forms = [(prompt, None, True) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
@@ -40,7 +40,7 @@ def test_text_is_the_same_for_every_k_and_form_of_prompt(demo):
     assert len(texts.pop()) > 40
 
 
-def test_text_is_mlx_lms(demo):
+def test_tokens_equal_mlx_lms(demo):
     model, tokenizer = demo
     plain, _ = mlx_lm.load(str(demo_path()))
     plain.set_dtype(mx.float32)
@@ -114,7 +114,7 @@ def test_the_demo_answers_and_continues(demo):
 
 
 @sweep
-def test_heads_of_the_demo_are_right_often(demo):
+def test_most_first_drafts_of_the_demo_are_accepted(demo):
     model, tokenizer = demo
     total = mlx_mtp.Stats()
     for prompt in (PROMPT, "class Reader:\n", "import sys\n\ndef main():\n", "    try:\n        "):
@@ -143,7 +143,7 @@ def test_closing_a_stream_leaves_the_cache_usable(demo):
         ({"kv_bits": 8, "kv_group_size": 64}, r"^kv_group_size=64: allowed are divisors of the head size 32"),
     ],
 )
-def test_mistakes(demo, options, message):
+def test_options_out_of_range_are_refused(demo, options, message):
     model, tokenizer = demo
     with pytest.raises(ValueError, match=message):
         mlx_mtp.stream_generate(model, tokenizer, PROMPT, **options)

@@ -121,6 +121,11 @@ def test_nothing_outside_models_knows_a_family():
         assert not [f for f in families if f in file.read_text()], file
 
 
+def test_caches_handle_token_ids_only():
+    for file in FILES:
+        assert room_of(file) != "cache" or "tokenizer." not in file.read_text(), file
+
+
 def test_no_name_is_defined_both_for_one_sequence_and_for_several():
     """`decoding/` and `batch/` are one engine: what both need is written once, and a word means one thing."""
     special = {

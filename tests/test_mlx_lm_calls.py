@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.decoding.options import default_step
+from mlx_mtp.decoding.options import default_chunk
 from mlx_mtp.demo import demo_path
 
 PROMPT = "def main("
@@ -168,4 +168,4 @@ def test_defaults_are_those_of_the_command_line(demo):
     seen = []
     note = lambda done, total: seen.append(done)  # noqa: E731
     list(mlx_mtp.generate_step([1] * 600, model, max_tokens=0, prompt_progress_callback=note))
-    assert seen == [*range(0, 600, default_step(model)), 600]
+    assert seen == [*range(0, 600, default_chunk(model)), 600]

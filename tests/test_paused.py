@@ -37,7 +37,7 @@ QUESTION, CODE = "What does os.path.join do?", "def read_lines(path):"
 def _paused(monkeypatch):
     """Pause drafting in every adaptive generation from its first cycle on."""
 
-    def plan(self, matched=0, behind=0):
+    def plan(self, matched=0, pending=0):
         self.paused = WORDS.removeprefix("drafting paused: ")
         return PLAIN
 
@@ -97,9 +97,9 @@ def test_a_stream_that_is_not_read_to_its_end(demo):
 
 def test_the_server(caplog):
     """In the server's log and in each API's response."""
-    site, app = start(options={})
+    service, app = start(options={})
     with TestClient(app, base_url="http://localhost") as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
         user = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12}
         with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
@@ -110,8 +110,8 @@ def test_the_server(caplog):
                 client.post("/v1/messages", json=user).json()["usage"],
                 client.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 12}).json()["usage"],
             ]
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
     assert [usage["mlx_mtp"]["paused"] for usage in answers] == [WORDS] * 5
     lines = [message for message in caplog.messages if "prompt" in message]
     assert len(lines) == 6

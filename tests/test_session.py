@@ -1,4 +1,4 @@
-"""Check conversations: every turn's tokens equal those of a full prefill, however it was cached or stopped."""
+"""Conversations: every turn's tokens equal those after a full prefill, however the caches came about."""
 
 import itertools
 import random
@@ -51,11 +51,11 @@ def test_turns_equal_full_prefills(tiny_models, template, seed):
 def test_only_new_tokens_are_prefilled(model):
     session = make_session(model)
     answer(session, "abc")
-    held = session.cache.offset
+    cached = session.cache.offset
     answer(session, "de")
-    assert session.turn.reused == held
+    assert session.turn.reused == cached
     # The first answer's last token, the template's "<e>" unless it was that, and "<u>de<e><a>".
-    assert session.turn.prompt_tokens - held in (6, 7)
+    assert session.turn.prompt_tokens - cached in (6, 7)
 
 
 def test_a_rewritten_answer_costs_one_turn(model):
@@ -89,25 +89,25 @@ def test_stopped_at_every_token(model, template, how):
 def test_stopped_in_prefill(model):
     session = make_session(model, prefill_step_size=8)
     answer(session, "abc")
-    messages, page = list(session.messages), "abcdefghij" * 5
+    messages, long_message = list(session.messages), "abcdefghij" * 5
 
     def stop(done, total):
         session.stopping = done >= 24
 
-    assert list(session.ask(page, stop)) == []
+    assert list(session.ask(long_message, stop)) == []
     assert session.messages == messages
     assert not session.stopping
     assert session.cache.offset >= 24
-    held = session.cache.offset
-    expected = full_prefill(session, page)
-    assert answer(session, page) == expected
-    assert session.turn.reused == held
+    cached = session.cache.offset
+    expected = full_prefill(session, long_message)
+    assert answer(session, long_message) == expected
+    assert session.turn.reused == cached
 
 
 def test_a_new_question_after_a_stop_in_prefill(model):
     session = make_session(model, prefill_step_size=8)
     answer(session, "abc")
-    held = session.cache.offset
+    cached = session.cache.offset
 
     def stop(done, total):
         session.stopping = done >= 24
@@ -115,7 +115,7 @@ def test_a_new_question_after_a_stop_in_prefill(model):
     assert list(session.ask("abcdefghij" * 5, stop)) == []
     expected = full_prefill(session, "j")
     assert answer(session, "j") == expected
-    assert session.turn.reused == held
+    assert session.turn.reused == cached
 
 
 class InterruptAt:
@@ -160,9 +160,9 @@ def test_drafting_switched_between_turns(model):
     session = make_session(model)
     for k, text in zip((3, 0, 2, 0, 0, 3, 1, 3), MESSAGES, strict=True):
         session.num_draft_tokens = k
-        held, expected = session.cache.offset, full_prefill(session, text)
+        cached, expected = session.cache.offset, full_prefill(session, text)
         assert answer(session, text) == expected
-        assert session.turn.reused == held
+        assert session.turn.reused == cached
         assert len(session.turn.stats.drafted) == k
 
 
@@ -205,9 +205,9 @@ def test_without_a_template(model):
     first = "".join(response.text for response in session.ask("abc"))
     encoded = session.tokenizer.encode
     assert session.cache.tokens[: len(encoded("s\nabc"))] == encoded("s\nabc")
-    held = session.cache.offset
+    cached = session.cache.offset
     answer(session, "de")
-    assert session.turn.reused == held
+    assert session.turn.reused == cached
     assert session.turn.prompt_tokens == len(encoded(f"s\nabc{first}\nde"))
 
 

@@ -32,7 +32,7 @@ class BatchState:
             cache = at_rest(model, ROWS)
             pool, texts = Pool(cache), [(slot, cache.copy()) for slot in range(TEXTS)]
             pool.regroup(Span(range(TEXTS), TEXTS), range(TEXTS), texts)
-            pool.wake(texts)
+            pool.resume_heads(texts)
             pool.live, plan = True, Plan(k=ROWS - 1)
             self.frame = Frame(model, pool, plan, drafter_of(model), [Single(Picker())] * TEXTS, ROWS)
             _, reached = step(self.frame, Run(*self.rows()), pool.unload())

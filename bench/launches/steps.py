@@ -63,7 +63,7 @@ def reached(model: Any, rows: int) -> PromptCache:
     cache, tokens = at_rest(model, rows), [1] * rows
     cache.to_device()
     if cache.heads:
-        cache.wake(rows - 1)
+        cache.resume_heads(rows - 1)
     _seek(cache.layers, rows, rows)
     with mock.patch.object(gated_delta, "KEPT", 0):
         model.hidden(mx.array(tokens)[None], cache.layers)

@@ -1,1 +1,1 @@
-"""Decode several texts at once, each as it would be alone: their rows share every pass, their caches a pool."""
+"""Decode several sequences in shared passes and one cache pool; each has the tokens that it has alone."""

@@ -1,4 +1,4 @@
-"""Decide when a text that waits may begin: as soon as the caches of all that are there fit at their longest."""
+"""Admit a queued sequence once the caches of all active sequences fit in memory at their maximum length."""
 
 from typing import Any
 
@@ -11,11 +11,9 @@ from .sequence import Sequence
 
 
 class Admission:
-    """Who may come in.
+    """Decides whether a queued sequence can start, if every slot has the length of the longest sequence.
 
-    A slot of a pool is as long as the longest text's, and while a pool grows the old one is there, too. Who comes
-    alone comes in: his own needs were looked at when he was inserted. ignore: lets everybody in. replayed: slots are
-    as many as cycles are recorded for.
+    ignore: admit every sequence. replayed: round the number of slots up as recorded cycles do.
     """
 
     def __init__(self, model: Target, *, ignore: bool, replayed: bool = False):
@@ -23,18 +21,18 @@ class Admission:
         self._bytes: dict[tuple[str, int], int] = {}
         self._refused: Any = None
 
-    def lets_in(self, text: Sequence, there: list[Sequence]) -> bool:
-        """Tell whether a text may begin beside others; one that was refused is looked at again when some left."""
-        longest, slots = max(t.longest for t in (text, *there)), len(there) + 1
+    def admits(self, sequence: Sequence, active: list[Sequence]) -> bool:
+        """Return whether a sequence can start; a refusal holds until the active sequences change."""
+        longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots
-        if self.ignore or not there or slots * longest <= UNCHECKED:
+        if self.ignore or not active or slots * longest <= UNCHECKED:
             return True
-        case = text.uid, {t.uid for t in there}
+        case = sequence.uid, {s.uid for s in active}
         if case == self._refused:
             return False
-        key = layout_of(text.cache), longest
+        key = layout_of(sequence.cache), longest
         if key not in self._bytes:
-            self._bytes[key] = sum(kv_bytes(self.model, text.cache, longest))
+            self._bytes[key] = sum(kv_bytes(self.model, sequence.cache, longest))
         fits = slots * self._bytes[key] <= memory.available().bytes
         self._refused = None if fits else case
         return fits

@@ -1,21 +1,20 @@
-"""Decide how much cycles of several texts draft: by what one of so many costs, and how often drafts are right."""
+"""Choose the number of drafts in cycles of several sequences, by the measured costs of that number of sequences."""
 
 from typing import Any
 
 from ..decoding.policy import learned, source_of
 from ..layers.target import Target
 from ..tuning.controller import Controller
-from ..tuning.costs import GUESSED, Costs
+from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, Plan
 
 Control = Controller | Fixed
 
 
 class Controls:
-    """A control for each number of sequences and limits of drafts: the cost of a draft depends on the rows beside it.
+    """One control per number of sequences and limits of drafts: a draft's cost depends on the other rows of the pass.
 
-    p_min: whether reading the drafter's confidence may be tried. replayed: cycles are replayed, which cost less than
-    built ones.
+    p_min: whether plans with p_min can be tried. replayed: cycles are replayed, which costs less than building them.
     """
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
@@ -23,10 +22,7 @@ class Controls:
         self._made: dict[tuple[int, int, int], Control] = {}
 
     def control(self, sequences: int, k: int, max_lookup: int = 0) -> Control:
-        """Return the control of cycles of this many sequences.
-
-        One of them may draft k tokens, and look up max_lookup, and none more.
-        """
+        """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup."""
         key = sequences, k, max_lookup
         if key not in self._made:
             how = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}
@@ -35,22 +31,22 @@ class Controls:
         return self._made[key]
 
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
-        """Make a controller that starts from the costs of this number of sequences, or of the nearest known one."""
+        """Return a controller that starts with the costs of this number of sequences, or of the nearest number."""
         costs = learned(self.model)
         known = costs.together_replayed if self.replayed else costs.together
         if sequences not in known and known:
-            known[sequences] = _guess(known[min(known, key=lambda n: abs(n - sequences))])
+            known[sequences] = _estimate(known[min(known, key=lambda n: abs(n - sequences))])
         control = Controller(max_drafts=k, known=known.get(sequences), **how)
         known[sequences] = control.costs
         return control
 
 
-def _guess(known: Costs) -> Costs:
-    """Begin with what cycles of another number of texts taught, which are like these but cost otherwise."""
-    guess = Costs()
-    guess.levels, guess.wake, guess.row, guess.counts = known.levels, known.wake, known.row, known.counts
-    guess.weights = {plan: min(GUESSED, weight) for plan, weight in known.weights.items()}
-    return guess
+def _estimate(known: Costs) -> Costs:
+    """Return costs to start with, copied with little weight from those of another number of sequences."""
+    costs = Costs()
+    costs.levels, costs.resume, costs.row, costs.counts = known.levels, known.resume, known.row, known.counts
+    costs.weights = {plan: min(PRIOR_WEIGHT, weight) for plan, weight in known.weights.items()}
+    return costs
 
 
 def outcome(
@@ -58,16 +54,13 @@ def outcome(
     verified: int,
     accepted: list[tuple[int, int]],
     seconds: float | None,
-    caught_up: int,
+    prefilled: int,
     matched: int = 0,
 ) -> Cycle:
-    """Sum up a cycle of several texts as one of a text that is like their mean.
-
-    accepted: of each text how many drafts, and how many it might have had.
-    """
+    """Return a pool's cycle as the mean of its sequences. accepted: each one's accepted drafts, and their maximum."""
     n = len(accepted)
     depths = tuple(
         (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)
         for depth in range(verified)
     )
-    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, caught_up, matched, depths)
+    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, prefilled, matched, depths)

@@ -1,99 +1,95 @@
-"""Decode a text on its own, by the loop that `generate` has; between any two cycles it can leave for a pool."""
+"""Decode one sequence of a batch by the loop of `generate`; it can move to a pool between two cycles."""
 
 from collections.abc import Generator
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.cycle import Decoder, follow
-from ..decoding.loop import Yielded, cycles, following
+from ..decoding.cycle import Decoder, submit_first
+from ..decoding.loop import Yielded, cycles, next_cycle
 from ..decoding.memory_needs import RESERVED_TOKENS
 from ..decoding.policy import compiled_for, control_for, remember
-from ..decoding.recovery import newest_row, settle
+from ..decoding.recovery import last_row, settle
 from ..decoding.run import Run
 from .sequence import Response, Sequence
 from .settings import Settings
 
 
-def is_lone(text: Sequence) -> bool:
-    """Tell whether no pool can hold a text: its caches are mlx-lm's, or will be quantized while it decodes."""
-    cache, due = text.cache, text.cache.quantizing
-    read = cache.offset + sum(map(len, text.segments))
-    reaches = due is not None and read <= due.start and (text.left < 0 or due.start < read + text.left)
+def is_lone(sequence: Sequence) -> bool:
+    """Return whether no pool can contain a sequence: its caches are mlx-lm's, or will be quantized as it decodes."""
+    cache, due = sequence.cache, sequence.cache.quantizing
+    prompt = cache.offset + sum(map(len, sequence.segments))
+    limit = sequence.remaining
+    reaches = due is not None and prompt <= due.start and (limit < 0 or due.start < prompt + limit)
     return cache.is_mlx_lm or reaches
 
 
 class Lone:
-    """A text between its cycles, and the loop that decodes it; the text's cache is at rest while there is no loop.
+    """A sequence that is decoded alone, and the loop that decodes it; its cache is at rest while there is no loop.
 
-    run: has chosen its last token. layout: of its caches, as pools are told apart, None where none can hold it.
-    hidden: something else was computed since its last cycle, whose time tells nothing therefore.
+    run: the row that chose its last token. layout: of its caches, None if no pool can contain them. hidden: do not
+    time the next cycle, because other work was computed before it.
     """
 
-    def __init__(self, text: Sequence, run: Run, settings: Settings, layout: str | None):
-        self.text, self.run, self.settings, self.layout = text, run, settings, layout
+    def __init__(self, sequence: Sequence, run: Run, settings: Settings, layout: str | None):
+        self.sequence, self.run, self.settings, self.layout = sequence, run, settings, layout
         self.hidden = False
         self._decoder: Decoder | None = None
-        self._steps: Generator[Yielded, None, None]
+        self._loop: Generator[Yielded, None, None]
 
     def cycle(self) -> list[Response]:
-        """Take a cycle; return its tokens."""
-        d, text, shown = self._decoder or self._begun(), self.text, []
-        text.stats.crowded, self.hidden = self.hidden, False
-        while not shown or (d.rows <= d.shown.accepted and not text.over):
+        """Run one cycle and return its tokens."""
+        d, sequence, responses = self._decoder or self._start(), self.sequence, []
+        sequence.stats.crowded, self.hidden = self.hidden, False
+        while not responses or (d.emitted <= d.emitting.accepted and not sequence.finished):
             try:
-                token, logprobs, drafted = next(self._steps)
+                token, logprobs, drafted = next(self._loop)
             except Exception as e:
                 self._decoder = None
-                text.fail(e)
-                return shown
-            shown += text.show([token], int(drafted), None if logprobs is None else logprobs[None])
-        if text.over:
+                sequence.fail(e)
+                return responses
+            responses += sequence.append([token], int(drafted), None if logprobs is None else logprobs[None])
+        if sequence.finished:
             self.rest()
-        return text.hand_over(shown)
+        return sequence.attach_cache(responses)
 
     def finish(self) -> list[Response]:
-        """Take the cycle that is under way, the last one here; return its tokens. The cache is at rest then."""
+        """Complete the submitted cycle, without beginning another one, and return its tokens; rest the cache."""
         if self._decoder is None:
             return []
-        self._decoder.ended = True
-        shown = self.cycle()
+        self._decoder.stopping = True
+        responses = self.cycle()
         self.rest()
-        return shown
+        return responses
 
     def rest(self) -> None:
-        """Bring the cache to rest, holding all tokens but the last; a cycle under way is taken back."""
+        """Bring the cache to rest, with every token but the last; roll back a submitted cycle."""
         if d := self._decoder:
-            self._steps.close()
-            self.run, self._decoder = newest_row(d), None
+            self._loop.close()
+            self.run, self._decoder = last_row(d), None
             remember(d.model, d.control, d.compiled)  # type: ignore[arg-type]
 
     def cache_of(self) -> PromptCache:
-        """Copy the cache as it stands, at rest."""
+        """Return a copy of the cache, at rest."""
         self.rest()
-        return self.text.cache.copy()
+        return self.sequence.cache.copy()
 
-    def _begun(self) -> Decoder:
-        text, s = self.text, self.settings
-        cache, stats = text.cache, text.stats
-        cache.reserve(min(text.longest, cache.offset + RESERVED_TOKENS))
-        compiled = compiled_for(s.model, cache, text.picker, s.compile_cycles)
-        p_min = s.draft_p_min
-        how = {"adaptive": s.adaptive, "p_min": p_min > 0, "compiled": compiled}
-        control = control_for(s.model, text.k, text.max_lookup, **how)
-        own = text.picker, control, stats, s.step, text.k, text.max_lookup, p_min, compiled
-        self._decoder = d = Decoder(s.model, cache, *own)
-        self._steps = decode_on(d, self.run, text.left)
+    def _start(self) -> Decoder:
+        sequence, s = self.sequence, self.settings
+        cache, picker, k = sequence.cache, sequence.picker, sequence.k
+        cache.reserve(min(sequence.max_positions, cache.offset + RESERVED_TOKENS))
+        compiled = compiled_for(s.model, cache, picker, s.compile_cycles)
+        p_min, lookup = s.draft_p_min, sequence.max_lookup
+        control = control_for(s.model, k, lookup, adaptive=s.adaptive, p_min=p_min > 0, compiled=compiled)
+        d = Decoder(s.model, cache, picker, control, sequence.stats, s.chunk, k, lookup, p_min, compiled)
+        self._decoder, self._loop = d, continue_after(d, self.run, sequence.remaining)
         return d
 
 
-def decode_on(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
-    """Yield, as `decode` does, what follows a token that was shown and that `run`, of one row, has chosen.
-
-    The cache holds all tokens before it, now and when this ends.
-    """
-    first = follow(d, lambda: run)
+def continue_after(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
+    """Yield, as `decode` does, the tokens after the one that `run`, of one row, chose; the cache lacks that one."""
+    first = submit_first(d, lambda: run)
     try:
-        d.text.extend(run.read()[0][0])
+        d.history.extend(run.read()[0][0])
         d.clock.restart()
-        yield from cycles(d, following(d, first, None), max_tokens, ())
+        yield from cycles(d, next_cycle(d, first, None), max_tokens, ())
     finally:
         settle(d)

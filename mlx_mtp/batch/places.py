@@ -1,4 +1,4 @@
-"""Decide where each text decodes: alone by the loop that `generate` has, or with those like it in a pool."""
+"""Assign each sequence to the loop of `generate`, where it decodes alone, or to the pool of its cache layout."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,13 @@ from .lone import Lone, is_lone
 from .sequence import Response, Sequence
 from .settings import Settings
 
-CALM = 16  # cycles that a text has had its pool for itself when it goes on alone: to move copies its caches
+CALM = 16  # cycles that the last sequence of a pool stays in it, because leaving copies its caches
 
 
 class Places:
-    """All texts that decode, each in the place that is the fastest for it.
+    """All active sequences: groups, which share a pool per cache layout, and lone sequences.
 
-    Texts whose caches have one layout share a pool; who is the only one of a layout decodes alone. Either is left
-    when the company changes, between two cycles, with a cache at rest and the row that chose the last token.
-    controls: `Controls.control`.
+    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: `Controls.control`.
     """
 
     def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
@@ -30,71 +28,70 @@ class Places:
         return len(self.lone) + len(self.groups)
 
     @property
-    def texts(self) -> list[Sequence]:
-        pooled = (text for group in self.groups.values() for text in group.texts)
-        return [*pooled, *(lone.text for lone in self.lone)]
+    def sequences(self) -> list[Sequence]:
+        pooled = (sequence for group in self.groups.values() for sequence in group.sequences)
+        return [*pooled, *(lone.sequence for lone in self.lone)]
 
     @property
     def pool_nbytes(self) -> int:
-        """Bytes of the pools."""
         return sum(group.pool.nbytes for group in self.groups.values() if group.pool)
 
-    def let_in(self, text: Sequence, run: Run) -> None:
-        """Let a text decode that has a cache at rest; `run` has chosen the token behind it, which was shown."""
-        layout = None if is_lone(text) else layout_of(text.cache)
+    def activate(self, sequence: Sequence, run: Run) -> None:
+        """Start decoding a sequence, whose cache is at rest; `run`, of one row, chose its last token."""
+        layout = None if is_lone(sequence) else layout_of(sequence.cache)
         if layout in self.groups or (layout and any(lone.layout == layout for lone in self.lone)):
-            self._group(layout).join(text, run)
+            self._group(layout).join(sequence, run)
         else:
-            self.lone.append(Lone(text, run, self.settings, layout))
+            self.lone.append(Lone(sequence, run, self.settings, layout))
 
     def cycle(self) -> list[Response]:
-        """Take a cycle of every text, after which some may move; return what was said."""
-        shown = []
+        """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens."""
+        responses = []
         for lone in self.lone:
             if lone.layout in self.groups:
-                shown += lone.finish()
-                if not lone.text.over:
-                    self.groups[lone.layout].join(lone.text, lone.run)
+                responses += lone.finish()
+                if not lone.sequence.finished:
+                    self.groups[lone.layout].join(lone.sequence, lone.run)
             else:
-                shown += lone.cycle()
+                responses += lone.cycle()
         self.lone = [lone for lone in self.lone if lone.layout not in self.groups]
         for layout, group in [*self.groups.items()]:
-            if group.alone < CALM:
-                shown += group.cycle()
+            if group.lone_cycles < CALM:
+                responses += group.cycle()
                 continue
-            said, left = group.finish()
-            shown += said
-            self.lone += [Lone(text, run, self.settings, layout) for text, run in left]
-        self._tidy()
-        return shown
+            last, left = group.finish()
+            responses += last
+            self.lone += [Lone(sequence, run, self.settings, layout) for sequence, run in left]
+        self._drop_finished()
+        return responses
 
     def hide(self) -> None:
-        """Note that something else was computed, so that the time of the next cycles tells nothing."""
+        """Mark the next cycles as not timed, because other work was computed."""
         for lone in self.lone:
             lone.hidden = True
         for group in self.groups.values():
             group.clock.hidden = True
 
-    def cache_of(self, text: Sequence) -> PromptCache:
-        """Copy the cache of a text as it stands: all its tokens but the last that was told."""
+    def cache_of(self, sequence: Sequence) -> PromptCache:
+        """Return a copy of a sequence's cache, at rest: it contains every token but the last one returned."""
         for lone in self.lone:
-            if lone.text is text:
+            if lone.sequence is sequence:
                 return lone.cache_of()
-        return next(group for group in self.groups.values() if text in group.texts).cache_of(text)
+        return next(group for group in self.groups.values() if sequence in group.sequences).cache_of(sequence)
 
-    def take_out(self, text: Sequence) -> None:
-        """Let a text go before its end."""
+    def remove(self, sequence: Sequence) -> None:
+        """Cancel a sequence; if it was lone its cache is left at rest."""
         for group in self.groups.values():
-            if text in group.texts:
-                group.take_out(text)
+            if sequence in group.sequences:
+                group.remove(sequence)
         for lone in self.lone:
-            if lone.text is text:
+            if lone.sequence is sequence:
                 lone.rest()
-        text.over = True
-        self._tidy()
+        sequence.finished = True
+        self._drop_finished()
 
     def clear(self) -> None:
-        """Let all texts go."""
+        """Cancel all sequences."""
         for lone in self.lone:
             lone.rest()
         self.lone, self.groups = [], {}
@@ -102,11 +99,10 @@ class Places:
     def _group(self, layout: str) -> Group:
         if layout not in self.groups:
             settings = self.settings
-            how = {"chunk": settings.step, "compile_cycles": settings.compile_cycles, "p_min": settings.draft_p_min}
+            how = {"chunk": settings.chunk, "compile_cycles": settings.compile_cycles, "p_min": settings.draft_p_min}
             self.groups[layout] = Group(settings.model, self.controls, settings.stats, **how)
         return self.groups[layout]
 
-    def _tidy(self) -> None:
-        """Forget the places of texts that are over."""
-        self.lone = [lone for lone in self.lone if not lone.text.over]
-        self.groups = {layout: group for layout, group in self.groups.items() if group.texts}
+    def _drop_finished(self) -> None:
+        self.lone = [lone for lone in self.lone if not lone.sequence.finished]
+        self.groups = {layout: group for layout, group in self.groups.items() if group.sequences}

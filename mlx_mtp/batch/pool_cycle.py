@@ -25,12 +25,12 @@ Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a f
 
 @dataclass
 class PoolCycle:
-    """A cycle from when it is built.
+    """A cycle of a pool. The step builder sets the fields from `built` on.
 
     rows: the sequence of each row. matched: the longest repeated suffix of any sequence, in tokens.
-    caught_up: rows that the drafter had to read first. late: begun after the previous cycle was read.
+    prefilled: rows that the drafter had to read first. late: begun after the previous cycle was read.
     built: seconds spent on building or replaying the step.
-    after: a mark of the pool behind this cycle, held until the next one begins.
+    after: a mark of the pool after this cycle, held until the next one begins.
     frame, given, drafts: set if only the drafts are built, because their confidence is read first.
     """
 
@@ -38,7 +38,7 @@ class PoolCycle:
     control: Control
     plan: Plan
     matched: int
-    caught_up: int
+    prefilled: int
     late: bool
     built: float = 0.0
     replayed: bool = False
@@ -48,20 +48,17 @@ class PoolCycle:
     given: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
 
-    def most(self, k: int) -> mx.array:
-        """Return the maximum of accepted drafts of each row, at most k, int32 [n]; -1 for a free slot."""
-        return mx.array([min(s.most(self.plan.source), k) if s else -1 for s in self.rows])
-
-    def limited(self, k: int) -> bool:
-        """Return whether any row may accept fewer than k drafts."""
-        return any(s is None or s.most(self.plan.source) < k for s in self.rows)
+    def limits(self, k: int, *, always: bool = False) -> mx.array | None:
+        """Return maximum accepted drafts by row, int32 [n], -1 in a free slot; unless `always` None if all are k."""
+        each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
+        return mx.array(each) if always or min(each) < k else None
 
 
 @dataclass
 class Steps:
     """Builder of a pool's steps.
 
-    drafter: the model's own. drafters: all drafters, by their name in plans. p_min: `draft_p_min` of `generate_step`.
+    drafters: all drafters, by their names in plans. p_min: `draft_p_min` of `generate_step`.
     compiled: the recorded steps; None to build each. stats: counters of recordings.
     """
 
@@ -72,14 +69,10 @@ class Steps:
     compiled: Compiled | None
     stats: Stats
 
-    @property
-    def drafter(self) -> Drafter | None:
-        return next((drafter for drafter in self.drafters.values() if drafter.in_step), None)
-
     def build(self, new: PoolCycle, run: Run, base: int) -> None:
-        """Build the step behind the rows of `run`, the first of which is at `base` at most, or replay it.
+        """Build or replay, unevaluated, the step after the rows of `run`, whose first position is at most `base`.
 
-        A drafter that is not asked reads no plain cycle's rows until it is. With p_min only the drafts are built.
+        Rows of plain cycles are kept for the drafter until it drafts again. With p_min only the drafts are built.
         """
         plan, pool = new.plan, self.pool
         source = self.drafters[plan.source] if plan.k else None
@@ -88,30 +81,30 @@ class Steps:
         given, base = (with_missed(pool, run), base - len(pool.missed)) if pool.live else (run, base)
         if pool.has_heads and not pool.live:
             pool.missed.append((run.hidden, run.tokens))
-        frame = Frame(self.model, pool, plan, self.drafter if pool.live else None, new.rows, base)
-        guesses = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
-        take = None
+        reader = next((d for d in self.drafters.values() if d.in_step), None) if pool.live else None
+        frame = Frame(self.model, pool, plan, reader, new.rows, base)
+        drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
+        replay = None
         if self.compiled:
             frame = rounded(frame, given.size)
-            take = self.compiled.find(frame, given.size, self.stats)
+            replay = self.compiled.find(frame, given.size, self.stats)
         if plan.p_min:
             new.frame, new.given = frame, given
-            new.drafts = propose(frame, given, pool.unload(), guesses)
+            new.drafts = propose(frame, given, pool.unload(), drafts)
             return
-        limits = new.most(plan.k) if take or new.limited(plan.k) else None
-        new.run, arrays = (take or partial(step, frame))(given.given, pool.unload(), guesses, limits)
+        limits = new.limits(plan.k, always=replay is not None)
+        new.run, arrays = (replay or partial(step, frame))(given.given, pool.unload(), drafts, limits)
         limit = frame.base + given.size
         pool.load(arrays, limit + plan.k + 1, limit)
-        new.replayed, new.after = take is not None, pool.mark()
+        new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
-        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the sure ones."""
+        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones."""
         tic = time.perf_counter()
         drafts = new.drafts.first(evaluated(new.drafts.sure, self.p_min))
         waited = time.perf_counter() - tic
-        for text in new.rows:
-            if text and not text.over:
-                text.stats.spends(0.0, waited)
-        limits = new.most(drafts.k) if new.limited(drafts.k) else None
-        new.run = verify(new.frame, new.given, drafts, limits)
+        for sequence in new.rows:
+            if sequence and not sequence.finished:
+                sequence.stats.add_time(0.0, waited)
+        new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()

@@ -1,4 +1,4 @@
-"""Check the options that all texts of a batch share, and make each text from what is its own."""
+"""Check the options that all sequences of a batch share, and create each sequence from its own arguments."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 
 
 class Settings:
-    """The options of `generate_step` that hold for every text, by name, less those that each text may choose."""
+    """The checked options of `generate_step` that hold for every sequence of a batch."""
 
     def __init__(
         self,
         model: Target,
-        step: int,
+        chunk: int,
         max_kv_size: int | None,
         *,
         num_draft_tokens: int | None = None,
@@ -47,9 +47,9 @@ class Settings:
         **sampling: Any,
     ):
         if unknown := sorted(sampling.keys() - set(SAMPLING)):
-            raise TypeError(f"{unknown[0]}: no option of a batch")
+            raise TypeError(f"{unknown[0]}: not an option of a batch")
         sampling["xtc_special_tokens"] = tuple(sampling.get("xtc_special_tokens", ()))
-        self.model, self.step, self.sampling = model, step, Sampling(**sampling)
+        self.model, self.chunk, self.sampling = model, chunk, Sampling(**sampling)
         self.sampling.validate(model.vocab_size)
         self.adaptive, self.prompt_lookup = adaptive, prompt_lookup
         self.asked, self.k = num_draft_tokens, checked.draft_count(num_draft_tokens, model, None)
@@ -67,7 +67,7 @@ class Settings:
         self,
         uid: int,
         segments: Any,
-        most: int,
+        max_tokens: int,
         cache: Any,
         sampler: Any,
         processors: Any,
@@ -77,20 +77,20 @@ class Settings:
         logprobs: bool,
         stats: Stats | None,
     ) -> Sequence:
-        """Make a text of its own arguments, as `BatchGenerator.insert_segments` takes them."""
+        """Return a sequence made of one prompt's arguments of `BatchGenerator.insert_segments`; raises ValueError."""
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         if not pieces:
             raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")
-        if most == 0:
+        if max_tokens == 0:
             raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))
-        checked.check_numbers(most, self.step, seed, 0.0)
+        checked.check_numbers(max_tokens, self.chunk, seed, 0.0)
         given: PromptCache | None = None if cache is None else from_mlx_lm(self.model, [*cache]).copy()
         plain, asked = k == 0, self.asked if k is None else k
         k = checked.draft_count(asked, self.model, given)
         own = checked.cache_for(self.model, given, max(k, self.k), *self.quantized, self.layout)
-        most = within(self.max_context, own.offset, total, most)
-        check_prompt(self.model, own, total, most, self.step, ignore=not self.check_memory)
+        max_tokens = within(self.max_context, own.offset, total, max_tokens)
+        check_prompt(self.model, own, total, max_tokens, self.chunk, ignore=not self.check_memory)
         how = {"plain": asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}
         max_lookup = 0 if plain else lookup_drafts(own, k, **how)
         options = sampler if isinstance(sampler, Sampling) else self.sampling
@@ -98,9 +98,9 @@ class Settings:
         call = None if isinstance(sampler, Sampling) or sampler is greedy_sampler else sampler
         key, ranks = random_key(seed), self.model.ranks
         if ranks:
-            pieces, key = agreed(ranks, pieces, key, (most, k, own.offset, options, self.draft_sampling))
+            pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
         how = call, tuple(processors or ()), logprobs, key, self.draft_sampling
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
         stats = stats or Stats()
-        stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens, stats.whole = k, total, most, self.stats
-        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), most, k, max_lookup, stats)
+        stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens, stats.whole = k, total, max_tokens, self.stats
+        return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), max_tokens, k, max_lookup, stats)

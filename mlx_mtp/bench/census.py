@@ -122,8 +122,7 @@ def bytes_read(work: Workload) -> dict[str, float]:
     """Return the bytes of weights, keys, values and states that a cycle reads by phase; "prefill" is a total.
 
     Each array counts once per pass. Experts are those that the text's own rows visited. A recycled head and an LM
-    head
-    count once per draft. Embedding rows, activations and writes are excluded, and in "prefill" keys and values.
+    head count once per draft. Embedding rows, activations and writes are excluded, and in "prefill" keys and values.
     """
     with visits_noted(work.model) as visits:
         seen = decode_in_phases(work, Weighed(visits=visits))

@@ -76,7 +76,9 @@ class CompileCheck:
             for done, (job, text) in enumerate(zip(self.jobs, self.texts, strict=True)):
                 progress(job["name"], done, len(self.jobs))
                 self.found["running"] = text
-                text |= self._lacking(text) or self._answer(job)
+                missing = [each for each in text["types"] if each in self.lacking]
+                lacking = {"status": NO_TYPE, "message": f"the device has no {', '.join(missing)}"}
+                text |= lacking if missing else self._answer(job)
                 self._write_sometimes()
             self.found |= {"finished": True, "running": None}
         except ValueError as e:
@@ -86,10 +88,6 @@ class CompileCheck:
             self.end_child()
             self.write()
         return self.found
-
-    def _lacking(self, text: Found) -> Found | None:
-        missing = [each for each in text["types"] if each in self.lacking]
-        return {"status": NO_TYPE, "message": f"the device has no {', '.join(missing)}"} if missing else None
 
     def _answer(self, job: Job) -> Found:
         """Compile one text; return its status, seconds, and the message if it failed."""

@@ -31,22 +31,21 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
     ops: only these kernels. sample: this number of texts per kernel, in even steps. every_format: all formats that
         the kernels support, not only those of RELEASED.
     """
-    with recorded() as found:
+    with recorded() as launched:
         for make in groups(FORMATS if every_format else RELEASED).values():
             for launch in make():
                 launch()
     different: dict[LaunchText, RecordedLaunch] = {}
-    for each in found:
+    for each in launched:
         if each.text.kernel in (ops or OPS) and each.threads >= different.get(each.text, each).threads:
             different[each.text] = each
     by_kernel = sorted(different.values(), key=lambda each: each.text.kernel)
     parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]
-    return [each for part in parts for each in _in_steps(part, sample or len(part))]
-
-
-def _in_steps(part: list[RecordedLaunch], count: int) -> list[RecordedLaunch]:
-    count = min(count, len(part))
-    return [part[i * (len(part) - 1) // max(1, count - 1)] for i in range(count)]
+    found = []
+    for part in parts:
+        count = min(sample or len(part), len(part))
+        found += [part[i * (len(part) - 1) // max(1, count - 1)] for i in range(count)]
+    return found
 
 
 def job_of(launch: RecordedLaunch) -> Job:

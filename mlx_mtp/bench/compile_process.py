@@ -56,7 +56,8 @@ class Child:
             if line:
                 return json.loads(line)
             code = self.process.wait()
-            return {"status": CRASHED, "message": f"{_ending(code)}; {self._last_line()}"}
+            ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return {"status": CRASHED, "message": f"ended {ending}; {self._last_line()}"}
         return {"status": HUNG, "message": f"killed after {limit:g} s"}
 
     def _last_line(self) -> str:
@@ -70,7 +71,3 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.errors.close()
-
-
-def _ending(code: int) -> str:
-    return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

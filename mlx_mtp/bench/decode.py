@@ -184,8 +184,7 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
     context, kv_bits, mtp_kv_bits: 0 and None by default. read_seconds: of the prefill without the last token. text: a
     digest of the tokens; tokens: their number. seconds: since the first token. drafted, accepted: per depth. paused:
-    see
-    `Stats`.
+    see `Stats`.
     """
     stats = [run.stats for run in runs if run.stats]
     counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"

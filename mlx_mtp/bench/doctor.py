@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.options import default_chunk, default_draft_tokens
 from ..decoding.summary import paused
 from ..emulator.compile import find_clang
 from ..kernels import on_metal
@@ -186,7 +186,7 @@ class ExaminedModel:
         """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
-        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_step(self.model)))["seconds"]
+        seconds = next(verify.measure(self.model, text, self.kernels, plan, default_chunk(self.model)))["seconds"]
         costs = {side: [ratio(of[m], of[1]).median for m in ROWS] for side, of in seconds.items()}
         one = {side: measured(of[1]).median for side, of in seconds.items()}
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
@@ -195,7 +195,7 @@ class ExaminedModel:
         """Time mlx-lm's loop, ours without drafts, and ours with drafts."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
-        given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_step(self.model)}
+        given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_chunk(self.model)}
         settings = decode.LoopSettings(max_tokens=MAX_TOKENS, **given)
         decode.measure(session, prompts, settings, lambda *_: None)
         found = decode.as_result(session, {"max_tokens": MAX_TOKENS})
@@ -216,7 +216,7 @@ class ExaminedModel:
         """Time a cycle's phases, waiting for each, and the host's work in between."""
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
-        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_step(self.model))
+        work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_chunk(self.model))
         timers, undisturbed = profile.profile(work, rounds=ROUNDS)
         phases = {
             name: 1e3 * measured([t.phases[name] / max(1, t.cycles) for t in timers]).median

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..decoding.summary import percentages
 from ..tuning.kernel_verdict import SPLIT, TOGETHER, contractions_in_words
-from .doctor_summary import by_kernel
+from .doctor_summary import by_kernel, every_kernel
 from .emulated_check import BITS, OWN_BITS
 
 Found = dict[str, Any]
@@ -36,11 +36,6 @@ def verdict(found: Found) -> tuple[bool, str]:
     missing = found["kernels"].get("types_not_supported")
     words += [f"not supported by this GPU: {', '.join(missing)}"] if missing else []
     return not (wrong or failed or off or parts or texts), "; ".join(words)
-
-
-def every_kernel(found: Found) -> list[Found]:
-    """Return the results for all kernels, on released shapes and on the model's own."""
-    return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
 def name_of(kernel: Found) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Summarise each kernel: whether it compiled and is right, its ratio and alternative, and what was not checked."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -48,9 +47,14 @@ def _most_threads(launch: RecordedLaunch) -> int | None:
     return most_threads(kernel, launch.call)
 
 
+def every_kernel(found: Found) -> list[Found]:
+    """Return the results for all kernels, on released shapes and on the model's own."""
+    return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
+
+
 def by_kernel(found: Found) -> list[Found]:
     """Summarise a report for each kernel, over every op, shape and row count that launches it."""
-    lines = [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
+    lines = every_kernel(found)
     own = {name: [k for k in lines if name in k.get("kernels", [k["op"]])] for name in KERNELS}
     return [_of_kernel(name, of, found) for name, of in own.items()]
 
@@ -79,15 +83,11 @@ def _alternative(of_split: list[Found], lines: list[Found]) -> Found | None:
     """State how multiply-adds are spelled, and at which numbers of rows M those are split, and at which not."""
     found = {}
     if spellings := {k["spelling"] for k in lines if "spelling" in k}:
-        found["multiply_adds"] = ", ".join(_words(spellings))
+        found["multiply_adds"] = ", ".join(sorted(WORDS.get(each, "as compiled") for each in spellings))
     for name, split in (("rows_split", True), ("rows_together", False)):
         if rows := sorted({k["rows"] for k in of_split if k.get("split") is split}):
             found[name] = rows
     return found or None
-
-
-def _words(spellings: Iterable[str]) -> list[str]:
-    return sorted(WORDS.get(each, "as compiled") for each in spellings)
 
 
 def _not_checked(found: Found, any_line: bool) -> list[str]:

@@ -1,8 +1,7 @@
 """Compare another engine's published times of Step-3.5-Flash with MTP heads with ours, and with byte floors.
 
 Its figures and their source are in `documents.csv`. Floors count every weight in the format that a row names,
-although
-mixes such as Q4_K_S keep some tensors in more bits, so true floors are slightly higher.
+although mixes such as Q4_K_S keep some tensors in more bits, so true floors are slightly higher.
 """
 
 import csv

@@ -1,8 +1,7 @@
 """Time several sequences: mlx-lm's batches, ours without and with drafts, and our loop on one after the other.
 
 Ours build each cycle or replay recorded ones. All take turns on the same prompts. A speed is tokens over the time
-that
-is not prefill. A gap is the time between two arrivals of a sequence, each of which may bring several tokens.
+that is not prefill. A gap is the time between two arrivals of a sequence, each of which may bring several tokens.
 """
 
 import time

@@ -1,9 +1,8 @@
 """Time drafted decoding phase by phase, waiting for the device at every boundary.
 
 The cycles are those of the decoding loop, with the two halves of `step.step` one after the other. MLX is lazy, so
-each
-phase's arrays are evaluated before the clock is read, and no other phase has pending work when it starts. The loop
-itself overlaps phases and builds the next cycle while one runs; the reported overhead is what that saves.
+each phase's arrays are evaluated before the clock is read, and no other phase has pending work when it starts. The
+loop itself overlaps phases and builds the next cycle while one runs; the reported overhead is what that saves.
 """
 
 import time
@@ -89,14 +88,14 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
         d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
         if work.k:
             drafter = d.drafters[plan.source]
-            drafter.read(work.model, d.cache, d.text.tokens, last.base - d.behind, last.base, step=work.step)
+            drafter.read(work.model, d.cache, d.history.tokens, last.base - d.pending_rows, last.base, step=work.step)
         mx.eval(last.run.packed, d.cache.arrays)
         last.after.release()
         ((newest, accepted),) = last.run.read()
     while True:
         with watch.during("commit"):
             watch.tokens += newest[: work.max_tokens - len(watch.tokens)]
-            d.text.extend(newest)
+            d.history.extend(newest)
         if len(watch.tokens) == work.max_tokens:
             break
         last = _cycle(d, last, plan, accepted, watch)
@@ -112,7 +111,7 @@ def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int)
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)
     d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
-    return d, cycle.read_prompt(d, list(prompt))
+    return d, cycle.prefill_prompt(d, list(prompt))
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:

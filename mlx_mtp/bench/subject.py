@@ -181,18 +181,14 @@ def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
         if drafts is None:
             return tokens, logprobs
         rows, k = right[mx.array(position).reshape(-1) % POSITIONS], drafts.shape[1]
-        return mx.concatenate([_forced(tokens[:, :k], drafts, rows[:, :k], model), tokens[:, k:]], axis=1), logprobs
+        other = mx.where(tokens[:, :k] == drafts, (drafts + 1) % model.vocab_size, tokens[:, :k])
+        return mx.concatenate([mx.where(rows[:, :k], drafts, other), tokens[:, k:]], axis=1), logprobs
 
     one_step.pick = forced
     try:
         yield
     finally:
         one_step.pick = pick
-
-
-def _forced(tokens: mx.array, drafts: mx.array, right: mx.array, model: Target) -> mx.array:
-    """Return the draft if it is to be accepted, else a different token."""
-    return mx.where(right, drafts, mx.where(tokens == drafts, (drafts + 1) % model.vocab_size, tokens))
 
 
 FILE = Path(__file__).parent / "prompts.json"

@@ -4,9 +4,8 @@ The spread of a row is the width of the confidence interval of its median (order
 distribution), over the median. With seven rounds or fewer it is the whole range.
 
 Single calls are timed in chains, each after the previous one, with alternating weights. Independent calls could
-overlap
-in MLX's graph, and repeated calls on the same weights would find them in caches; both would make further rows look
-cheaper than in a model.
+overlap in MLX's graph, and repeated calls on the same weights would find them in caches; both would make further rows
+look cheaper than in a model.
 """
 
 import itertools
@@ -66,8 +65,7 @@ def interleaved(
     """Return the results of each contender (such as seconds) in `rounds` rounds of turns, without warm-ups.
 
     Every other round runs in reverse order, so that no contender always follows the same one. cooldown: seconds of
-    rest
-    before each turn.
+    rest before each turn.
     """
     found: dict[K, list[T]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):

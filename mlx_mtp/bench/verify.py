@@ -1,8 +1,7 @@
 """Time a verify of M rows relative to a single row, for the whole model and for each of its parts.
 
 The whole is the decoding loop's own pass (`step.verify`) at some context, on caches that roll back; parts are
-separate
-chains (`timing.py`). Row counts take turns within a round, and ratios are within a round.
+separate chains (`timing.py`). Row counts take turns within a round, and ratios are within a round.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,1 +1,1 @@
-"""Keep what the layers know of a text, roll it back, and store it in files."""
+"""Store keys, values and recurrent states of sequences, roll them back, and save them in files."""

@@ -1,4 +1,4 @@
-"""Save a prompt cache to a file and load it: the state of target and MTP heads, whose it is, and a checksum."""
+"""Save a prompt cache in a file and load it: the state of target and heads, a fingerprint of the model."""
 
 import contextlib
 import errno
@@ -30,32 +30,35 @@ from .prompt_prefix import PromptPrefix
 FORMAT = 2
 WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
-BLANK = "0" * DIGITS  # where the checksum is to be, while it is taken
+BLANK = "0" * DIGITS  # stands for the checksum while it is computed
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
-NUMBERS = ("start", "keep", "bits", "group_size", "offset")  # of layers' configs
-PIECE = 1 << 24  # bytes read at a time
+NUMBERS = ("start", "keep", "bits", "group_size", "offset")  # fields of layers' configs
+PIECE = 1 << 24  # bytes per read
 
 
 @in_turn()
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
-    """Write a cache that is at rest, heads and their pending rows included, in the safetensors format.
+    """Write a cache, between generations, to a safetensors file, with its MTP heads and their pending rows.
 
-    Of a model that is split each rank writes its part, rank 1 into `file`.rank1 and so on.
-    A reader finds the old file or the whole new one. Raises ValueError for what is no file, OSError where it
-    cannot be written.
+    If the model is split over ranks, each rank writes its part: rank 1 to `file`.rank1 and so on. The file is
+    replaced at once, never half written. Raises ValueError if `file` is a directory or device, OSError if it cannot
+    be written.
     """
     path = _own_file(file, cache.model)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a file, a prompt cache cannot take its place")
+        raise ValueError(f"{path}: not a file, so a prompt cache cannot replace it")
     arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache.caches) for j, part in enumerate(c.used())}
     arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
     if cache.backlog:
         arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
     if shutil.disk_usage(path.absolute().parent).free < sum(array.nbytes for array in arrays.values()):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))  # MLX would not say why
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))  # MLX's error has no reason
     work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.safetensors")
     try:
-        _write(work, path, arrays, _state(cache))
+        try:
+            mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(_state(cache)), "checksum": BLANK})
+        except RuntimeError as e:  # its message does not name the file
+            raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
         with naming(path), work.open("r+b") as f:
             place, digest = _checksum(f)
             f.seek(place)
@@ -71,13 +74,13 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
 
 @in_turn()
 def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> PromptCache:
-    """Read a cache that `save_prompt_cache` wrote.
+    """Return the cache that `save_prompt_cache` wrote.
 
-    Raises ValueError, with the reason, where it is not one, is damaged, of an older format or another model's, or
-    where there is no memory for it; OSError where it cannot be read.
+    Raises ValueError with the reason if the file is not a prompt cache, is damaged, has another format version or
+    belongs to another model, or if memory is too small; OSError if it cannot be read.
     """
     file = _own_file(file, model)
-    with file.open("rb") as f:  # one file from here on, whoever replaces it
+    with file.open("rb") as f:  # the same file from here on, even if another process replaces it
         state = _checked(f, file)
         if (part := state.get("part", WHOLE)) != (own := _part(model)):
             raise ValueError(f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}")
@@ -92,35 +95,25 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             cache = _restored(model, state, loaded)
             _check(cache)
             mx.eval(cache.arrays)
-        except RuntimeError as e:  # MLX's, whose text is that of its JSON library
+        except RuntimeError as e:  # of MLX; its message is its JSON library's
             raise ValueError(f"{file}: damaged (its arrays cannot be read)") from e
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
             raise ValueError(f"{file}: damaged ({first_line(e)})") from e
     return cache
 
 
-def saved_opening(file: str | Path) -> PromptPrefix | None:
-    """Read the text that a file holds the state of, and whose tokens they are.
-
-    Raises as `load_prompt_cache` does: of a damaged file no model's name is believed, which may be one on the hub.
-    """
+def saved_prefix(file: str | Path) -> PromptPrefix | None:
+    """Return the prompt prefix in a cache's file, None if there is none; raises as `load_prompt_cache` does."""
     with Path(file).open("rb") as f:
-        opening = _checked(f, file).get("opening")
+        opening = _checked(f, file).get("opening")  # checked first: it may name a model to download
     try:
         return _filled(PromptPrefix, opening)
     except TypeError:
         raise ValueError(f"{file}: damaged") from None
 
 
-def _write(work: Path, path: Path, arrays: dict[str, mx.array], state: dict[str, Any]) -> None:
-    try:
-        mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
-    except RuntimeError as e:  # MLX does not name the file
-        raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
-
-
 def _state(cache: PromptCache) -> dict[str, Any]:
-    """Collect what of a cache is no array."""
+    """Return everything in a cache that is not an array, as JSON values."""
     return {
         "format": FORMAT,
         "tokens": cache.tokens,
@@ -137,23 +130,21 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 
 
 def _own_file(file: str | Path, model: Any) -> Path:
-    """Name the file of this rank, where the model is split over ranks."""
-    ranks = model.ranks
-    return ranks.file(file) if ranks else Path(file)
+    """Return this rank's file if the model is split over ranks, else `file`."""
+    return model.ranks.file(file) if model.ranks else Path(file)
 
 
 def _part(model: Any) -> list[int]:
-    """Say which rank of how many the model is a part of."""
-    ranks = model.ranks
-    return [ranks.rank, ranks.size] if ranks else WHOLE
+    """Return this process's rank and the number of ranks of the model."""
+    return [model.ranks.rank, model.ranks.size] if model.ranks else WHOLE
 
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
-    """Rebuild the cache; for a model that was loaded without heads without their state."""
+    """Rebuild a cache from a file's values; without its heads if the model has none."""
     layers, heads = state["layers"], state["heads"] if model.head_windows() else []
     numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
     if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
-        raise ValueError("a number in it is none")
+        raise ValueError("one of its positions or sizes is not a number")
     caches = from_configs([*layers, *heads])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
@@ -169,7 +160,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
 
 
 def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
-    """Make a dataclass of a file's values, or None of none; TypeError where one is not of its field's type."""
+    """Return a dataclass of a file's values, None for None; TypeError if a value does not have its field's type."""
     if values is None:
         return None
     made = kind(**values)
@@ -181,28 +172,28 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
 
 
 def _check(cache: PromptCache) -> None:
-    """Raise ValueError for what no cache of this model can be: a checksum is no proof of who made it."""
+    """Raise ValueError for values that no cache of this model has; a checksum does not prove who wrote a file."""
     model = cache.model
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
         raise ValueError("its tokens are not the model's")
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
     if len(cache.heads) > len(model.head_windows()) or not all(_suits(window, c) for window, c in pairs):
         raise ValueError("its layers are not the model's")
-    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.behind:
+    if cache.heads and not 0 <= cache.primed <= cache.offset - cache.pending_rows:
         raise ValueError("its heads have read more than it holds")
     for c in cache.caches:
         c.check()
 
 
 def _suits(needed: CacheKind, c: LayerCache) -> bool:
-    """Tell whether a layer that needs this kind of cache can have this one, a window where all positions would do."""
+    """Return whether a layer that needs this kind can use the cache; a window may replace all positions."""
     if isinstance(needed, type):
         return isinstance(c, needed)
     return needed in (None, c.window) and not (c.is_state or c.is_mlx_lm)
 
 
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
-    """Read what `_state` wrote, of a file every byte of which is as it was written."""
+    """Return what `_state` wrote; ValueError if any byte of the file has changed."""
     state, checksum = _state_in(f, file)
     with contextlib.suppress(ValueError):
         if _checksum(f)[1] == checksum:
@@ -211,7 +202,7 @@ def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
 
 
 def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
-    """Read what the header of a file of this format has of `_state`, and its checksum."""
+    """Return what `_state` wrote and the checksum, both from a file's header; ValueError for another format."""
     try:
         metadata = json.loads(safetensors_header(f))["__metadata__"]
         state = json.loads(metadata["mlx_mtp"])
@@ -227,7 +218,7 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def safetensors_header(f: BinaryIO) -> bytes:
-    """Read the JSON text that a safetensors file begins with; ValueError where there is none."""
+    """Return the JSON bytes at the start of a safetensors file; ValueError if the file is too short for them."""
     f.seek(0)
     length = int.from_bytes(f.read(8), "little")
     if length > os.fstat(f.fileno()).st_size - 8:
@@ -236,7 +227,7 @@ def safetensors_header(f: BinaryIO) -> bytes:
 
 
 def _checksum(f: BinaryIO) -> tuple[int, str]:
-    """Find where a file's checksum is, and what it should be: of all bytes, with zeros in that place."""
+    """Return the position of a file's checksum and its right value, which is taken over zeros at that position."""
     header = safetensors_header(f)
     match = CHECKSUM.search(header)
     if match is None:
@@ -250,32 +241,31 @@ def _checksum(f: BinaryIO) -> tuple[int, str]:
     return 8 + match.start(1), digest.hexdigest()
 
 
-SAMPLED = 256  # values of each tensor: another finetune changes some of nearly every one
+SAMPLED = 256  # values of each tensor; another finetune changes some of them in nearly every tensor
 
 
 def fingerprint(model: Any, *, heads: bool) -> str:
-    """Digest a model's configuration and of its parameters' names, shapes, types and a sample of their values.
+    """Return a hash of a model's configuration and of its parameters: names, shapes, types and sampled values.
 
-    So a saved cache is known to be this model's. heads: of its drafter or its draft heads, without their LM heads, on
-    which no state depends; else of the target. Of a model that is split all ranks have the same one, and have to ask
-    for it together.
+    It identifies the model that a saved cache belongs to. heads: hash the drafter or MTP heads, without their LM
+    heads, on which no state depends; else the target. Of a split model all ranks return the same hash and must call
+    together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")
-    own = sorted((name, array) for name, array in arrays if not other.match(name))
-    facts: list[Any] = [f"{name} {array.shape} {array.dtype}" for name, array in own]
+    chosen = sorted((name, array) for name, array in arrays if not other.match(name))
+    facts: list[Any] = [f"{name} {array.shape} {array.dtype}" for name, array in chosen]
     if heads:
         facts.append(str(getattr(model, "spec", None)))
     elif is_dataclass(args := getattr(model, "args", None)):
-        facts.append(asdict(args))  # type: ignore[arg-type] - no class, but one of its values
+        facts.append(asdict(args))  # type: ignore[arg-type] - an instance, not a class
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    if own:
-        digest.update(np.array(mx.concatenate([_sample(array) for _, array in own])).tobytes())
-    ranks = model.ranks
-    return ranks.combined(digest.hexdigest()) if ranks else digest.hexdigest()
+    if chosen:
+        digest.update(np.array(mx.concatenate([_sample(array) for _, array in chosen])).tobytes())
+    return model.ranks.combined(digest.hexdigest()) if model.ranks else digest.hexdigest()
 
 
 def _sample(array: mx.array) -> mx.array:
-    """Take the bytes [n] of up to SAMPLED values, spread evenly over an array."""
+    """Return the bytes [n] of up to SAMPLED values, evenly spaced over an array."""
     flat = array.reshape(-1)
     return mx.view(mx.contiguous(flat[:: -(-flat.size // SAMPLED) or 1]), mx.uint8)

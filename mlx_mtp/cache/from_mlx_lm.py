@@ -1,4 +1,4 @@
-"""Take a PromptCache for mlx-lm's lists of caches, where they hold nothing yet."""
+"""Replace a list of mlx-lm's empty caches by a PromptCache."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from .prompt_cache import PromptCache, make_prompt_cache
 
 
 def from_mlx_lm(model: CachedModel, given: Any) -> Any:
-    """Return the PromptCache that a list of mlx-lm's empty caches stands for, and then holds in their place.
+    """Return a new PromptCache for a list of mlx-lm's empty caches; the list then contains it instead of them.
 
-    What is no such list is returned as it is. Raises ValueError for caches that hold something: no head has read it.
+    Anything else is returned unchanged. Raises ValueError for caches with tokens, which no MTP head has read.
     """
     if isinstance(given, list) and given and isinstance(given[0], PromptCache):
         return given[0]

@@ -1,8 +1,8 @@
-"""Keep keys and values of every position in buffers that grow, and forget the last ones without a host read.
+"""Store keys and values of all positions in growing buffers; roll back without a host read.
 
-Two modes, told apart by the type of `offset`. An `int` (prefill, plain decoding): slices are exact and masks
-are `None` or "causal". An `mx.array` [1] (verifying): rows are written at a device position, the mask is built
-from positions, and only `limit`, a host-side upper bound of the offset, decides how much of the buffer is read.
+The type of `offset` decides the mode. An `int` (prefill, plain decoding): slices are exact and masks are `None` or
+"causal". An `mx.array` [1] (verify): rows are written at a device position, masks are computed from positions, and
+`limit`, the host's upper bound of the offset, decides how much of the buffer is read.
 """
 
 import copy
@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from .layer_cache import LayerCache, OncePerPass, Parts
 
-STEP = 256  # buffers grow, and views are cut, at multiples of this many rows
+STEP = 256  # sizes of buffers and of their views are multiples of this number of rows
 
 
 def round_up(n: int) -> int:
@@ -23,10 +23,9 @@ def round_up(n: int) -> int:
 
 
 class LinearKVCache(LayerCache):
-    """Keys and values of every position (and what else a layer keeps of each), in buffers that grow by an eighth.
+    """Keys, values and any other rows of all positions, in buffers that grow by an eighth; mlx-lm's protocol, B = 1.
 
-    `start`: positions below it hold nothing (a draft head of depth j has no slot before position j).
-    Implements mlx-lm's cache protocol; B = 1.
+    `start`: the first position with contents (an MTP head of depth j has none before position j).
     """
 
     def __init__(self, start: int = 0):
@@ -45,7 +44,7 @@ class LinearKVCache(LayerCache):
         return self.parts[0].shape[2] if self.parts else 0
 
     def _grow(self, rows: int, like: Parts) -> None:
-        """Make room for `rows` more, by a copy only when the capacity changes."""
+        """Make room for `rows` more rows; copies only if the capacity changes."""
         need = self.limit + rows
         if need <= self.capacity:
             return
@@ -66,19 +65,19 @@ class LinearKVCache(LayerCache):
             self.parts = tuple(mx.slice_update(part, rows, self.offset, axes=[2]) for part, rows in pairs)
 
     def _assign(self, slot: int, new: Parts) -> None:
-        """Store rows; through new handles, so that a handle somebody kept still means the old contents."""
+        """Store rows through new array handles, so that handles kept elsewhere keep the old contents."""
         self.parts, end = tuple([copy.copy(part) for part in self.parts]), slot + new[0].shape[2]
         for part, rows in zip(self.parts, new, strict=True):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return the slots that attention reads once `rows` more are in."""
+        """Return the slots that attention reads after `rows` more rows are written."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append keys, values and what else a layer keeps, [B, H, L, D] each; return what the L rows attend to."""
+        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to."""
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)
         self._grow(rows, new)
@@ -88,18 +87,18 @@ class LinearKVCache(LayerCache):
         self.offset = offset + rows if isinstance(offset, int) else self.once(operator.add, offset, rows)
         self.limit += rows
         if view.start or view.stop < self.capacity:
-            parts = tuple([part[:, :, view] for part in parts])  # an ellipsis takes four times as long
+            parts = tuple([part[:, :, view] for part in parts])  # an ellipsis is four times slower
         return self._decode(parts)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Make the mask of the next N rows: None, "causal" or a boolean [N, visible slots]."""
+        """Return the mask of the next N rows: None, "causal" or boolean [N, visible slots]."""
         if isinstance(self.offset, int):
             if N == 1:
                 return None
             return create_causal_mask(N, self.offset - self.start) if return_array else "causal"
         queries = self.offset + mx.arange(N)[:, None]
         slots = mx.arange(self._visible(N).stop)[None]
-        # A row before `start` is never read; it sees itself so that its softmax is defined.
+        # The output of a row before `start` is not used; it attends to itself so that its softmax is defined.
         return (slots <= queries) & (slots >= mx.minimum(self.start, queries))
 
     @property
@@ -108,7 +107,7 @@ class LinearKVCache(LayerCache):
 
     def check(self) -> None:
         if self.parts and self.capacity < self.offset:
-            raise ValueError("its rows are not as many as it holds")
+            raise ValueError("its arrays have fewer rows than positions")
 
     def used(self) -> Parts:
         return tuple(part[:, :, : round_up(self.limit)] for part in self.parts)
@@ -124,11 +123,11 @@ class LinearKVCache(LayerCache):
 
 
 class QuantizedStorage:
-    """Storage as packed integers, read directly by mlx-lm's quantized attention (which looks for `bits`)."""
+    """Mixin that stores packed integers, which mlx-lm's quantized attention reads (it checks for `bits`)."""
 
-    def __init__(self, group_size: int, bits: int, *own: Any, **named: Any):
-        """Take last what the class behind this mixin is made of."""
-        super().__init__(*own, **named)
+    def __init__(self, group_size: int, bits: int, *args: Any, **kwargs: Any):
+        """Pass the remaining arguments to the class that follows this mixin."""
+        super().__init__(*args, **kwargs)
         self.group_size, self.bits = group_size, bits
 
     def _encode(self, *rows):
@@ -139,8 +138,7 @@ class QuantizedStorage:
 
     @property
     def config(self) -> dict:
-        own = {"group_size": self.group_size, "bits": self.bits}
-        return {**super().config, **own}  # type: ignore[misc]
+        return {**super().config, "group_size": self.group_size, "bits": self.bits}  # type: ignore[misc]
 
 
 class QuantizedLinearKVCache(QuantizedStorage, LinearKVCache):

@@ -1,25 +1,26 @@
-"""Make the caches of layers, of any kind: a new kind is added to this one list."""
+"""Create the caches of layers, of every kind, and check their format against the model."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from .growing import LinearKVCache, QuantizedLinearKVCache
-from .layer_cache import CacheKind, LayerCache, OncePerPass
+from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
 from .mlx_lm_caches import MlxLmCaches
 from .recurrent import RecurrentCache
 from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
-# Kinds that are no attention's, by the name that their `config` has in files.
+# Kinds without keys and values, by the name that their `config` has in files.
 BY_NAME: dict[str, type[Any]] = {kind.name: kind for kind in (RecurrentCache, MlxLmCaches)}
+GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 
 
 def make_cache(
     window: CacheKind | Ring, *, start: int = 0, keep: int = 0, bits: int | None = None, group_size: int = 64
 ) -> Any:
-    """Make the empty cache of one layer, quantized with `bits` where it holds keys and values.
+    """Return the empty cache of one layer; with `bits`, keys and values are quantized.
 
-    window: a number of last positions, or a Ring that layers share; None for all positions; or a cache's class.
-    keep: first positions that a new ring holds for ever.
+    window: the number of last positions, or a Ring that layers share; None for all positions; or a class of cache.
+    keep: number of first positions that a new ring never overwrites.
     """
     if isinstance(window, type):
         return window()
@@ -32,15 +33,15 @@ def make_cache(
 
 
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
-    """Make one cache per layer; layers of the same window share one Ring."""
+    """Return one cache per layer; layers with the same window share one Ring."""
     pairs = zip(windows, starts, strict=True)
     return from_configs([{"window": window, "start": start, **quantization} for window, start in pairs])
 
 
 def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
-    """Make caches of these `config`s, without their arrays; those of the same window share one Ring."""
+    """Return caches with these `config`s, without arrays; those with the same window share one Ring."""
     rings: dict[tuple[int, int], Ring] = {}
-    caches = []
+    caches: list[Any] = []
     for config in configs:
         window, keep = config["window"], config.get("keep", 0)
         if isinstance(window, str):
@@ -49,12 +50,34 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
         if isinstance(window, int):
             window = rings.setdefault((window, keep), Ring(window, keep))
         caches.append(make_cache(**{**config, "window": window}))
-    return sharing(caches)
-
-
-def sharing(caches: list[Any]) -> list[Any]:
-    """Let the caches of one text's layers, which stand at one position, compute what follows from it once."""
-    once = OncePerPass()
+    once = OncePerPass()  # the layers of a sequence have the same position
     for cache in caches:
         cache.once = once
     return caches
+
+
+def check_layout(
+    model: CachedModel, kv_bits: int | None, mtp_kv_bits: int | None, kv_group_size: int, max_kv_size: int | None
+) -> None:
+    """Raise ValueError for arguments of `make_prompt_cache` that the model's caches do not support."""
+    if kv_group_size not in GROUP_SIZES:
+        raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
+    for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
+        if bits not in (None, 2, 3, 4, 5, 6, 8):
+            raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
+        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
+        if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
+            raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
+        head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
+        if head_dim % kv_group_size:
+            raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
+    if max_kv_size is not None and max_kv_size < 1:
+        raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
+    if max_kv_size is not None and MlxLmCaches in model.windows():
+        raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
+
+
+def group_size_for(model: CachedModel) -> int:
+    """Return 64, or 32 if only 32 divides the model's head size."""
+    head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
+    return next((size for size in (64, 32) if head_dim % size == 0), 64)

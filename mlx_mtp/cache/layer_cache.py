@@ -1,4 +1,4 @@
-"""State what the cache of one layer offers, and what caches ask of the model that they belong to."""
+"""Define the interface of one layer's cache, and what caches need from their model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -6,42 +6,42 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 Parts = tuple[mx.array, ...]
-CONTEXTS = (0, 1024, 16384)  # positions from which on other kernels may be the faster ones
+CONTEXTS = (0, 1024, 16384)  # lengths from which other kernels may be faster
 
 
 class OncePerPass:
-    """Compute what follows from the position alone once for all layers of a pass: the layers of a text share one."""
+    """Computes a function of the position once per pass; all layers of a sequence share one."""
 
     def __init__(self):
         self._last: dict[Callable, tuple] = {}
 
     def __call__(self, fn: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Return fn(a, b), as the last time where a and b are the very same objects."""
-        known = self._last.get(fn)
-        if known is None or known[0] is not a or known[1] is not b:
-            known = self._last[fn] = a, b, fn(a, b)
-        return known[2]
+        """Return fn(a, b): the previous result if a and b are the same objects as in the previous call."""
+        last = self._last.get(fn)
+        if last is None or last[0] is not a or last[1] is not b:
+            last = self._last[fn] = a, b, fn(a, b)
+        return last[2]
 
     def __deepcopy__(self, memo: dict) -> "OncePerPass":
-        """Begin anew: a copy of a cache shares nothing with it, and MLX's functions cannot be copied."""
+        """Return an empty one: copies of a cache share nothing, and MLX's functions cannot be copied."""
         return OncePerPass()
 
 
 class LayerCache:
-    """Keys and values, or a state, of one layer for one text (B = 1); these defaults suit what holds no rows.
+    """Keys and values, or a recurrent state, of one layer and sequence (B = 1); the defaults are without rows.
 
-    offset: positions held, an `int` while the host counts them, int32 [1] while the device does.
-    limit:  an upper bound of `offset` that the host knows.
-    parts:  the arrays of the state; () before the first row.
-    start:  positions below it hold nothing; int32 [1] where a cycle is recorded.
-    window: how many last positions it holds, None for all; keep: first positions that it holds beside these.
-    config: arguments of `kinds.from_configs` that make this cache again, but for its `parts`; kept in files as JSON.
-    once:   what it shares with the text's other layers.
-    context: of CONTEXTS the one that the text had reached when its answer began. Kernels are chosen by it, so that
-        all rows of an answer have the same ones: `limit` depends on what was drafted.
+    offset: number of positions held: an `int` while the host counts them, int32 [1] while the device does.
+    limit:  the host's upper bound of `offset`.
+    parts:  the arrays; () before the first row.
+    start:  the first position with contents; int32 [1] in a recorded cycle.
+    window: number of last positions held, None for all; keep: number of first positions held in addition.
+    config: arguments of `kinds.from_configs` that create this cache without its `parts`; stored in files as JSON.
+    once:   shared with the sequence's other layers.
+    context: the largest of CONTEXTS that the sequence had reached when its answer began. It chooses the kernels, so
+        that all rows of an answer have the same ones; `limit` cannot, because it depends on drafts.
 
-    Facts of a kind: `is_state` (one state of the whole text, no rows), `wraps` (new rows overwrite old ones, so that
-    a lower offset does not bring them back), `is_mlx_lm` (mlx-lm's own caches, on which nothing is built ahead).
+    A class also sets `is_state` (one state of the whole sequence, no rows), `wraps` (new rows overwrite old ones, so
+    a lower offset does not restore them) and `is_mlx_lm` (mlx-lm's own caches, for which no cycle is built ahead).
     """
 
     is_state = wraps = is_mlx_lm = False
@@ -49,7 +49,7 @@ class LayerCache:
     context: int = 0
     window: int | None = None
     keep: int = 0
-    rewinds: Any = True  # whether `seek` can go back now
+    rewinds: Any = True  # whether `seek` can return to an earlier position now
     offset: Any
     limit: int
     parts: Any
@@ -62,7 +62,7 @@ class LayerCache:
 
     @property
     def trims(self) -> bool:
-        """Whether `seek` can go back to any position, and needs nothing else for it."""
+        """Whether `seek` alone can return to any earlier position."""
         return not self.is_state and self.rewinds
 
     @property
@@ -70,7 +70,7 @@ class LayerCache:
         """The `config` of an empty cache of this layout."""
         return self.config
 
-    # Storage: what a row's keys, values and perhaps more become, and how attention gets them back.
+    # Conversions between a row's keys and values and their stored form.
     def _encode(self, *rows: mx.array) -> Parts:
         return rows
 
@@ -78,43 +78,44 @@ class LayerCache:
         return parts
 
     def reserve(self, rows: int) -> None:
-        """Make the next growth reach `rows` positions at once, where a longer run is known to come."""
+        """Let the next growth reach at least `rows` positions, if a longer sequence is expected."""
 
     def hold(self, rows: int) -> None:
-        """Have room for `rows` positions now; what the cache holds has to have a form already."""
+        """Make room for `rows` positions now, in a cache that has arrays."""
 
     def seek(self, offset: Any, limit: int) -> None:
-        """Set the position, a host integer or int32 [1], and its upper bound on the host."""
+        """Set the position, a host integer or int32 [1], and the host's upper bound of it."""
         self.offset, self.limit = offset, limit
 
     def used(self) -> Parts:
-        """Return the arrays to save, without rows that were never reached."""
+        """Return the arrays to save, without rows that were never written."""
         return self.parts
 
     def check(self) -> None:
-        """Raise ValueError where `parts`, read from a file, cannot belong to `offset`."""
+        """Raise ValueError if `parts`, read from a file, do not match `offset`."""
 
     def fits(self, parts: Parts) -> bool:
-        """Whether `parts`, read from a file, are of the shapes and types of this cache's own, which holds rows."""
+        """Return whether `parts`, read from a file, have the shapes and types of this cache, which is not empty."""
         return shapes_of(parts) == shapes_of(self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LayerCache":
-        """Return a cache with these contents in `bits` bits, positions kept; a state stays in full precision."""
+        """Return a cache with the same positions in `bits` bits; a recurrent state is returned unchanged."""
         return self
 
 
 def shapes_of(parts: Sequence[mx.array]) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-    """List the shapes and types of arrays."""
+    """Return the shape and type of each array."""
     return [(tuple(part.shape), part.dtype) for part in parts]
 
 
-CacheKind = int | None | type[LayerCache]  # what a layer needs: a window, all positions, or a cache of another class
+CacheKind = int | None | type[LayerCache]  # a window, all positions, or a class of cache
 
 
 class CachedModel(Protocol):
-    """What a text's caches need to know of a model.
+    """What caches need from their model.
 
-    mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: what forbids quantized keys and values.
+    mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: why keys and values cannot be
+    quantized.
     """
 
     mtp: Sequence[Any]
@@ -125,13 +126,13 @@ class CachedModel(Protocol):
     def vocab_size(self) -> int: ...
 
     def windows(self) -> list[CacheKind]:
-        """Return what each layer that has a cache needs."""
+        """Return the kind of cache of each layer that has one."""
         ...
 
     def head_windows(self) -> list[CacheKind]:
-        """Return what each cache of its drafter needs; of an MTP head its attention's window."""
+        """Return the kind of each of the drafter's caches; for an MTP head its attention's window."""
         ...
 
     def no_hidden(self) -> mx.array:
-        """Return a hidden row of zeros, [1, 1, H], of the model's type."""
+        """Return a hidden row of zeros, [1, 1, H], in the model's type."""
         ...

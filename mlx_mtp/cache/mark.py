@@ -1,4 +1,4 @@
-"""Note a moment of a PromptCache, to go back to."""
+"""Record the state of a PromptCache, so that it can be restored."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Quantizing:
-    """Quantize the target's caches before position `start` is read."""
+    """The request to quantize the target's caches before position `start` is read."""
 
     start: int
     bits: int
@@ -16,11 +16,11 @@ class Quantizing:
 
 @dataclass
 class Mark:
-    """A PromptCache's state at one moment, to go back to: references only, nothing is copied.
+    """A recorded state of a PromptCache; references to arrays, nothing is copied.
 
-    held:   (cache, parts, start) of those that a lower offset does not bring back: states, and where the moment is at
-            rest wrapped windows too, of which the first write after it makes a copy.
-    caches: (cache, offset, limit, parts) of all; None where a later write may be in place.
+    held:   (cache, parts, start) of recurrent states and, between generations, of wrapped windows: a lower offset
+        does not restore these. The first later write to such a window copies it.
+    caches: (cache, offset, limit, parts) of all caches; None if later writes may be in place.
     """
 
     length: int
@@ -32,5 +32,5 @@ class Mark:
     quantizing: Quantizing | None
 
     def release(self) -> None:
-        """Release keys and values, so that the next write to them is in place; states are replaced, not written."""
+        """Release keys and values, so that the next write is in place; recurrent states are replaced, not written."""
         self.caches = None

@@ -1,4 +1,4 @@
-"""Wrap mlx-lm's own caches of a whole model without a port, and let mlx-lm's functions on caches take ours."""
+"""Wrap mlx-lm's own caches of a model without a port, and refuse a PromptCache in mlx-lm's functions."""
 
 from typing import Any, NoReturn
 
@@ -10,30 +10,31 @@ from .layer_cache import LayerCache
 
 
 class MlxLmCaches(LayerCache):
-    """One entry of `PromptCache.layers` that stands for all layers' caches, with the positions of `LinearKVCache`.
+    """One entry of `PromptCache.layers` for mlx-lm's caches of all layers, with positions like `LinearKVCache`.
 
-    Nothing is built ahead on it, so a generation that is stopped leaves it whole; one that is interrupted in the
-    middle of a step does not, and reading on is then a ValueError.
+    No cycle is built ahead on it, so a stopped generation leaves it usable. An interruption in the middle of a step
+    does
+    not: the next read then raises ValueError.
     """
 
     name = "plain"
     is_mlx_lm = True
 
     def __init__(self, classes: list[str] | None = None, state: list | None = None, offset: int = 0):
-        """Take `config`'s values; the arrays are filled in by setting `parts`."""
+        """Take the values of `config`; the arrays are set later through `parts`."""
         self.offset = self.limit = offset
         self.whole = True
         self.caches: list[Any] = []
         self._saved = (classes or [], state or [])
 
     def read(self, model: Any, tokens: mx.array) -> mx.array:
-        """Read tokens [1, L]; return the logits [1, 1, V] after the last. Raises ValueError after an interruption."""
+        """Read tokens [1, L] and return the logits [1, 1, V] of the last; ValueError after an interruption."""
         if not self.whole:
             raise ValueError("prompt_cache: it was interrupted in the middle of a step; make a new one")
         self.whole = False
         if not self.caches:
             self.caches = mlx_lm_caches.make_prompt_cache(model)
-        if tokens.shape[1] > 1:  # these rows' logits are never computed
+        if tokens.shape[1] > 1:  # their logits are not computed
             model(tokens[:, :-1], cache=self.caches)
         logits = model(tokens[:, -1:], cache=self.caches)
         self.offset += tokens.shape[1]
@@ -45,7 +46,7 @@ class MlxLmCaches(LayerCache):
         return self.whole and mlx_lm_caches.can_trim_prompt_cache(self.caches)
 
     def seek(self, offset: int, limit: int) -> None:
-        """Step back to `offset`; caches that cannot are not whole any more."""
+        """Return to `offset`; a cache that cannot becomes unusable."""
         if offset < self.offset and self.rewinds:
             mlx_lm_caches.trim_prompt_cache(self.caches, self.offset - offset)
             self.offset = offset
@@ -57,7 +58,7 @@ class MlxLmCaches(LayerCache):
 
     @property
     def parts(self) -> tuple[mx.array, ...]:
-        """Return nothing to compute: the logits depend on all that the caches hold."""
+        """Return (): nothing needs `mx.eval`, because the logits depend on all arrays."""
         return ()
 
     @parts.setter
@@ -91,7 +92,7 @@ class MlxLmCaches(LayerCache):
 
 
 class ListOfOne:
-    """Mixin that makes a PromptCache the only member of a list, for mlx-lm's functions on lists of caches."""
+    """Mixin that makes a PromptCache a list with itself as only member, as mlx-lm's functions on caches expect."""
 
     def __len__(self) -> int:
         return 1
@@ -100,26 +101,19 @@ class ListOfOne:
         return iter((self,))
 
     def __getitem__(self, index: int) -> Any:
-        return self if index in (0, -1) else self._refuse()  # what a model of mlx_lm's takes for another layer's
+        return self if index in (0, -1) else self._refuse()  # an mlx_lm model indexes a list of layers
 
-    @property
-    def state(self) -> NoReturn:
-        """Refuse to be saved or computed by mlx_lm."""
-        self._refuse()
-
-    def make_mask(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to be read by a model of mlx_lm's, which asks for a mask first."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        """Raise ValueError: mlx_lm knows neither the heads' caches nor what joins them."""
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
             "prompt_cache: mlx_mtp's, with MTP heads; use mlx_mtp.save_prompt_cache and mlx_mtp.generate"
         )
 
+    state = property(_refuse)  # read by mlx_lm's functions that save or evaluate caches
+    make_mask = _refuse  # the first call of an mlx_lm model
+
 
 def _kind(name: str) -> Any:
-    """Find mlx-lm's class of caches of this name, and nothing else that a file may name."""
+    """Return mlx-lm's cache class of this name; ValueError for any other name in a file."""
     kind = getattr(mlx_lm_caches, name, None)
     if not (isinstance(kind, type) and issubclass(kind, mlx_lm_caches._BaseCache)):
         raise ValueError(f"{name}: not a cache of mlx-lm's")

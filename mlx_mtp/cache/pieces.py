@@ -1,7 +1,7 @@
-"""Cut prompt caches into pieces of their text, and join pieces that follow each other to a cache again.
+"""Cut prompt caches into pieces, and join consecutive pieces into a cache.
 
-Rows of keys and values can be cut anywhere. What is no row (recurrent states, wrapped windows, what the heads have
-yet to read) belongs to one moment, and is noted for that.
+Rows of keys and values can be cut anywhere. Everything else (recurrent states, wrapped windows, the heads' pending
+rows) belongs to one position: a `Checkpoint`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ from .growing import round_up
 from .layer_cache import LayerCache, Parts, shapes_of
 from .prompt_cache import PromptCache
 
-ALIGNED = 256  # bytes between the beginnings of packed arrays: kernels load words of up to 16 bytes
+ALIGNED = 256  # bytes to which packed arrays are aligned; kernels load words of up to 16 bytes
 
 
-class Moment(NamedTuple):
-    """All of a prompt cache at rest that is no row: to go on from its `length` with the rows of the pieces before.
+class Checkpoint(NamedTuple):
+    """Everything in a prompt cache that is not a row; with the rows before `length`, decoding resumes there.
 
-    whole:  by the place of a cache among all, its parts, if they are no rows. starts: `start` of every cache.
+    whole: the arrays of caches without rows, by index among all caches. starts: `start` of every cache.
     """
 
     length: int
@@ -34,16 +34,16 @@ class Moment(NamedTuple):
         return [*self.kept, *self.backlog, *(part for parts in self.whole.values() for part in parts)]
 
 
-def moment(cache: PromptCache) -> Moment:
-    """Note what of a cache at rest is no row, as copies that keep nothing else alive."""
+def checkpoint_of(cache: PromptCache) -> Checkpoint:
+    """Return a checkpoint of a cache between generations, as copies that keep no other array alive."""
     backlog = [mx.concatenate(cache.backlog, axis=1)] if cache.backlog else []
     whole = {i: c.parts for i, c in enumerate(cache.caches) if not has_rows(c)}
     starts = [c.start for c in cache.caches]
-    return packed_moment(Moment(cache.offset, cache.primed, cache.kept, backlog, whole, starts))
+    return packed_checkpoint(Checkpoint(cache.offset, cache.primed, cache.kept, backlog, whole, starts))
 
 
-def packed_moment(at: Moment) -> Moment:
-    """Copy a moment's arrays into one buffer per type."""
+def packed_checkpoint(at: Checkpoint) -> Checkpoint:
+    """Copy a checkpoint's arrays into one buffer per type."""
     arrays = iter(packed(at.arrays))
     kept, backlog = ([next(arrays) for _ in group] for group in (at.kept, at.backlog))
     whole = {i: tuple(next(arrays) for _ in parts) for i, parts in at.whole.items()}
@@ -51,12 +51,12 @@ def packed_moment(at: Moment) -> Moment:
 
 
 def has_rows(c: LayerCache) -> bool:
-    """Tell whether a cache holds rows that can be cut anywhere."""
+    """Return whether a cache has rows that can be cut anywhere."""
     return not (c.is_state or c.wraps)
 
 
 def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> list[Parts]:
-    """Copy the rows of two spans of positions, the target's and the heads'; () of a cache without any."""
+    """Copy the rows of two ranges of positions, the target's and the heads'; () for a cache without rows there."""
     spans = [rows] * len(cache.layers) + [heads] * len(cache.heads)
     return packed_rows(
         [
@@ -73,9 +73,9 @@ def packed_rows(rows: list[Parts]) -> list[Parts]:
 
 
 def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """Return copies of arrays that are views of one buffer per type: Metal limits the number of buffers.
+    """Return copies of arrays, as views of one buffer per type; Metal limits the number of buffers.
 
-    Each begins at a multiple of ALIGNED bytes. The same array given twice is copied once.
+    Views start at multiples of ALIGNED bytes; an array that occurs twice is copied once.
     """
     own = {id(array): array for array in arrays}
     views: dict[int, mx.array] = {}
@@ -93,14 +93,14 @@ def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 
 def buffers(arrays: Iterable[mx.array]) -> int:
-    """Count the buffers of arrays that were packed together."""
+    """Return the number of buffers of arrays that were packed together."""
     return len({array.dtype for array in arrays if array.size})
 
 
-def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list[int], room: int) -> PromptCache:
-    """Make a cache that holds `tokens` [at.length], of pieces that follow each other from position 0 on.
+def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: list[int], room: int) -> PromptCache:
+    """Return a cache with `tokens` [at.length], made of consecutive pieces from position 0.
 
-    blank: an empty cache of the same layout. room: positions that it will hold in the end.
+    blank: an empty cache of the same layout. room: number of positions to make room for.
     """
     cache = blank.like_new()
     for i, c in enumerate(cache.caches):
@@ -115,10 +115,10 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Moment, tokens: list
     return cache
 
 
-def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens: int, primed: int) -> None:
-    """Raise ValueError if a piece, read from a file, has other shapes than `like`, a cache that holds rows.
+def check_piece(rows: list[Parts], at: Checkpoint | None, like: PromptCache, tokens: int, primed: int) -> None:
+    """Raise ValueError if a piece, read from a file, does not have the shapes of `like`, a non-empty cache.
 
-    tokens, primed: positions that it covers, of the target and of the heads.
+    tokens, primed: number of positions in the piece, of the target and of the heads.
     """
     spans = [tokens] * len(like.layers) + [primed] * len(like.heads)
     right = [_suits(parts, c, span) for parts, c, span in zip(rows, like.caches, spans, strict=True)]
@@ -126,20 +126,20 @@ def check_piece(rows: list[Parts], at: Moment | None, like: PromptCache, tokens:
         right += [like.caches[i].fits(parts) or not (parts or i < len(like.layers)) for i, parts in at.whole.items()]
         right += [shapes_of(at.kept) == shapes_of(like.kept), len(at.starts) == len(like.caches)]
         right += [shapes_of([rows[:, :0]]) == shapes_of([like.backlog[0][:, :0]]) for rows in at.backlog]
-        waiting, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
-        right.append(not like.heads or waiting == unread or (like.reach or unread) <= waiting < unread)
+        pending, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
+        right.append(not like.heads or pending == unread or (like.reach or unread) <= pending < unread)
     if not all(right):
         raise ValueError("its arrays do not have the shapes of this model's caches")
 
 
 def _suits(parts: Parts, like: LayerCache, span: int) -> bool:
-    """Return whether parts have the shapes that `cut` returns for a span of positions of a cache like this one."""
+    """Return whether parts have the shapes that `cut` returns for `span` positions of this cache."""
     expected = like.parts if has_rows(like) and span > 0 else ()
     return shapes_of(parts) == [((*a.shape[:2], span, *a.shape[3:]), a.dtype) for a in expected]
 
 
 def _padded(parts: tuple[mx.array, ...], rows: int) -> mx.array:
-    """Join parts along their rows, with zeros behind up to so many."""
+    """Concatenate parts along their rows, padded with zeros to `rows`."""
     like = parts[0]
     blank = mx.zeros((*like.shape[:2], rows - sum(part.shape[2] for part in parts), like.shape[3]), like.dtype)
     return mx.concatenate([*parts, blank], axis=2)

@@ -1,4 +1,4 @@
-"""Hold the caches of the texts of one layout in slots, and change who is in the next pass."""
+"""Hold the caches of several sequences of one layout in slots, and change the sequences of a pass."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from .step_cache import StepCache
 
 
 class PoolMark(NamedTuple):
-    """A pool at one moment: positions and arrays by cache, and what goes with its heads, if it has them."""
+    """A recorded state of a pool: positions and arrays of each cache; `kept` and `missed` of the heads."""
 
     ends: list[Any]
     arrays: list[tuple[mx.array, ...]]
@@ -23,10 +23,10 @@ class PoolMark(NamedTuple):
 
 
 class PoolForm(NamedTuple):
-    """What a step on a pool depends on besides its arrays.
+    """Everything besides arrays that a step on a pool depends on.
 
-    layers, heads: the `config`s of a text's own caches, no heads where they have no part. span: the slots of a pass,
-    and how many there are. starts: which caches hold nothing before some positions.
+    layers, heads: the `config`s of one sequence's caches; no heads if they are not in the step. span: the slots of a
+    pass and the number of all slots. starts: whether each cache has a `start` above 0.
     """
 
     layers: tuple
@@ -35,7 +35,7 @@ class PoolForm(NamedTuple):
     starts: tuple[bool, ...]
 
     def made(self, model: CachedModel) -> "Pool":
-        """Make a pool of this form that holds no arrays."""
+        """Return a pool of this form without arrays."""
         layers, heads = (from_configs([dict(config) for config in configs]) for configs in (self.layers, self.heads))
         pool = Pool(PromptCache(model, layers, heads, None, []))
         pool.live = pool.has_heads = bool(heads)
@@ -45,10 +45,10 @@ class PoolForm(NamedTuple):
 
 
 class Pool(StepCache):
-    """A pooled cache for each of the target's layers and, while they follow it, of its heads.
+    """A pooled cache for each layer of the target and, while the heads follow it, for each head.
 
-    has_heads: the heads are in the pool. missed: the hidden rows [n, 1, H], and the tokens [n, 1] behind them, of
-    plain cycles that they have not read. configs: of a text's own layers and heads.
+    has_heads: the heads are in the pool. missed: hidden rows [n, 1, H] of plain cycles that the heads have not read,
+    and the tokens [n, 1] that follow them. configs: of one sequence's layers and heads.
     """
 
     def __init__(self, like: PromptCache):
@@ -65,12 +65,12 @@ class Pool(StepCache):
 
     @property
     def slots(self) -> int:
-        """Count the slots of the buffers."""
+        """Number of slots in the buffers."""
         return max((c.parts[0].shape[0] for c in self.caches if not c.is_state and c.parts), default=0)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every array of the pool, for `mx.eval`."""
+        """All arrays, for `mx.eval`."""
         return [part for c in self.caches for part in c.parts] + (self.kept if self.has_heads else [])
 
     @property
@@ -102,19 +102,20 @@ class Pool(StepCache):
             c.offset, c.parts = offset, arrays
 
     def copy_out(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
-        """Copy a text's state to its own cache: what a pass left that began at position `base`, and `rows` of it."""
+        """Copy a sequence's state at `mark` to its own cache: `rows` of the pass that began at position `base`."""
         arrays = iter(mark.arrays)
-        for c, mine in zip(self.layers, cache.layers, strict=True):
-            mine.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
+        for c, target in zip(self.layers, cache.layers, strict=True):
+            target.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
         if mark.has_heads:
             self._copy_out_heads(mark, cache, slot, row, base)
 
-    def retire_heads(self, texts: Sequence[tuple[int, int, int, PromptCache]]) -> None:
-        """Give each text its heads back, with what they missed; texts: row, slot, position of the last pass's first
-        row, and own cache.
+    def pause_heads(self, sequences: Sequence[tuple[int, int, int, PromptCache]]) -> None:
+        """Copy each sequence's heads, and the rows they missed, to its own cache; the pool has no heads then.
+
+        sequences: row, slot, position of the last pass's first row, and own cache of each.
         """
         mark, self.has_heads = self.mark(), False
-        for row, slot, base, cache in texts:
+        for row, slot, base, cache in sequences:
             self._copy_out_heads(mark, cache, slot, row, base)
         self.kept, self.missed = [], []
         for c in self.heads:
@@ -122,29 +123,29 @@ class Pool(StepCache):
 
     def _copy_out_heads(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, base: int) -> None:
         cache.primed = base - len(mark.missed)
-        for c, mine, arrays in zip(self.heads, cache.heads, mark.arrays[len(self.layers) :], strict=True):
-            mine.parts = c.copied(arrays, slot, cache.primed)
+        for c, target, arrays in zip(self.heads, cache.heads, mark.arrays[len(self.layers) :], strict=True):
+            target.parts = c.copied(arrays, slot, cache.primed)
         cache.kept = [mx.contiguous(each[row : row + 1]) for each in mark.kept]
         cache.backlog = []
         if mark.missed:
             cache.push(mx.concatenate([hidden[row : row + 1] for hidden, _ in mark.missed], axis=1))
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, PromptCache]]) -> None:
-        """Let the next pass be of other texts.
+        """Change the sequences of the next pass.
 
-        order: for each slot of the span its row in the last pass, or, from the number of those on, a newcomer's.
-        newcomers: the slot of each and its own cache, at rest, whose heads have read all but its last position.
+        order: for each slot of the span its row in the last pass; numbers from the row count on are newcomers'.
+        newcomers: slot and own cache of each, between generations, whose heads have read all but its last position.
         """
         self.span, index = span, mx.array(list(order))
         self._regroup(self.layers, [(slot, c.layers, c.offset) for slot, c in newcomers], order, index)
         if self.has_heads:
             self._regroup_heads(order, index, newcomers)
 
-    def wake(self, texts: Sequence[tuple[int, PromptCache]]) -> None:
-        """Take in the heads of all texts, by slot, which have read all but their last position."""
-        places = {slot: row for row, (slot, _) in enumerate(texts)}
+    def resume_heads(self, sequences: Sequence[tuple[int, PromptCache]]) -> None:
+        """Copy the heads of all sequences, by slot, into the pool; they have read all but the last position."""
+        places = {slot: row for row, (slot, _) in enumerate(sequences)}
         order, self.has_heads = [places.get(slot, 0) for slot in self.span.slots], True
-        self._regroup_heads(order, mx.array(order), texts)
+        self._regroup_heads(order, mx.array(order), sequences)
 
     def _regroup_heads(
         self, order: Sequence[int], index: mx.array, newcomers: Sequence[tuple[int, PromptCache]]
@@ -154,7 +155,7 @@ class Pool(StepCache):
         self.kept = [gather(old, [c.kept[i] for _, c in newcomers], index) for i, old in enumerate(kept)]
 
     def _regroup(self, caches: list[Any], newcomers: list[Any], order: Sequence[int], index: mx.array) -> None:
-        if not caches:  # of a drafter that has none
+        if not caches:  # a drafter without caches
             return
         offset = gather(caches[0].offset, [mx.array([rows]) for _, _, rows in newcomers], index)
         for i, c in enumerate(caches):
@@ -175,5 +176,5 @@ def _pooled(caches: list[Any]) -> list[Any]:
 
 
 def _config(cache: Any) -> tuple:
-    """Return a cache's `config` without its start, of which each text has its own."""
+    """Return a cache's `config` without its `start`, which differs between sequences."""
     return tuple((name, value) for name, value in cache.config.items() if name != "start")

@@ -1,9 +1,8 @@
 """Keep the state of a recurrent layer (gated delta rule, Mamba2) and roll it back to any row of a verify.
 
-A verify leaves the state where it was before its rows and keeps what these rows would do to it: the tape. The next
-call replays the rows that were accepted, however many, and then adds its own. Nothing goes through the weights twice,
-and the number of accepted rows stays on the device. Who has computed a few rows one by one anyway may keep the state
-after each as a tape of one array: then nothing is replayed, one of them is taken.
+A verify keeps the state before its rows, and the rows' effect on it: the tape. The next call replays the accepted
+rows of the tape, then adds its own, so the number of accepted rows stays on the device. A layer that computes rows
+one by one may keep the state after each as a tape of one array, from which one state is taken without a replay.
 """
 
 import operator
@@ -18,11 +17,11 @@ Replay = Callable[..., mx.array]
 
 
 class RecurrentCache(LayerCache):
-    """Committed state and tape of one layer, with the positions of `LinearKVCache`; B = 1.
+    """State and tape of one layer, with positions like `LinearKVCache`; B = 1.
 
-    parts: (position of the state [1] int32, state, rows before and on the tape that the convolution reads
-           [1, K-1+T, C]), and after a verify of T rows what the recurrence reads of each ([1, T, ..] arrays), or one
-           array of the states after each.
+    parts: (position of the state [1] int32, state, the convolution's rows before and on the tape [1, K-1+T, C]), and
+           after a verify of T rows the inputs of the recurrence ([1, T, ..] arrays), or one array of the states after
+           each row.
     """
 
     name = "recurrent"
@@ -35,18 +34,18 @@ class RecurrentCache(LayerCache):
         self.once = OncePerPass()
 
     def convolved(self, rows: mx.array, taps: int) -> mx.array:
-        """Return the input of a causal convolution of `taps` taps over new rows [1, S, C]: [1, taps-1+S, C]."""
-        before, accepted = self.behind(rows, taps), self.accepted
+        """Return the input [1, taps-1+S, C] of a causal convolution of `taps` taps over new rows [1, S, C]."""
+        before, accepted = self.convolution_rows(rows, taps), self.accepted
         if accepted is not None:
             before = mx.take(before, self.once(positions_from, accepted, taps - 1), axis=1)
         return mx.concatenate([before, rows], axis=1)
 
-    def behind(self, rows: mx.array, taps: int) -> mx.array:
-        """Return the rows before and on the tape [1, taps-1+T, C]; new rows follow the accepted ones."""
+    def convolution_rows(self, rows: mx.array, taps: int) -> mx.array:
+        """Return the convolution's rows before and on the tape, [1, taps-1+T, C]; `rows` has their shape and type."""
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """Compute the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` adds a tape."""
+        """Return the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies a tape."""
         accepted, tape = self.accepted, self.tape
         if accepted is None:
             return self.committed
@@ -55,7 +54,7 @@ class RecurrentCache(LayerCache):
         return self.chosen()
 
     def chosen(self) -> mx.array:
-        """Take from a tape of states the one after its last accepted row; the one before it, if none is."""
+        """Return, from a tape of states, the one after the last accepted row; if there is none, the state before."""
         _, before, _, states = self.parts
         newest, some = self.once(newest_of, self.accepted, states.shape[1])
         return mx.where(some, mx.take(states.flatten(0, 1), newest, axis=0), before)
@@ -67,35 +66,35 @@ class RecurrentCache(LayerCache):
 
     @property
     def tape(self) -> tuple[mx.array, ...]:
-        """What `advance` was given of the last verify's rows; empty where they were final."""
+        """The tape of the last verify; empty if its rows were final."""
         return self.parts[3:]
 
     @property
     def accepted(self) -> mx.array | None:
-        """How many rows of the tape are accepted, [1], the newest token's among them; None without a tape."""
+        """Number of accepted rows of the tape, [1], including the newest token's; None without a tape."""
         return self.once(operator.sub, self.offset, self.parts[0]) if len(self.parts) > 3 else None
 
     @property
     def replays(self) -> bool:
-        """Whether the tape is to be replayed; one of states is not."""
+        """Whether the tape must be replayed; a tape of states is not."""
         return len(self.parts) > 4
 
     @property
     def final(self) -> bool:
-        """Whether rows that are read now stay: the host counts their positions, and takes none of them back."""
+        """Whether new rows are final: the host counts positions, and no row is rolled back."""
         return isinstance(self.offset, int)
 
     def advance(self, before: mx.array, after: mx.array, convolved: mx.array, tape: tuple[mx.array, ...]) -> None:
-        """Note rows read: the state before and after them, the convolution's input, and their tape.
+        """Store rows that were read: the state before and after them, the convolution's input, and their tape.
 
-        Where the rows are `final` only the state after them is kept, else the one before, and the tape.
+        If the rows are `final`, only the state after them is kept, else the state before and the tape.
         """
         rows = tape[0].shape[1]
         if isinstance(self.offset, int):
             self.offset, position = self.once(moved, self.offset, rows)
             if rows == 1:
                 kept = convolved[:, 1:]
-            else:  # a copy: a slice would keep the rows of the whole prompt alive
+            else:  # a copy, because a slice would keep all rows of the prompt alive
                 kept = mx.take(convolved, self.once(mx.arange, rows, convolved.shape[1]), axis=1)
             self.parts = (position, after, kept)
         else:
@@ -104,7 +103,7 @@ class RecurrentCache(LayerCache):
         self.limit += rows
 
     def seek(self, offset: Any, limit: int) -> None:
-        """Set the position; where the host sets it, only the state there is kept of those on a tape."""
+        """Set the position; if a host integer, keep only that state of a tape of states."""
         self.offset, self.limit = offset, limit
         if isinstance(offset, int) and self.tape and not self.replays:
             position, _, convolved, states = self.parts
@@ -113,7 +112,7 @@ class RecurrentCache(LayerCache):
             self.parts = (mx.array([offset]), self.chosen(), kept)
 
     def fits(self, parts: Parts) -> bool:
-        """Whether `parts` have the shapes of this one's, and perhaps a tape, whose rows the convolution has, too."""
+        """Return whether `parts` have this cache's shapes, with a tape of any length in tape and convolution rows."""
         if len(parts) < 3:
             return False
         tape = parts[3:]
@@ -123,7 +122,7 @@ class RecurrentCache(LayerCache):
         return shapes_of(parts[:3]) == shapes_of(self.parts[:2]) + convolved and all(t.shape[1] == rows for t in tape)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Return None: rows are read in order, there is nothing to hide."""
+        """Return None: rows are read in order and need no mask."""
         return None
 
     @property
@@ -132,7 +131,7 @@ class RecurrentCache(LayerCache):
 
 
 def moved(position: int, rows: int) -> tuple[int, mx.array]:
-    """Return the position `rows` further on, for the host and for the device, int32 [1]."""
+    """Return the position after `rows` more rows, as an integer and as int32 [1]."""
     return position + rows, mx.array([position + rows])
 
 
@@ -142,14 +141,11 @@ def positions_from(start: mx.array, rows: int) -> mx.array:
 
 
 def first(n: mx.array, rows: int) -> mx.array:
-    """Mark the first of `rows` rows of each text, for n int32 [texts]: [texts, rows]."""
+    """Return the mask [sequences, rows] of the first n rows of each sequence; n: int32 [sequences]."""
     return mx.arange(rows) < n[:, None]
 
 
 def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return where the last of each text's first rows lies among all texts' rows, for n int32 [texts]: [texts].
-
-    And whether it has any, [texts, 1, 1, 1]: the index of one that has none is of no use.
-    """
+    """Return the index of each sequence's n-th row among all rows, and whether n > 0; n: int32 [sequences]."""
     index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
     return index, (n > 0).reshape(-1, 1, 1, 1)

@@ -1,11 +1,11 @@
-"""Replace what a cache holds, where its arrays are lost, by what another one has read of the same tokens."""
+"""Rebuild a cache whose arrays are lost, by reading its tokens again."""
 
 from .kinds import from_configs
 from .prompt_cache import PromptCache
 
 
-def unread(cache: PromptCache) -> PromptCache:
-    """Make an empty cache that is like this one once it has read the same tokens."""
+def empty_like(cache: PromptCache) -> PromptCache:
+    """Return an empty cache that equals this one after it has read the same tokens."""
     new = cache.like_new()
     if cache.quantized:
         stored = "bits", "group_size"
@@ -17,8 +17,8 @@ def unread(cache: PromptCache) -> PromptCache:
     return new
 
 
-def take_over(cache: PromptCache, read: PromptCache) -> None:
-    """Let a cache hold what `read`, made by `unread`, holds; its layers' caches stay the objects that marks name."""
+def adopt(cache: PromptCache, read: PromptCache) -> None:
+    """Move the contents of `read`, from `empty_like`, into a cache; marks keep referring to the same layers."""
     if cache.quantizing is None:
         read.quantize_at(read.offset)
     for c, new in zip(cache.caches, read.caches, strict=True):

@@ -1,4 +1,4 @@
-"""Keep keys and values of the last positions in a ring, with masks that do not depend on when it wrapped."""
+"""Store keys and values of the last positions in a ring; masks do not depend on when it wrapped."""
 
 from functools import cached_property
 
@@ -10,16 +10,16 @@ from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
 MAX_ROWS = 16  # maximum rows of a verify
-# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts. Of two verifies the first may be
-# rejected but for one row, so a ring has room for both; heads read the second one's rows a step later.
+# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts. All rows but one of the previous
+# verify may be rejected too, so a ring has room for two; heads read a verify's rows a cycle later.
 CALL_ROWS = MAX_ROWS + 8
 
 
 class Ring:
-    """Geometry of a ring of `window` positions with room to take back two verifies of MAX_ROWS rows.
+    """Geometry of a ring of `window` positions, with room to roll back two verifies of MAX_ROWS rows.
 
-    The first `keep` positions belong to every window, and stay in their slots; those behind them take turns. One
-    object serves all layers of a model, so that what depends on the position alone is computed once per forward pass.
+    The first `keep` positions belong to every window and are never overwritten; later ones share the other slots. All
+    layers of a model share one Ring, so that functions of the position are computed once per forward pass.
     """
 
     def __init__(self, window: int, keep: int = 0):
@@ -30,7 +30,7 @@ class Ring:
 
     @cached_property
     def _band(self) -> mx.array:
-        """Make the masks of one row at any position: each is a part of it."""
+        """The masks of one row at all positions: each is a slice of this one."""
         ages = (self.slots - 1 - mx.arange(2 * self.slots)) % self.slots
         return (ages < self.window)[None]
 
@@ -39,7 +39,7 @@ class Ring:
         return min(position, self.keep + (position - self.keep) % self.turn)
 
     def index(self, offset: mx.array, rows: int) -> mx.array:
-        """Return the slots [n, 1, rows, 1] of the rows at a device-side offset, int32 [1], or [n, 1] for n texts."""
+        """Return the slots [n, 1, rows, 1] of rows at a device-side offset: int32 [1], or [n, 1] for n sequences."""
         if self._last[0] is not offset or self._last[1] != rows:
             positions = offset + mx.arange(rows)
             index = self.keep + (positions - self.keep) % self.turn if self.keep else positions % self.slots
@@ -48,7 +48,7 @@ class Ring:
         return self._last[2]
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
-        """Make a boolean [rows, visible]: the slots that each of the rows, once written, may attend to."""
+        """Return a boolean [rows, visible]: the slots that each row, once written, may attend to."""
         queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
@@ -58,12 +58,12 @@ class Ring:
         return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
 
     def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
-        """Tell, as booleans, whether the queries' windows have the positions."""
+        """Return booleans: whether each query's window contains each position."""
         near = positions > queries - (self.window - self.keep)
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """Make, on the host, the `mask` [1, visible] of one row that may attend to `positions` and kept ones."""
+        """Return the `mask` [1, visible], made on the host, of one row that attends to `positions` and kept ones."""
         if len(positions) == self.window and not self.keep:
             first = self.slots - 1 - (positions.stop - 1) % self.slots
             return self._band[:, first : first + visible]
@@ -74,8 +74,10 @@ class Ring:
 
 
 class SlidingKVCache(LinearKVCache):
-    """A ring of the last positions. Masks come from positions, so a row's arithmetic depends neither on when the
-    ring wrapped nor on rejected rows: those are overwritten before any query's window can reach their slots.
+    """Keys and values of the last positions, in a ring.
+
+    Masks come from positions, so a row's arithmetic depends neither on when the ring wrapped nor on rejected rows,
+    which are overwritten before a query's window reaches their slots.
     """
 
     wraps = True
@@ -129,13 +131,13 @@ class SlidingKVCache(LinearKVCache):
 
     def check(self) -> None:
         if self.parts and self.capacity != self.ring.slots:
-            raise ValueError("its rows are not as many as it holds")
+            raise ValueError("its arrays do not have the ring's size")
 
     def to_quantized(self, bits: int, group_size: int) -> "SlidingKVCache":
         return self._filled(QuantizedSlidingKVCache(group_size, bits, self.ring, self.start))
 
     def _past(self) -> range:
-        """Return the positions that the next row's window reaches back to, without kept ones."""
+        """Return the positions in the next row's window, without kept ones."""
         first = max(self.offset - (self.window - self.keep) + 1, self.keep, self.start)
         return range(min(first, self.offset), self.offset)
 
@@ -147,7 +149,7 @@ class SlidingKVCache(LinearKVCache):
         if not isinstance(self.offset, int) or rows == 1:
             assert rows <= CALL_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(*arrays)
-        # Prefill: attend to the past in order, then the chunk, of which the ring may keep only the end.
+        # Prefill: attend to the past in order, then to the chunk; the ring may keep only the chunk's end.
         new = self._encode(*arrays)
         self._grow(rows, new)
         slots = mx.array([self.ring.slot(p) for p in (*self._kept(), *self._past())], mx.int32)
@@ -166,7 +168,7 @@ class SlidingKVCache(LinearKVCache):
         if N > 1:
             return create_causal_mask(N, len(self._past()), window_size=self.window)
         if self.offset < self.window:
-            return None  # the view holds exactly the row's window
+            return None  # the view is exactly the row's window
         return self.ring.mask_of_one(range(self._past().start, self.offset + 1), self._visible(1).stop)
 
 

@@ -1,7 +1,7 @@
-"""Keep the caches of several texts in slots of one buffer per layer, so that one attention serves them all.
+"""Store the caches of several sequences in slots of one buffer per layer, so that one attention serves them all.
 
-A text owns a slot: its rows stay where they are while others come and go. A pass works on n slots, those of a `Span`;
-rows are written, and masks made, by each text's own position, int32 [n] on the device.
+A sequence keeps its slot while others join and leave. A pass uses the n slots of a `Span`; rows are written, and
+masks made, by each sequence's own position, int32 [n] on the device.
 """
 
 import copy
@@ -12,20 +12,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from .growing import QuantizedStorage, round_up
+from .growing import LinearKVCache, QuantizedLinearKVCache, QuantizedStorage, round_up
 from .layer_cache import LayerCache, OncePerPass, Parts
 from .recurrent import RecurrentCache
-from .ring import Ring
+from .ring import QuantizedSlidingKVCache, Ring, SlidingKVCache
 
-GRAIN = 32  # views of the buffers are cut at multiples of this many rows
+GRAIN = 32  # sizes of the buffers' views are multiples of this number of rows
 
 
 class Span:
-    """The slots that a pass works on: every so-maniest from the first to the last that is taken.
+    """A strided range of slots used in one pass; it includes free slots between used ones, whose results are ignored.
 
-    Free ones between them are computed for nothing, and those outside are not read at all.
-    slots: their numbers; slots_array: the same, int32 [n] on the device. fill: for each of all `count` slots the row
-    whose keys it is given, int32 [count]; free ones take any row's. None where the pass works on all.
+    slots: their numbers, also as `slots_array`, int32 [n] on the device. fill: for each of all `count` slots the row
+    of the pass whose keys are written to it, int32 [count]; free slots take any row's. None if the pass uses all
+    slots.
     """
 
     def __init__(self, taken: Collection[int], count: int):
@@ -38,20 +38,20 @@ class Span:
         self._last: dict[Ring | None, tuple] = {}
 
     def index(self, ring: Ring | None, offset: mx.array, rows: int) -> mx.array:
-        """Return where the next rows of every slot go, [count, 1, rows, 1], once for all layers of a kind."""
-        known = self._last.get(ring)
-        if known is None or known[0] is not offset or known[1] != rows:
+        """Return the positions at which the next rows are written, [count, 1, rows, 1], once per kind of layer."""
+        last = self._last.get(ring)
+        if last is None or last[0] is not offset or last[1] != rows:
             where = (offset if self.fill is None else mx.take(offset, self.fill))[:, None]
             found = ring.index(where, rows) if ring else (where + mx.arange(rows)).reshape(-1, 1, rows, 1)
-            known = self._last[ring] = offset, rows, found
-        return known[2]
+            last = self._last[ring] = offset, rows, found
+        return last[2]
 
 
 class PooledKV(LayerCache):
-    """Keys and values (and what else a layer keeps of each position) of `span.count` texts: [slots, H, S, D] each.
+    """Keys, values and any other rows of several sequences: [slots, H, S, D] each, with `span.count` slots.
 
-    offset: int32 [n]. limit: a bound of all. starts: of each text, below it its slot holds nothing; start: the same,
-    int32 [n, 1, 1, 1], or 0 for all. ring: the geometry of a window, None where every position is kept.
+    offset: int32 [n]. limit: upper bound of all offsets. starts: of each sequence, the first position with contents;
+    start: the same, int32 [n, 1, 1, 1], or 0 for all. ring: the geometry of a window, None if all positions are kept.
     """
 
     def __init__(self, ring: Ring | None = None):
@@ -68,9 +68,9 @@ class PooledKV(LayerCache):
         return self.parts[0].shape[2] if self.parts else 0
 
     def hold(self, rows: int, like: Parts = ()) -> None:
-        """Grow the slots to at least the span of the rows, by a copy.
+        """Grow the buffers to at least `rows` positions and the span's slots, by a copy.
 
-        like: arrays [.., H, .., D] of its form, where it holds none.
+        like: arrays [.., H, .., D] of the same form, for empty buffers.
         """
         have, capacity = (self.parts[0].shape[0], self.capacity) if self.parts else (0, 0)
         if self.ring:
@@ -86,7 +86,7 @@ class PooledKV(LayerCache):
         self.parts = tuple(blank)
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
-        """Let the next pass be of the texts of a span, as `Pool.regroup`; newcomers: slot, cache, its positions."""
+        """Change the sequences of the next pass, as `Pool.regroup`; newcomers: slot, cache, its positions."""
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
         self.starts = [starts[row] for row in order]
@@ -94,28 +94,28 @@ class PooledKV(LayerCache):
         for slot, cache, rows in newcomers:
             if cache.parts:
                 self.hold(rows, cache.parts)
-                self._take_in(slot, cache.parts, min(self.ring.slots, rows) if self.ring else rows)
+                self._copy_in(slot, cache.parts, min(self.ring.slots, rows) if self.ring else rows)
         if self.parts:
             self.hold(0)
 
-    def _take_in(self, slot: int, parts: Parts, rows: int) -> None:
-        """Copy the first rows of a text's keys and values to a slot."""
-        self.parts = tuple([copy.copy(buffer) for buffer in self.parts])  # others may hold the old contents
+    def _copy_in(self, slot: int, parts: Parts, rows: int) -> None:
+        """Copy the first rows of a sequence's keys and values to a slot."""
+        self.parts = tuple([copy.copy(buffer) for buffer in self.parts])  # marks may refer to the old contents
         for buffer, part in zip(self.parts, parts, strict=True):
             buffer[slot : slot + 1, :, :rows] = part[:, :, :rows]
 
     def copied(self, buffers: Parts, slot: int, rows: int) -> Parts:
-        """Copy a slot's first `rows` positions out of `buffers`, with room to a whole step."""
+        """Return a copy of a slot's first `rows` positions in `buffers`, padded to a multiple of STEP."""
         end = None if self.ring else round_up(rows)
         return () if rows == 0 else tuple(mx.contiguous(part[slot : slot + 1, :, :end]) for part in buffers)
 
     def _visible(self, rows: int) -> int:
-        """Count the slots' rows that attention reads once `rows` more are in."""
+        """Return the number of positions that attention reads after `rows` more are written."""
         end = -(-(self.limit + rows) // GRAIN) * GRAIN
         return min(end, self.ring.slots) if self.ring else end
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append L rows to each text, [n, H, L, D] each; return what they attend to, [n, H, S, D]."""
+        """Append L rows to each sequence, [n, H, L, D] each; return the arrays that they attend to, [n, H, S, D]."""
         rows, fill = arrays[0].shape[2], self.span.fill
         new = self._encode(*arrays)
         index = self.span.index(self.ring, self.offset, rows)
@@ -131,7 +131,7 @@ class PooledKV(LayerCache):
         return self._decode(tuple([part[view, :, :end] for part in self.parts]))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Make the mask of each text's next N rows, boolean [n, 1, N, visible rows]."""
+        """Return the mask of each sequence's next N rows, boolean [n, 1, N, visible positions]."""
         offset, end = self.offset[:, None, None, None], self._visible(N)
         if self.ring:
             return self.ring.mask(offset, N, end, self.start)
@@ -145,7 +145,7 @@ class QuantizedPooledKV(QuantizedStorage, PooledKV):
 
 
 class PooledState(RecurrentCache):
-    """The states of n texts and the tape of their last verify: `RecurrentCache` with n rows in every array."""
+    """Recurrent states of n sequences and the tape of their last verify: `RecurrentCache` with n rows per array."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class PooledState(RecurrentCache):
         return mx.concatenate([before, rows], axis=1)
 
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
-        """Put the last pass's rows and those of newcomers' caches in the order of an index, tapes of one length."""
+        """Gather the last pass's rows and newcomers' caches by an index, with tapes padded to one length."""
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
         tape = max((parts[3].shape[1] for parts in every if len(parts) > 3), default=0)
         like = next((parts[3:] for parts in every if len(parts) > 3), ())
@@ -166,7 +166,7 @@ class PooledState(RecurrentCache):
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*rows, strict=True)])
 
     def copied(self, parts: Parts, row: int) -> Parts:
-        """Copy a row out of `parts`."""
+        """Return a copy of one row of `parts`."""
         return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
@@ -176,28 +176,40 @@ def _positions_from(start: mx.array, rows: int) -> mx.array:
 
 
 def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
-    """Lengthen the tape of a state's arrays to so many rows, which are not accepted; like: arrays of a tape."""
+    """Pad a state's tape to `rows` rows, which are not accepted; like: arrays of a tape."""
     position, state, convolved, *tape = parts
-    have = tape[0].shape[1] if tape else 0
-    if rows == have:
+    missing = rows - (tape[0].shape[1] if tape else 0)
+    if missing == 0:
         return parts
-    n = position.shape[0]
-    tape = tape or [mx.zeros((n, 0, *array.shape[2:]), array.dtype) for array in like]
-    return position, state, *(_longer(array, rows - have) for array in (convolved, *tape))
-
-
-def _longer(array: mx.array, rows: int) -> mx.array:
-    return mx.pad(array, [(0, 0), (0, rows), *[(0, 0)] * (array.ndim - 2)])
+    tape = tape or [mx.zeros((len(position), 0, *array.shape[2:]), array.dtype) for array in like]
+    longer = (mx.pad(a, [(0, 0), (0, missing), *[(0, 0)] * (a.ndim - 2)]) for a in (convolved, *tape))
+    return position, state, *longer
 
 
 def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
-    """Put rows [n, ...] of the last pass and newcomers' [1, ...] in the order of an index."""
+    """Gather rows [n, ...] of the last pass, followed by newcomers' [1, ...], by an index."""
     rows = [*([] if old is None else [old]), *new]
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
 
 
+POOLS: dict[type[Any], type[Any]] = {
+    LinearKVCache: PooledKV,
+    SlidingKVCache: PooledKV,
+    QuantizedLinearKVCache: QuantizedPooledKV,
+    QuantizedSlidingKVCache: QuantizedPooledKV,
+    RecurrentCache: PooledState,
+}
+
+
 def pooled(cache: Any, ring: Ring | None) -> Any:
-    """Make the empty pool of a layer whose texts have caches like this one. ring: the one that its layers share."""
-    if cache.is_state:
-        return PooledState()
-    return QuantizedPooledKV(cache.group_size, cache.bits, ring) if hasattr(cache, "bits") else PooledKV(ring)
+    """Return the empty pool of one layer, for sequences whose caches are like `cache`; ring: the layers' shared one.
+
+    Raises ValueError for a kind of cache that no pool can hold.
+    """
+    pool = POOLS.get(type(cache))
+    if pool is None:
+        supported = ", ".join(kind.__name__ for kind in POOLS)
+        raise ValueError(f"{type(cache).__name__}: no pool holds this kind of cache; supported are {supported}")
+    if pool is PooledState:
+        return pool()
+    return pool(cache.group_size, cache.bits, ring) if pool is QuantizedPooledKV else pool(ring)

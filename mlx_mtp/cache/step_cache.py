@@ -1,4 +1,4 @@
-"""State what a step of the decode loop may do with the caches of one sequence or of several."""
+"""Define the operations of a decoding step on the caches of one or several sequences."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -8,9 +8,9 @@ from .layer_cache import CachedModel
 
 
 class CacheArrays(NamedTuple):
-    """The arrays of a StepCache that a step reads and writes; those of a drafter without a part in it are left out.
+    """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
-    ends: where the target stands, and the drafter if it follows: int32 [n], or an int while the host counts.
+    ends: position of the target, and of the drafter if it follows: int32 [n], or an int while the host counts.
     """
 
     ends: tuple[Any, Any]
@@ -19,20 +19,20 @@ class CacheArrays(NamedTuple):
 
 
 class CacheForm(Protocol):
-    """All of a StepCache that a recorded step depends on besides its arrays; hashable."""
+    """Everything in a StepCache that a recorded step depends on besides its arrays; hashable."""
 
     def made(self, model: CachedModel) -> "StepCache":
-        """Make a cache of this form that holds no arrays."""
+        """Return a cache of this form without arrays."""
         ...
 
 
 class StepCache(Protocol):
     """The caches of n sequences: a `PromptCache` holds one, a `Pool` several.
 
-    layers: the target's, all of which stand at the same positions. heads: the drafter's own.
-    kept:   what a drafter carries from one step to the next besides its caches, [n, 1, H] each.
-    live:   the drafter has a part in the step: it reads the rows before, and its caches follow the target.
-    starts: below which positions each cache of the step holds nothing, as inputs of a recorded step.
+    layers: the target's, all at the same positions. heads: the drafter's own.
+    kept:   arrays that a drafter passes from one step to the next besides its caches, [n, 1, H] each.
+    live:   the drafter is in the step: it reads the last run's rows, and its caches follow the target.
+    starts: the first position with contents of each cache in the step, as inputs of a recorded step.
     """
 
     layers: list[Any]
@@ -43,16 +43,16 @@ class StepCache(Protocol):
 
     @property
     def stepped(self) -> list[Any]:
-        """The caches that have a part in the step."""
+        """The caches that are in the step."""
         return [*self.layers, *self.heads] if self.live else self.layers
 
     def unload(self) -> CacheArrays:
-        """Give out what a step reads and writes."""
+        """Return the arrays that a step reads and writes."""
         ends = self.layers[0].offset, self.heads[0].offset if self.live and self.heads else None
         return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [])
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Take in what `unload` gave out, and bounds of where the target and the drafter now stand."""
+        """Set the arrays that `unload` returned, and upper bounds of the target's and the drafter's positions."""
         parts = iter(arrays.parts)
         for c in self.layers:
             c.seek(arrays.ends[0], limit)
@@ -63,19 +63,19 @@ class StepCache(Protocol):
         self.kept = arrays.kept if self.live else self.kept
 
     def rollback(self, n: mx.array) -> None:
-        """Take back the last n positions of each sequence in the target's caches, int32 [n] on the device."""
+        """Roll back the last n positions of each sequence in the target's caches, int32 [n] on the device."""
         seek(self.layers, self.layers[0].offset - n, self.layers[0].limit)
 
     def heads_follow(self) -> None:
-        """Move the drafter's caches to where the target stands."""
+        """Move the drafter's caches to the target's position."""
         seek(self.heads, self.layers[0].offset, self.layers[0].limit)
 
     def mark(self) -> Any:
-        """Note the state now; keys and values are not written in place while this is held."""
+        """Return a mark of the state; while it exists, keys and values are not written in place."""
         ...
 
     def restore(self, mark: Any) -> None:
-        """Go back to a mark."""
+        """Return to a mark."""
         ...
 
     def form(self) -> CacheForm:

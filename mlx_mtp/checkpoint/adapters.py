@@ -1,4 +1,4 @@
-"""Put LoRA adapters on a loaded model: of mlx-lm's form, and of PEFT's."""
+"""Add LoRA adapters, in mlx-lm's format or PEFT's, to a loaded model."""
 
 import json
 import warnings
@@ -15,12 +15,12 @@ from .parameters import named, trained
 from .peft import put_on
 
 CONFIG = "adapter_config.json"
-OWN, PEFT = "adapters.safetensors", "adapter_model.safetensors"
-LEAVES = ("lora_a", "lora_b", "m")  # of a module with adapters; `m` is DoRA's magnitude
+MLX_LM, PEFT = "adapters.safetensors", "adapter_model.safetensors"
+LEAVES = ("lora_a", "lora_b", "m")  # parameters of an adapted module; `m` is DoRA's magnitude
 
 
 def load_adapters(model: Any, adapter_path: str) -> Any:
-    """Return the model with the adapters of a directory; ValueError, in one line, where they do not fit."""
+    """Return the model with a directory's adapters added; a one-line ValueError if they do not fit."""
     path = Path(adapter_path).expanduser()
     if not (path / CONFIG).is_file():
         raise ValueError(f"adapter_path={adapter_path}: no {CONFIG} in it")
@@ -34,29 +34,27 @@ def load_adapters(model: Any, adapter_path: str) -> Any:
 
 
 def _apply(model: Any, path: Path) -> dict[str, mx.array]:
-    """Put a directory's adapters on the model; returns their tensors. Errors name its files without the directory."""
+    """Add a directory's adapters to the model, and return their tensors; errors name files without the directory."""
     with one_line(f"{CONFIG}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads((path / CONFIG).read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG}: expected an object")
-    own = (path / OWN).exists() and ("peft_type" not in config or "lora_parameters" in config)
-    if not own and ("peft_type" in config or (path / PEFT).exists()):
+    of_mlx_lm = (path / MLX_LM).exists() and ("peft_type" not in config or "lora_parameters" in config)
+    if not of_mlx_lm and ("peft_type" in config or (path / PEFT).exists()):
         tensors = _read(path / PEFT, "adapters of PEFT")
         put_on(model, CONFIG, config, PEFT, tensors)
     else:
-        tensors = _read(path / OWN, "adapters of mlx-lm")
+        tensors = _read(path / MLX_LM, "adapters of mlx-lm")
         _put_on(model, config, tensors)
     return tensors
 
 
-def _read(file: Path, what: str) -> dict[str, mx.array]:
-    """Read the tensors of adapters; ValueError if they cannot be read, or hold NaN or infinity."""
+def _read(file: Path, kind: str) -> dict[str, mx.array]:
+    """Return the tensors of an adapter file; ValueError if it is damaged or contains NaN or infinity."""
     if not file.exists():
         pickled = "; PyTorch's .bin files are not read" if any(file.parent.glob("*.bin")) else ""
-        raise ValueError(
-            f"{file.name}: not found; {CONFIG} describes {what}, whose weights are in this file{pickled}"
-        )
-    read_header([file])  # for what is wrong with it: MLX itself looks less closely
+        raise ValueError(f"{file.name}: not found; {CONFIG} describes {kind}, whose weights it contains{pickled}")
+    read_header([file])  # reports damage that MLX does not detect
     with one_line(f"{file.name}: truncated or damaged"):
         tensors: Any = mx.load(str(file))
         for name, w in tensors.items():
@@ -69,7 +67,7 @@ def _read(file: Path, what: str) -> dict[str, mx.array]:
 
 
 def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-    """Put adapters on as mlx-lm does, but name what does not fit."""
+    """Add mlx-lm's adapters as it does itself; ValueError names a tensor that does not fit the model."""
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":
         try:
@@ -78,12 +76,12 @@ def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) ->
             raise ValueError(f"{CONFIG}: {with_type(e)}") from e
     places = {n: w for n, w in named(model).items() if kind == "full" or n.rpartition(".")[2] in LEAVES}
     if not tensors:
-        raise ValueError(f"{OWN}: no tensors in it, so the adapters change nothing")
+        raise ValueError(f"{MLX_LM}: no tensors in it, so the adapters change nothing")
     for name, w in sorted(tensors.items()):
         if name not in places:
             fits = "none of its tensors fits" if not tensors.keys() & places.keys() else f"tensor {name} does not fit"
-            raise ValueError(f"{OWN}: {fits} the modules that {CONFIG} and the model have, such as {name}")
+            raise ValueError(f"{MLX_LM}: {fits} the modules that {CONFIG} and the model have, such as {name}")
         if w.shape != places[name].shape:
             shapes = f"shape {[*w.shape]}; {CONFIG} and the model give {[*places[name].shape]}"
-            raise ValueError(f"{OWN}: tensor {name} has {shapes}")
+            raise ValueError(f"{MLX_LM}: tensor {name} has {shapes}")
     nn.Module.load_weights(model, [*tensors.items()], strict=False)

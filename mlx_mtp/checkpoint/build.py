@@ -1,11 +1,10 @@
-"""Build a port's model from a checkpoint's tensors, and check that all are there, of the right shape, and trained.
+"""Build a port's model from a checkpoint, and check that each tensor is present, has the right shape and is trained.
 
-A drafter of a directory of its own takes the place of heads.
+An external drafter, from a directory of its own, replaces the checkpoint's MTP heads.
 """
 
 import copy
 import json
-import re
 import warnings
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -16,10 +15,10 @@ from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
+from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
@@ -30,20 +29,19 @@ from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
 from .check_files import check_complete
-from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve, weights_apart
-from .head_self_test import blaming_config
-from .heads_beside import is_split
+from .files import MAX_LAYERS, Header, dequantized, fill_model, read_header, read_tensors, resolve
+from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .parameters import check_numbers, expected, named, origin, same
-from .quant_methods import refuse_packed
+from .quant_methods import packed_by
 from .read_parts import read_parts
-from .report import make_report, with_heads
-from .sort_tensors import Contents, Drafting, check_experts, check_types, sort_tensors
+from .report import lm_heads, make_report
+from .separate_heads import is_split
+from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
 
-EXPERT = re.compile(r"\.experts\.\d+\.")  # of which one is like the others
-NO_NUMBERS = str, bool, dict  # of JSON's types; a list may hold a number's values by layer, and null mean none
-Raw = tuple[bool, bool]  # whether the trunk's norms, and the heads', are stored zero-centred
-CANNOT = "the model cannot be built from it"
+NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
+Raw = tuple[bool, bool]  # whether the trunk's norms are stored zero-centred, and whether the heads' are
+NO_MODEL = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
 
@@ -57,10 +55,11 @@ def load_port(
     *,
     lazy: bool,
 ) -> Any:
-    """Build a port's model with the heads or the drafter that are asked for, and its report; ValueError if damaged.
+    """Return a port's model with its MTP heads or its external drafter, and a report in `model.runtime.report`.
 
-    lazy: weights stay on disk; their names, shapes and the norms are checked. Else those of heads wait in
-    `model.runtime.untested` to be read, and what is expanded is so when it is used.
+    lazy: leave all weights on disk, and check only names, shapes and norms. Otherwise the target's weights are read
+    and checked, and `model.runtime.untested` is a function that reads and checks the heads' weights.
+    Raises ValueError for a damaged checkpoint.
     """
     model, contents, raw = read_port(port, path, config, drafting)
     if ranks:
@@ -69,7 +68,7 @@ def load_port(
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     if not lazy:
-        with blaming_config(path):
+        with naming_config(path):
             budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
@@ -93,26 +92,24 @@ def load_port(
 
 
 def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
-    """Build a port's model with parameters that are read and computed when they are used.
+    """Return (a port's model, the checkpoint's sorted tensors, which norms are stored zero-centred).
 
-    Returns (the model, what the checkpoint holds, which norms are stored zero-centred). Raises ValueError.
+    The parameters are lazy arrays: they are read when they are used. Raises ValueError for a damaged checkpoint.
     """
     args = read_args(port, path, config)
     normalize(config).warn(path / "config.json", stacklevel=5)
     contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
-    refuse_packed(path, config, contents.heads | ({} if contents.alone else contents.trunk))
+    if reason := packed_by(path, config, contents.heads | ({} if contents.alone else contents.trunk)):
+        raise ValueError(reason)
     check_types(contents.heads)
     raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
-    classes = partial(_build, port, path, contents, raw, config), SimpleNamespace(from_dict=lambda merged: args)
-    options: Any = {"model_config": config | contents.overrides(config), "get_model_classes": lambda config: classes}
-    with one_line(f"{path}: cannot be loaded", keep=True), weights_apart(path) as apart:
-        model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
-    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
-    return model, contents, raw
+    make = partial(_build, port, path, contents, raw, config)
+    with one_line(f"{path}: cannot be loaded", keep=True):
+        return fill_model(path, config | contents.overrides(config), make, args), contents, raw
 
 
 def read_args(port: ModuleType, path: Path, config: dict) -> Any:
-    """Make the port's ModelArgs of a normalised config.json; ValueError names what is wrong with it."""
+    """Return the port's ModelArgs for a normalised config.json; ValueError names a field that is wrong."""
     normalize(config).check(path / "config.json")
     try:
         args = port.ModelArgs.from_dict(copy.deepcopy(config))
@@ -120,14 +117,14 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
             raise TypeError(f"num_hidden_layers is {args.num_hidden_layers!r}, expected an integer")
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         raise ValueError(f"{path}/config.json: {first_line(e)}") from e
-    with one_line(f"{path}/config.json: {CANNOT}"):
+    with one_line(f"{path}/config.json: {NO_MODEL}"):
         for part in (args, *filter(is_dataclass, vars(args).values())):
             _check_types(part)
     return args
 
 
 def _check_types(args: Any) -> None:
-    """Raise TypeError, which names field and value, where a dataclass of mlx-lm's has no number for one."""
+    """Raise TypeError if a numeric field of mlx-lm's arguments holds a string, a boolean or an object."""
     hints = get_type_hints(type(args))
     for field in fields(args):
         kinds, value = get_args(hints[field.name]) or (hints[field.name],), getattr(args, field.name)
@@ -138,27 +135,22 @@ def _check_types(args: Any) -> None:
 
 
 def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: dict, args: Any) -> nn.Module:
-    """Make the model that mlx-lm fills, with checks in place of its ways to rename and load tensors."""
-    with one_line(f"{path}/config.json: {CANNOT}", MISBUILT):
+    """Return an empty model whose `sanitize` and `load_weights`, which mlx-lm calls, check the tensors."""
+    with one_line(f"{path}/config.json: {NO_MODEL}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
         apply_rope(model, config)
-    _check_trunk(model, contents, path)
-    model.sanitize = partial(_sanitize, model, contents, path, raw)
-    model.load_weights = partial(_load_checked, model, contents, path)
-    return model
-
-
-def _check_trunk(model: Any, contents: Contents, path: Path) -> None:
-    """Raise for what is missing, of a wrong type, or would be dropped in silence."""
     if not contents.alone:
         check_complete(model, contents)
         check_types(contents.trunk)
         check_experts(path, contents.trunk)
     _check_names(model, contents)
+    model.sanitize = partial(_sanitize, model, contents, path, raw)
+    model.load_weights = partial(_load_checked, model, contents, path)
+    return model
 
 
 def _check_names(model: Any, contents: Contents) -> None:
-    """Raise for a trunk tensor that mlx-lm would drop in silence, such as a layer that config.json denies."""
+    """Raise ValueError for a trunk tensor without a module, such as one of a later layer, which mlx-lm would drop."""
     modules = {path.rpartition(".")[0] for path in named(model)}
     known: set[str] = set()
     for name, tensor in contents.trunk.items():
@@ -172,15 +164,14 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Do what mlx-lm asks for with what it found by name, which is nothing: hand the port the trunk's and the heads'
-    tensors."""
-    wanted = {} if contents.alone else contents.trunk
-    stored = read_tensors(wanted | contents.heads)  # no name is in both
-    trunk = dequantized({name: stored[name] for name in wanted}, wanted)
+    """Return the model's parameters, which the port makes from the checkpoint's tensors; `weights` is empty."""
+    header = {} if contents.alone else contents.trunk
+    stored = read_tensors(header | contents.heads)  # no name is in both
+    trunk = dequantized({name: stored[name] for name in header}, header)
     heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
     try:
         return model.sanitized(trunk, heads, shift_trunk=raw[0], shift_heads=raw[1])
-    except KeyError as e:  # mlx-lm takes for granted what it stacks or splits
+    except KeyError as e:  # mlx-lm does not check the tensors that it stacks or splits
         ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
         raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
 
@@ -188,7 +179,7 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
 def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[Any], *, note: str = "", **_: Any
 ) -> None:
-    """Do as `nn.Module.load_weights`, with errors that name file, tensor, expected and found, and end in `note`."""
+    """Load weights as `nn.Module.load_weights`; ValueError names file, tensor and shapes, and ends in `note`."""
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
         if name not in found:
@@ -206,7 +197,7 @@ def _load_checked(
 
 
 def _expand_experts(model: nn.Module) -> bool:
-    """Make a half-precision model with unquantized experts float32 on a CPU, where MLX multiplies no others."""
+    """Convert a model to float32 on a CPU if its experts are unquantized, as MLX requires; return whether it did."""
     half = any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules())
     if expanded := half and mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
@@ -214,31 +205,31 @@ def _expand_experts(model: nn.Module) -> bool:
 
 
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
-    """Read the heads' weights, as stored, and check them; drop what repeats the target's. ValueError if damaged."""
+    """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's."""
     check_numbers(stored, partial(origin, model, contents))
     _tie(model)
-    model.runtime.report = with_heads(model.report, model)
+    model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
 
 
 def check_vectors(model: Any, contents: Contents) -> None:
-    """Raise for NaN in vectors, which are small, and where a head's are nothing but zeros."""
+    """Raise ValueError for a vector that contains NaN, or a head's vector of zeros; matrices are not read."""
     vectors = {name: array for name, array in _stored(model, contents).items() if array.ndim < 2}
     check_numbers(vectors, partial(origin, model, contents))
 
 
 def check_norms(model: Any, contents: Contents, raw: Raw) -> None:
-    """Warn of norms that look unshifted, shifted twice, or of two conventions."""
+    """Warn about norms whose means suggest that +1 was not added, was added twice, or to some of a head's only."""
     if model.ZERO_CENTRED is not None:
         warn_of_unusual(_stored(model, contents), raw, partial(origin, model, contents))
 
 
 def _stored(model: nn.Module, contents: Contents) -> dict[str, Any]:
-    """Pick the parameters that come from the checkpoint: all, unless the heads alone are wanted."""
+    """Return the parameters that are read from the checkpoint: all, or the heads' if `contents.alone`."""
     return {name: array for name, array in named(model).items() if name.startswith("mtp.") or not contents.alone}
 
 
 def _tie(model: Any) -> None:
-    """Drop a head's own embedding or LM head where it only repeats the target's."""
+    """Drop each head's embedding and LM head if it equals the target's, which the head then uses."""
     for head in model.mtp:
         for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
             if name in head and shared is not None and same(named(head[name]), named(shared)):
@@ -246,9 +237,9 @@ def _tie(model: Any) -> None:
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Give `model` the drafter as its one head; returns (where it came from, tensors that are not used).
+    """Replace the model's heads by an external drafter; return (its source for the report, unused tensors).
 
-    Raises ValueError for a directory that holds no drafter, or one for another target.
+    Raises ValueError if the directory contains no drafter, or the drafter does not fit the target.
     """
     path = resolve(path_or_hf_repo)
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
@@ -262,7 +253,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
 
 
 class DrafterAlone(nn.Module):
-    """Stand in for a model whose only part is its one head, a drafter."""
+    """A model without a target, whose only head is an external drafter."""
 
     ZERO_CENTRED = None
     RENAMED = ()
@@ -275,15 +266,15 @@ class DrafterAlone(nn.Module):
 
 
 def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
-    """Open a drafter without a target, no array computed: (config.json, the model that it is, its tensors)."""
-    config, drafter, contents = _open_drafter(path, MOST_LAYERS, None, {})
-    spelled = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
-    drafter.spec = replace(contents.spec, tensors=spelled)
+    """Return (config.json, model, tensors) of an external drafter without its target; no array is computed."""
+    config, drafter, contents = _open_drafter(path, MAX_LAYERS, None, {})
+    names = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
+    drafter.spec = replace(contents.spec, tensors=names)
     return config, drafter, contents
 
 
 def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, DrafterAlone, Contents]:
-    """Build a drafter for a target of `layers` layers and `size` features (None: its own), no array computed."""
+    """Return (config.json, model, tensors) of a drafter for a target's layers and hidden size (None: its own)."""
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
@@ -301,14 +292,14 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
 
 
 def is_drafter(path: Path) -> bool:
-    """Tell whether a directory holds a drafter, of a kind here or mlx-vlm's MTP heads."""
+    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off."""
     with suppress(ValueError, OSError):
         return is_split(path) or bool(_read_drafter(path))
     return False
 
 
 def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
-    """Return a drafter's config.json, its tensors and the module of its kind; ValueError where it is none."""
+    """Return (config.json, tensors, the kind's module) of a drafter; ValueError if the directory contains none."""
     kinds, reason, file = drafter_kinds(), None, path / "config.json"
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     if not file.exists():
@@ -331,7 +322,7 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
 
 
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
-    """Fill the module with the tensors; each of both must have its partner, of the same shape."""
+    """Load a drafter's tensors; ValueError unless tensors and parameters match one to one in name and shape."""
     weights, names = {}, {}
     stored = read_tensors(contents.heads)
     for name, tensor in contents.heads.items():
@@ -347,11 +338,11 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:
-    """Raise where tokens or embeddings of drafter and target do not match."""
-    size, own, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
-    if own != size and not {"embed_tokens", "head"} <= head.keys():
+    """Raise ValueError if the vocabularies, or the sizes of shared embeddings, of drafter and target differ."""
+    size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
+    if head_size != size and not {"embed_tokens", "head"} <= head.keys():
         needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {own} needs {needed}; the target's is {size}")
+        raise ValueError(f"{path}: hidden_size {head_size} needs {needed}; the target's is {size}")
     if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
         raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
     if "head" in head:

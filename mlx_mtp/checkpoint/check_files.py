@@ -1,25 +1,19 @@
-"""Check that a checkpoint's files hold what the model needs, whatever the index lists."""
+"""Check that a checkpoint's files contain every tensor that the model needs, whatever the index lists."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
 from .files import FLOATS, FP8_SCALES
 from .parameters import named
-from .sort_tensors import Contents
+from .sort_tensors import EXPERT, Contents
 
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 WITH_WEIGHT = ((".scales", ".weight"), (".biases", ".weight"), *((f".weight{s}", ".weight") for s in FP8_SCALES))
 
 
 def check_complete(model: Any, contents: Contents) -> None:
-    """Raise for a tensor or a file that the model needs and that is missing or cannot be read.
-
-    What the model does not need is one warning each.
-    """
+    """Raise ValueError for a missing tensor or an unreadable file that the model needs; warn about others."""
     stored = contents.stored
-    if stored is None:
-        return
+    assert stored is not None  # the tensors are a checkpoint's, not an external drafter's
     if stored.absent or stored.unread:
         found = {EXPERT.sub(".experts.0.", name): name for name in (*contents.trunk, *contents.heads)}
         provided = {path for name in found.values() for path in model.renamed(name)}
@@ -31,15 +25,18 @@ def check_complete(model: Any, contents: Contents) -> None:
             listed = [name for name, place in stored.listed.items() if stored.path / place == file]
             layers = model.args.num_hidden_layers
             heads = not listed or any(model.spec.locate(name, layers) for name in listed)
-            if parameters.keys() - provided or (contents.wants_heads and heads):
+            if parameters.keys() - provided or (contents.needs_heads and heads):
                 raise ValueError(error)
-    layers, heads = model.args.num_hidden_layers, contents.wants_heads
+    layers, heads = model.args.num_hidden_layers, contents.needs_heads
     absent = {name: file for name, file in stored.absent.items() if heads or not model.spec.locate(name, layers)}
     replace(stored, absent=absent).warn(stacklevel=8)
 
 
 def _is_needed(model: Any, contents: Contents, name: str, parameters: Any, provided: Any, found: Any) -> bool:
-    """Return whether an absent tensor is a parameter, or a part of one, that no other tensor becomes."""
+    """Return whether the model needs an absent tensor: no other tensor provides that parameter, expert or scale.
+
+    parameters: the model's, by path. provided: paths that other tensors become. found: names of those tensors.
+    """
     for suffix, weight in WITH_WEIGHT:
         base = contents.trunk.get(name.removesuffix(suffix) + weight)
         if name.endswith(suffix) and base is not None and base.dtype not in FLOATS:

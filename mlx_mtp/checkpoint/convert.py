@@ -1,15 +1,13 @@
-"""Convert a checkpoint of the hub to an MLX checkpoint that still has its MTP heads.
+"""Convert a hub checkpoint to an MLX checkpoint with its MTP heads.
 
-The ports load the source lazily: names, stacked experts, 8-bit floats and norms come out of the code that loads a
-model, as arrays that are not computed yet. Each is computed when it is written, so that the memory in use is that of
-one tensor and of what it is made from.
+The source is loaded as for decoding, but lazily: each tensor is computed when it is written, so that memory is
+needed for one tensor and its sources only.
 """
 
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,28 +21,28 @@ from ..machine.errors import one_line
 from ..models import find_port, port_names
 from . import convert_writer as writer
 from .build import check_norms, is_drafter, open_drafter, read_args, read_port
-from .convert_precision import Precision, format_of, format_of_heads, listed
-from .convert_writer import Tensors
-from .files import CONVERTED, read_config, read_tensors, resolve
+from .convert_precision import Precision, format_of, format_of_heads, formats, listed
+from .convert_writer import Progress, Tensors
+from .files import read_config, read_tensors, resolve
 from .head_self_test import check_runs
-from .heads_beside import is_split
-from .parameters import named, trained
+from .parameters import named, stored_name, trained
 from .report import Report, make_report
+from .separate_heads import is_split
 from .sort_tensors import Contents, Drafting
 from .weight_names import INDEX, SIDECAR_FILES, read_index
 
 SIDECAR = "mtp.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.py", "LICENSE*")
 NOT_COPIED = re.compile(r"config\.json|.*\.safetensors\.index\.json|.*quant\w*_config\.json")
-Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Source:
-    """What `open_source` found. raw: whether the trunk's norms, and the heads', are stored zero-centred.
+    """A checkpoint that was opened for conversion, with its lazy model.
 
-    trained: by the names of `tensors`, of floating-point ones: is there NaN in it, in a head's anything but zeros.
-    dtype: what was asked for.
+    raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
+    lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.
+    dtype: the type that the user chose, or None.
     """
 
     path: Path
@@ -56,47 +54,39 @@ class Source:
     dtype: str | None = None
 
     def prepare(self, precision: Precision) -> None:
-        """Drop what repeats the target, and give the rest its precision. Warns of norms that look wrong."""
+        """Drop heads' modules that equal the target's, check the norms, and apply the precision to the model."""
         _drop_repeated(self.model, self.contents)
         check_norms(self.model, self.contents, self.raw)
         for path, w in named(self.model).items():
             if mx.issubdtype(w.dtype, mx.floating) and not path.endswith(".biases"):
-                head = path.startswith("mtp.")
-                name = self._stored(path) if head else path
+                name, (nan, value) = stored_name(self.model, path), trained(w)
                 if precision.dequantize:
                     name = re.sub(r"\.scales$", ".weight", name)
-                nan, value = trained(w)
-                self.trained[name] = nan, value if head else mx.array(True)
+                self.trained[name] = nan, value if path.startswith("mtp.") else mx.array(True)
         precision.apply(self.model, self.config.get("torch_dtype") or self.config.get("dtype"))
         self.dtype = precision.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:
-        """Return the target's by mlx-lm's names, and the heads' by the hub's."""
+        """Return (the target's tensors by mlx-lm's names, the heads' by the hub's)."""
         found = named(self.model)
-        heads = {self._stored(path): w for path, w in found.items() if path.startswith("mtp.")}
+        heads = {stored_name(self.model, path): w for path, w in found.items() if path.startswith("mtp.")}
         return {path: w for path, w in found.items() if not path.startswith("mtp.")}, heads
 
-    def _stored(self, path: str) -> str:
-        """Name the parameter mtp.<depth>.<path>."""
-        _, depth, inside = path.split(".", 2)
-        return self.model.spec.name(int(depth), inside, self.model.args.num_hidden_layers)
-
     def new_config(self) -> dict[str, Any]:
-        """Make config.json with the type and quantization that the model has now, in place of its source's."""
-        found = listed(self.model)
+        """Return config.json with the model's new type and quantization."""
+        found = listed(formats(self.model))
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Make the report that a load of the conversion would; `place` is where its heads are."""
-        raw = any(self.raw)
-        norms = "shifted by +1 (they were stored zero-centred)" if raw else "as they were (already shifted)"
+        """Return the report that a load of the conversion makes; place: the heads' location in it."""
+        norms = "shifted by +1 (they were stored zero-centred)" if any(self.raw) else "as they were (already shifted)"
         if not self.model.mtp:
             warnings.warn(f"{self.path}: no MTP heads found ({self.contents.source})", stacklevel=3)
             place = self.contents.source
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Read and compute a tensor; ValueError where that fails, or it was NaN or a head's zeros when stored."""
+        """Compute a tensor; ValueError if that fails, or the source has NaN, or zeros only in a head's tensor."""
         states = self.trained.pop(name, ())
         with one_line(f"{self.path}: tensor {name} cannot be read", (RuntimeError,)):
             mx.eval(w, *states)
@@ -106,7 +96,7 @@ class Source:
 
 
 def open_source(path: Path, *, alone: bool = False) -> Source:
-    """Open a checkpoint, a drafter, or heads `alone`; ValueError where no port knows it, or it is damaged."""
+    """Return a checkpoint (alone: only its heads) or an external drafter, opened for conversion; or ValueError."""
     if not alone and is_drafter(path) and not is_split(path):
         config, drafter, contents = open_drafter(path)
         return Source(path, config, drafter, contents, (False, False))
@@ -118,10 +108,7 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """List the weights' files that heads need, by config.json and the index; None without an index.
-
-    Where heads have embeddings or LM heads, the target's are needed too: they may be the same.
-    """
+    """Return the files of the heads, and of target modules that they may repeat, by the index; None without one."""
     config, places = read_config(path), read_index(path)
     port = _port(path, config)
     spec, layers = port.Model.SPEC, read_args(port, path, config).num_hidden_layers
@@ -139,32 +126,32 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Leave out a config.json's quantization, and make it of the type that was asked for; so its text_config's."""
+    """Return a config.json without quantization and with the type `dtype`, also in its text_config."""
     kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
     kept |= {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
     return kept | {name: _renewed(kept[name], dtype) for name in ("text_config",) if name in kept}
 
 
 def _drop_repeated(model: Any, contents: Contents) -> None:
-    """Drop a head's embedding and LM head where they only repeat the target's: in other bits they would be others."""
+    """Drop the heads' embeddings or LM heads if all equal the target's, before the precision makes them differ."""
     if not contents.trunk:
         return
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
     for module, shared in (("head", "lm_head"), ("embed_tokens", "embed_tokens")):
-        own: dict[int, dict[str, str]] = {}
+        by_depth: dict[int, dict[str, str]] = {}
         for name in contents.heads if spec.may_repeat(module) else ():
             depth, path = spec.locate(name, layers)
             if path.startswith(f"{module}."):
-                own.setdefault(depth, {})[path.removeprefix(f"{module}.")] = name
+                by_depth.setdefault(depth, {})[path.removeprefix(f"{module}.")] = name
         tail = re.compile(rf"(?:.*\.)?{shared}\.(\w+)")
         target = {match[1]: name for name in contents.trunk if (match := tail.fullmatch(name))}
-        if own and all(_equal(contents, part, target) for part in own.values()):
+        if by_depth and all(_equal(contents, part, target) for part in by_depth.values()):
             for head in model.mtp:
                 head.pop(module)
 
 
 def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
-    """Tell whether two modules' tensors, their names by kind, hold the same; read for this alone, and not kept."""
+    """Return whether two modules' tensors, their names by kind ("weight"), are equal; they are read and freed."""
     stored = contents.heads | contents.trunk
     pairs = (read_tensors({name: stored[name] for name in (a[kind], b[kind])}).values() for kind in a if kind in b)
     return a.keys() == b.keys() and all(x.dtype == y.dtype and mx.array_equal(x, y) for x, y in pairs)
@@ -172,7 +159,7 @@ def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: directory or file, bytes of its tensors, and what a load of it would report."""
+    """The result of a conversion: the directory or file, the bytes of its tensors, and the report of a load of it."""
 
     path: Path
     nbytes: int
@@ -199,23 +186,19 @@ def convert(
     upload_repo: str | None = None,
     trust_remote_code: bool = False,
 ) -> Converted:
-    """Write a checkpoint for MLX, heads included, to the new directory `mlx_path`; of an EAGLE-3 drafter, which is a
-    head, another such drafter.
+    """Write a checkpoint with its MTP heads, or an EAGLE-3 drafter, for MLX to the new directory `mlx_path`.
 
-    quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name), dtype, dequantize, revision: as
-        mlx-lm's, for the target.
-    mtp_q_bits, mtp_q_group_size: the heads' own, affine: 8 and 64 with `quantize`, else none; 16 bits leave them as
-        they are. The matrix that fuses a head's inputs, norms and routers are never quantized.
-    mtp_layout: the heads in `mtp.safetensors`, or in the target's files by the hub's names.
-    shard_bytes: most bytes of a file of several. progress: called with bytes written, and to write.
-    upload_repo: mlx-lm's; nothing is uploaded, which is refused. trust_remote_code: download the
-        tokenizer's code, too, to copy it; none of it is run.
-    Raises ValueError, in one line, and leaves nothing behind.
+    quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name), dtype, dequantize, revision: as in
+        mlx-lm, for the target.
+    mtp_q_bits, mtp_q_group_size: the heads' affine format, by default 8 and 64 with `quantize`; 16 bits leave them
+        unchanged. Routers, norms and the matrix that fuses a head's inputs are never quantized.
+    mtp_layout: heads in `mtp.safetensors` ("sidecar"), or in the target's files under the hub's names ("shards").
+    shard_bytes: maximum bytes of a file of several. progress: called with the bytes written, and all bytes.
+    upload_repo: refused, because nothing is uploaded. trust_remote_code: also copy the tokenizer's code; none is run.
+    Raises a one-line ValueError; a failed conversion leaves no files.
     """
     if upload_repo is not None:
-        raise ValueError(
-            f"upload_repo={upload_repo!r}: not taken here; upload with `hf upload {upload_repo} {mlx_path}`"
-        )
+        raise ValueError(f"upload_repo={upload_repo!r}: not taken here; use `hf upload {upload_repo} {mlx_path}`")
     target = format_of(q_group_size, q_bits, q_mode) if quantize else None
     heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
@@ -223,7 +206,7 @@ def convert(
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
     path, new = resolve(hf_path, revision, code=trust_remote_code), Path(mlx_path).expanduser().resolve()
     if new.is_relative_to(path.resolve()):
-        raise ValueError(f"mlx_path={mlx_path}: in the directory that is to be converted, {path}")
+        raise ValueError(f"mlx_path={mlx_path}: inside the directory to convert, {path}")
     atomic.check_new(new)
     source = open_source(path)
     if is_head := not source.contents.trunk:  # a drafter
@@ -237,28 +220,20 @@ def convert(
 
 
 def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
-    """Write a checkpoint's new directory: files of tensors, their index, config.json, and copies of what else is
-    beside its source's; return the bytes of tensors. Raises ValueError before that where the disk has no room."""
-    index, config = _index(source, files), source.new_config()
+    """Write weight files, index, config.json and copies of the source's other files; return the bytes of tensors."""
+    index, config = writer.index(files, total_parameters=get_total_parameters(source.model)), source.new_config()
     others = {file for pattern in COPIED for file in source.path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
     copied = [file for file in others if file.is_file()]
     size = len(index) + len(json.dumps(config)) + sum(file.stat().st_size for file in copied)
-    size += sum(writer.file_size(tensors, CONVERTED) for tensors in files.values())
-    source.model = None  # so that each tensor can be freed when it is written
+    size += sum(writer.file_size(tensors) for tensors in files.values())
+    source.model = None  # each tensor is freed after it is written
     atomic.check_free(new, size)
     with atomic.directory(new) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         save_config(config, folder / "config.json")
         (folder / INDEX).write_text(index)
-        return _write(source, {folder / name: tensors for name, tensors in files.items()}, progress)
-
-
-def _index(source: Source, files: dict[str, Tensors]) -> str:
-    """Return the text of the index of files of tensors."""
-    places = sorted((name, file) for file, tensors in files.items() for name in tensors)
-    metadata = {"total_size": _size(files), "total_parameters": get_total_parameters(source.model)}
-    return json.dumps({"metadata": metadata, "weight_map": dict(places)}, indent=4)
+        return writer.write({folder / name: part for name, part in files.items()}, source.compute, progress)
 
 
 def extract_heads(
@@ -271,17 +246,17 @@ def extract_heads(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write a checkpoint's heads alone to the new file `mtp_path`, or as `mtp.safetensors` to that directory.
+    """Write only a checkpoint's MTP heads, to the new file `mtp_path` or as `mtp.safetensors` into that directory.
 
-    Beside any conversion of the same model `load` finds them there; elsewhere they are its `mtp_path`. Of a hub
-    repository only the files that hold them are downloaded, and a directory need not have the others.
-    mtp_q_bits: None leaves them as they are. The rest is as `convert` has it. Raises ValueError.
+    `load` finds that file in a conversion of the same model; elsewhere it is `load`'s `mtp_path`. Only the files that
+    contain heads are downloaded or needed. mtp_q_bits: None leaves the heads unchanged. Other parameters and errors
+    are those of `convert`.
     """
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits), dtype=dtype)
     new = Path(mtp_path).expanduser().resolve()
     new = new / SIDECAR if new.is_dir() else new
     if new.suffix != ".safetensors":
-        raise ValueError(f"mtp_path={mtp_path}: allowed are a directory that is there, or a new file *.safetensors")
+        raise ValueError(f"mtp_path={mtp_path}: allowed are an existing directory, or a new file *.safetensors")
     if new.exists():
         raise ValueError(f"mtp_path={new}: already there; name a new file, or delete it")
     small = ("*.json", *SIDECAR_FILES)
@@ -292,15 +267,15 @@ def extract_heads(
         raise ValueError(f"{source.path}: no MTP heads found ({source.contents.source})")
     source.prepare(precision)
     facts, heads = source.facts(new.name), source.tensors()[1]
-    source.model = None  # so that its tensors can be let go of one by one
-    atomic.check_free(new, writer.file_size(heads, CONVERTED))
+    source.model = None  # each tensor is freed after it is written
+    atomic.check_free(new, writer.file_size(heads))
     with atomic.file(new) as work:
-        total = _write(source, {work: heads}, progress)
+        total = writer.write({work: heads}, source.compute, progress)
     return Converted(new, total, facts)
 
 
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
-    """Decide what goes into which file; ValueError where mlx-lm would stumble over heads among its own tensors."""
+    """Return each file's tensors; ValueError for heads in shards that mlx-lm would misread."""
     trunk, heads = source.tensors()
     if not trunk:
         return writer.shards(heads, shard_bytes)
@@ -312,24 +287,3 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
             harm = "change" if name in trunk else "not load"
             raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
     return writer.shards(heads | trunk, shard_bytes)
-
-
-def _size(files: Mapping[Any, Tensors]) -> int:
-    """Count the bytes of all tensors."""
-    return sum(w.nbytes for tensors in files.values() for w in tensors.values())
-
-
-def _write(source: Source, files: dict[Path, Tensors], progress: Progress | None) -> int:
-    """Compute and write all tensors, file by file; returns how many bytes they are."""
-    done, total = 0, _size(files)
-
-    def compute(name: str, w: mx.array) -> None:
-        nonlocal done
-        source.compute(name, w)
-        done += w.nbytes
-        if progress is not None:
-            progress(done, total)
-
-    for file, tensors in files.items():
-        writer.write(file, tensors, CONVERTED, compute)
-    return total

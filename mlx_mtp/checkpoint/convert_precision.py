@@ -1,6 +1,6 @@
-"""Give a model's parameters the bits they are to be stored in, target and heads apart.
+"""Quantize, dequantize and cast a model's parameters for a conversion, the target and the MTP heads separately.
 
-Nothing is computed here: parameters stay what they will be computed from.
+All arrays stay lazy: they are computed when they are written.
 """
 
 import re
@@ -27,8 +27,8 @@ MODES = {  # MLX's group sizes and bits, the default first
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx-lm's
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_BITS = 8
-UNQUANTIZED = 16  # bits of heads that stay as they are
-KEPT = re.compile(r"(^|\.)(eh_proj|fc|gate|shared_expert_gate)$")  # of a head: what fuses its inputs, and routers
+UNQUANTIZED = 16  # bits of heads that stay unchanged
+KEPT = re.compile(r"(^|\.)(eh_proj|fc|gate|shared_expert_gate)$")  # a head's fusion of its inputs, and routers
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
@@ -39,7 +39,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Format:
-    """How MLX packs a matrix."""
+    """A quantization format of MLX."""
 
     group_size: int
     bits: int
@@ -51,10 +51,10 @@ class Format:
 
 @dataclass(frozen=True)
 class Precision:
-    """What parameters shall be stored in. None leaves them as they are.
+    """The formats of a conversion; None leaves parameters unchanged. ValueError for contradictions.
 
-    recipe: mlx-lm's mixture of bits, for the target. heads_named: somebody asked for the heads' format, which must
-    then be had. dtype: of what is not quantized; None is config.json's. ValueError for what contradicts itself.
+    recipe: mlx-lm's mixture of bits, for the target. heads_named: the user chose the heads' format, so that heads
+    that cannot have it are an error. dtype: of unquantized parameters; None is config.json's.
     """
 
     target: Format | None = None
@@ -74,7 +74,7 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Give a port's model these formats, and dtype or the `declared` one; ValueError where none can be had."""
+        """Apply the formats to a port's model, and dtype, else `declared`; ValueError if nothing can be quantized."""
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
@@ -91,7 +91,7 @@ class Precision:
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
-    """Choose the format with the mode's defaults for what is None; ValueError names the argument, with its prefix."""
+    """Return a format, with the mode's defaults for None; ValueError names the argument, with its prefix."""
     if mode not in MODES:
         raise ValueError(f"q_mode={mode!r}: allowed are {', '.join(MODES)}")
     sizes, widths = MODES[mode]
@@ -104,7 +104,7 @@ def format_of(group_size: int | None, bits: int | None, mode: str = "affine", pr
 def format_of_heads(
     group_size: int | None, bits: int | None, *, quantize: bool = False
 ) -> tuple[Format | None, bool]:
-    """Choose (the heads' format, whether it was named), the target's being quantized or not; ValueError as above."""
+    """Return (the heads' format, whether the user chose it). quantize: whether the target is quantized."""
     if bits == UNQUANTIZED:
         if group_size is not None:
             raise ValueError(f"mtp_q_group_size={group_size}: not with mtp_q_bits={UNQUANTIZED}, no quantization")
@@ -114,14 +114,13 @@ def format_of_heads(
 
 
 def formats(model: nn.Module) -> dict[str, Format]:
-    """Find the format of every quantized module, by its path."""
+    """Return the format of every quantized module by its path."""
     found: Any = [(path, m) for path, m in model.named_modules() if "scales" in m]
     return {path: Format(m.group_size, m.bits, m.mode) for path, m in found}
 
 
-def listed(model: nn.Module) -> dict[str, Any] | None:
-    """Make config.json's "quantization": the target's usual format, and by path what differs; None without one."""
-    found = formats(model)
+def listed(found: dict[str, Format]) -> dict[str, Any] | None:
+    """Return config.json's "quantization": the target's most frequent format, and others by path; None if empty."""
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
         return None
@@ -136,8 +135,8 @@ def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
 
 
 def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
-    """Quantize what mlx-lm would, with the family's exceptions or by the recipe; how many modules."""
-    heads = model.pop("mtp")  # a recipe counts layers by the names that it sees
+    """Quantize the target as mlx-lm does, by the recipe or with the family's exceptions; return the module count."""
+    heads = model.pop("mtp")  # a recipe counts layers by their names
     predicate: Any = getattr(model, "quant_predicate", None)
     if recipe is not None:
         predicate = mixed_quant_predicate_builder(recipe, model, form.group_size)
@@ -147,14 +146,14 @@ def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
 
 
 def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Module], bool | dict] | None) -> int:
-    """Quantize the submodules that can be, that `predicate` names, and whose rows are whole groups; how many."""
+    """Quantize submodules that `predicate` selects and whose rows are whole groups; return their number."""
 
     def chosen(path: str, m: Any) -> bool | dict:
         if not hasattr(m, "to_quantized"):
             return False
-        how = True if predicate is None else predicate(path, m)
-        size = how["group_size"] if isinstance(how, dict) else form.group_size
-        return how if m.weight.shape[-1] % size == 0 else False
+        choice = True if predicate is None else predicate(path, m)
+        size = choice["group_size"] if isinstance(choice, dict) else form.group_size
+        return choice if m.weight.shape[-1] % size == 0 else False
 
     before = len(formats(module))
     nn.quantize(module, form.group_size, form.bits, mode=form.mode, class_predicate=chosen)
@@ -162,7 +161,7 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 
 def _dequantize(model: nn.Module) -> None:
-    """Put an ordinary module in the place of every quantized one, of the type of its scales."""
+    """Replace every quantized module by an ordinary one with the type of its scales; ValueError if it has none."""
     ordinary, modules = [], dict(model.named_modules())
     for path in formats(model):
         m: Any = modules[path]
@@ -180,7 +179,7 @@ def _dequantize(model: nn.Module) -> None:
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    """Give floating-point parameters a type, but for those that the family keeps in their own."""
+    """Cast floating-point parameters, except those whose type the family's `cast_predicate` keeps."""
     chosen = getattr(model, "cast_predicate", None) or (lambda path: True)
     floats = [(path, w) for path, w in named(model).items() if mx.issubdtype(w.dtype, mx.floating)]
     model.load_weights([(path, w.astype(dtype)) for path, w in floats if chosen(path)], strict=False)

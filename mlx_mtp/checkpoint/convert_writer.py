@@ -1,7 +1,6 @@
-"""Write safetensors files of arrays that are computed one by one, each let go of before the next.
+"""Write safetensors files array by array: each is computed, written and freed before the next.
 
-Shapes and types are known before anything is computed, so a file's header, its size and how many files there will be
-are, too.
+Headers, sizes and the number of files depend only on shapes and types, which need no computation.
 """
 
 import json
@@ -14,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine.errors import naming
+from .files import CONVERTED
 
 SHARD_BYTES = 5 << 30  # mlx-lm's limit
 DTYPES = {
@@ -22,10 +22,11 @@ DTYPES = {
     **{mx.int8: "I8", mx.int16: "I16", mx.int32: "I32", mx.int64: "I64"},
 }
 Tensors = dict[str, mx.array]
+Progress = Callable[[int, int], None]  # receives the bytes written, and all bytes to write
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """Deal the tensors out to mlx-lm's file names, in their order, at most `limit` bytes to a file of several."""
+    """Distribute tensors, in order, over files with mlx-lm's names and at most `limit` bytes or one tensor."""
     parts: list[Tensors] = []
     size = limit + 1
     for name, w in tensors.items():
@@ -39,7 +40,7 @@ def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
 
 
 def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
-    """Make what a safetensors file begins with: the length of a JSON object, and the object, padded to 8 bytes."""
+    """Return the beginning of a safetensors file: the length of a JSON object, and the object, padded to 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, w in tensors.items():
@@ -50,20 +51,52 @@ def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def file_size(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> int:
-    """Count the bytes of the file that `write` makes of them."""
-    return len(header(tensors, metadata)) + sum(w.nbytes for w in tensors.values())
+def total_size(files: Mapping[Any, Mapping[str, Any]]) -> int:
+    """Return the bytes of all tensors of several files."""
+    return sum(w.nbytes for tensors in files.values() for w in tensors.values())
 
 
-def write(file: Path, tensors: Tensors, metadata: dict[str, str], compute: Callable[[str, mx.array], None]) -> None:
-    """Write a file and empty `tensors`; `compute` is called with each one's name and itself before it is written."""
+def file_size(tensors: Mapping[str, Any]) -> int:
+    """Return the size of the file that `write` or `allocate` makes."""
+    return len(header(tensors, CONVERTED)) + sum(w.nbytes for w in tensors.values())
+
+
+def allocate(file: Path, tensors: Mapping[str, Any]) -> int:
+    """Create a file of full size with the header only, its data a hole; return the offset of the data."""
+    start = header(tensors, CONVERTED)
     with naming(file), file.open("wb") as f:
-        f.write(header(tensors, metadata))
-        for name in list(tensors):
-            w = tensors.pop(name)
-            compute(name, w)
-            f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
-            del w
-            mx.clear_cache()
-        f.flush()
-        os.fsync(f.fileno())
+        f.write(start)
+        f.truncate(file_size(tensors))
+    return len(start)
+
+
+def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
+    """Return the text of a shard index for the tensors of these files."""
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    entries = {"metadata": {"total_size": total_size(files)} | metadata, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(entries, indent=4)
+
+
+def write(
+    files: dict[Path, Tensors], compute: Callable[[str, mx.array], None], progress: Progress | None = None
+) -> int:
+    """Write files one after the other, and return the bytes of all tensors.
+
+    Each tensor is passed to `compute` with its name, written, and removed from `files`.
+    """
+    done, total = 0, total_size(files)
+    for file, tensors in files.items():
+        with naming(file), file.open("wb") as f:
+            f.write(header(tensors, CONVERTED))
+            for name in list(tensors):
+                w = tensors.pop(name)
+                compute(name, w)
+                done += w.nbytes
+                if progress is not None:
+                    progress(done, total)
+                f.write(memoryview(mx.contiguous(w).reshape(-1).view(mx.uint8)))  # type: ignore[arg-type]
+                del w
+                mx.clear_cache()
+            f.flush()
+            os.fsync(f.fileno())
+    return total

@@ -1,7 +1,7 @@
-"""Reduce the draft vocabulary: the heads choose among a list of tokens only, the target among all, as ever.
+"""Reduce the draft vocabulary: the MTP heads draft only listed tokens; the target chooses among all, as before.
 
-A text never changes by it; an LM head of few rows is read sooner and takes less memory, and drafts that are not in
-the list are lost. Source: FR-Spec (arXiv 2502.14856), which ranks tokens by how often they occur.
+The output does not change. A smaller LM head is faster and needs less memory, but tokens outside the list are never
+drafted. Source: FR-Spec (arXiv 2502.14856), which ranks tokens by frequency.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Tokens that heads may draft, ascending. `source`: what messages call them.
+    """Tokens that heads may draft, ascending. source: the list's name in messages.
 
-    vocab_size, tokenizer: what they were chosen for, where that is known; the latter as `digest` gives it.
+    vocab_size, tokenizer: of the model for which they were chosen, None if unknown; the latter as its `digest`.
     """
 
     tokens: tuple[int, ...]
@@ -33,21 +33,23 @@ class DraftVocab:
     tokenizer: str | None = None
 
     def check(self, vocab_size: int, tokenizer: Any = None) -> None:
-        """Raise ValueError where this is not for a model of so many tokens, or for another tokenizer."""
+        """Raise ValueError if the list was made for another vocabulary size or tokenizer."""
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(f"{self.source}: made for {self.vocab_size} tokens; the model has {vocab_size}")
-        _check_range(self.source, self.tokens, vocab_size)
-        if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (own := digest(tokenizer)):
+        for token in (self.tokens[0], self.tokens[-1]):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{self.source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
+        if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (current := digest(tokenizer)):
             made = f"made with another tokenizer, {self.tokenizer[:12]}"
-            raise ValueError(f"{self.source}: {made}; the model's is {own[:12]}")
+            raise ValueError(f"{self.source}: {made}; the model's is {current[:12]}")
 
 
 def read(given: str | Path | Sequence[int]) -> DraftVocab:
-    """Read the list that `write` wrote to a file, or that is given; ValueError names what is wrong with it."""
+    """Return the draft vocabulary in a file of `write` or a sequence of token ids; ValueError if it is invalid."""
     if not isinstance(given, str | Path):
         return DraftVocab(_tokens("draft_vocab", list(given)), "draft_vocab")
     file = Path(given).expanduser()
-    if file.exists() and not file.is_file():  # a device may never end
+    if file.exists() and not file.is_file():  # reading a device may never end
         raise ValueError(f"{file}: not a file")
     try:
         with one_line(f"{file}: not a draft vocabulary, no valid JSON", (ValueError, RecursionError)):
@@ -63,9 +65,9 @@ def read(given: str | Path | Sequence[int]) -> DraftVocab:
         raise ValueError(f"{file}: vocab_size is {size!r}; allowed are integers from 1 on")
     if not isinstance(tokenizer, str):
         raise ValueError(f"{file}: tokenizer is {tokenizer!r}; allowed is a digest in hexadecimal digits")
-    tokens = _tokens(str(file), entries.get("tokens"))
-    _check_range(str(file), tokens, size)
-    return DraftVocab(tokens, str(file), size, tokenizer)
+    vocab = DraftVocab(_tokens(str(file), entries.get("tokens")), str(file), size, tokenizer)
+    vocab.check(size)
+    return vocab
 
 
 def _tokens(source: str, found: Any) -> tuple[int, ...]:
@@ -82,30 +84,23 @@ def _tokens(source: str, found: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _check_range(source: str, tokens: Sequence[int], vocab_size: int) -> None:
-    for token in (tokens[0], tokens[-1]):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
-
-
 def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer: Any) -> None:
-    """Write the list for `load(..., draft_vocab=file)`: JSON, one object, all of it or nothing."""
+    """Write tokens to a JSON file for `load(..., draft_vocab=file)`; an interrupted write leaves no file."""
     entries = {"format": FORMAT, "vocab_size": vocab_size, "tokenizer": digest(tokenizer), "tokens": sorted(tokens)}
     write_whole(file, json.dumps(entries) + "\n")
 
 
 def digest(tokenizer: Any) -> str:
-    """Tell tokenizers apart: SHA-256 of their tokens and ids, 64 hexadecimal digits."""
+    """Return the SHA-256 of a tokenizer's tokens and ids in hexadecimal, which identifies it."""
     entries = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(entries.encode()).hexdigest()
 
 
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
-    """Choose `size` tokens to draft, ascending: special or the template's, the most frequent, the lowest ids.
+    """Return `size` tokens for drafting, ascending: special ones and the chat template's, then the most frequent.
 
-    counts: how often each token occurs in texts. A tokenizer numbers its tokens in the order in which its training
-    found them, the frequent ones first. Raises ValueError for a size that is less than the first of these take, or
-    more than there are tokens below vocab_size.
+    counts: the frequency of each token; equally frequent ones are chosen by id, because tokenizers number frequent
+    tokens first. Raises ValueError if the special tokens exceed `size`, or there are fewer tokens below vocab_size.
     """
     known = sorted(token for token in set(tokenizer.get_vocab().values()) if token < vocab_size)
     template = str(tokenizer.chat_template or "")
@@ -119,12 +114,12 @@ def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_si
 
 
 def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
-    """Let the heads of a port draft from `tokens` alone; returns the LM heads' rows now, and before.
+    """Restrict a port's heads to drafting `tokens`; return the number of rows of the LM heads now, and before.
 
-    Each head gets the rows of those tokens for an LM head of its own, in their order, so that of equal logits the
-    same is chosen; heads that shared one share its rows. `head.token` knows which tokens they are. To be called
-    before kernels are placed, which are made for the LM heads that there are. Raises ValueError where a drafter
-    knows none of the tokens, or an LM head is of a kind that cannot be cut.
+    Each head gets an LM head with the rows of these tokens, in the original order, so that ties are resolved as
+    before; heads that shared an LM head share the new one. `head.token` maps rows to tokens. Call it before kernels
+    are enabled, because they depend on the LM heads. Raises ValueError if none of the tokens is in a drafter's
+    vocabulary, or for an LM head of an unsupported kind.
     """
     listed, cut, before = set(tokens), {}, 0
     for depth, head in enumerate(model.mtp):
@@ -137,13 +132,13 @@ def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
 
 
 def _cut(head: Any, full: Any, listed: set[int]) -> tuple[Any, mx.array]:
-    """Return (the listed rows of an LM head, what to add to their numbers for the target's tokens)."""
+    """Return (an LM head with the listed rows only, the offset from each row's index to the target's token)."""
     if not isinstance(full, KINDS):
         allowed = ", ".join(kind.__name__ for kind in KINDS)
         raise ValueError(f"draft_vocab: an LM head of kind {type(full).__name__}; allowed are {allowed}")
     known: Any = head.token(mx.arange(full["weight"].shape[0])).tolist()
     kept = [(row, token) for row, token in enumerate(known) if token in listed]
     if not kept:
-        raise ValueError(f"draft_vocab: the drafter knows {len(known)} tokens, and none of the {len(listed)} listed")
+        raise ValueError(f"draft_vocab: the drafter has {len(known)} tokens, and none of the {len(listed)} listed")
     rows, tokens = map(mx.array, zip(*kept, strict=True))
     return sliced(full, rows), tokens - mx.arange(len(kept))

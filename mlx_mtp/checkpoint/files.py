@@ -1,7 +1,4 @@
-"""Read a checkpoint directory's files: config.json, the tensors that safetensors headers list, lazy arrays.
-
-Of a repository of the hub, `headers_only` fetches a directory of holes: small files, tensors' headers, no data.
-"""
+"""Find or download a checkpoint; read its config.json, its safetensors headers and its tensors as lazy arrays."""
 
 import contextlib
 import glob
@@ -10,17 +7,18 @@ import math
 import re
 import struct
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from mlx_lm.utils import load_config
+from mlx_lm import utils as mlx_lm_utils
 from safetensors import SafetensorError, safe_open
 
 from ..machine.errors import first_line, naming, one_line
@@ -29,37 +27,38 @@ from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
 DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES)
-CODE = "*.py"  # a tokenizer's, say
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # how families spell their number
-DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and their number of heads
-MOST_LAYERS = 1024  # a model is built, layer by layer, before its tensors are looked at
+CODE = "*.py"  # for example a tokenizer's
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # config keys of the number of layers
+DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and of the number of heads
+MAX_LAYERS = 1024  # every layer is built before the tensors are checked
 FLOATS = ("BF16", "F16", "F32", "F64")
-FP8_SCALES = ("_scale_inv", "_scale")  # what follows a weight's name: per block, and per row or tensor
+FP8_SCALES = ("_scale_inv", "_scale")  # suffixes to a weight's name: scales per block, and per row or tensor
 FP8_BLOCK = 128
 FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX, INDEXES)
-TRANSPORTS = ("httpx", "httpx2", "requests")  # whose errors, by version of huggingface_hub, are of the connection
-AT_ONCE = 8  # headers that are fetched side by side
+TRANSPORTS = ("httpx", "httpx2", "requests")  # modules of connection errors; huggingface_hub's version decides
+CONCURRENT_FETCHES = 8
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header; `format` is the file's metadata entry ("pt", "mlx") or None.
+    """One tensor's entry in a safetensors header.
 
-    converted: no norm in the file is zero-centred, says its metadata. stored: its name there, if that is another.
+    format: the file's metadata entry "format" ("pt", "mlx"), or None. converted: whether the file's metadata states
+    that `mlx-mtp convert` shifted its norms. stored: the tensor's name in the file if it is read under another name.
     """
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as the format spells it: "BF16", "F8_E4M3", ...
+    dtype: str  # "BF16", "F8_E4M3", ...
     format: str | None
     converted: bool
     stored: str | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file; of "BOOL", whose name has no number of bits, one a value."""
+        """Bytes in the file; "BOOL", whose name contains no number of bits, has one byte per value."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
@@ -70,9 +69,9 @@ Header = dict[str, Tensor]
 def resolve(
     path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] | None = None, code: bool = False
 ) -> Path:
-    """Find the local directory of a checkpoint; where it is no path, it is downloaded from the hub.
+    """Return the local directory of a checkpoint, after a download from the hub unless the name is a local path.
 
-    files: patterns of what to download; None is all that a load reads. code: download Python files, too.
+    files: patterns of the files to download; None is every file that a load reads. code: also download Python files.
     """
     if path := local(path_or_repo):
         return path
@@ -82,13 +81,13 @@ def resolve(
     except Exception as e:
         raise ValueError(_not_fetched(path_or_repo, e, "not on the hub")) from e
     if files is None and (more := _other_weights(str(path_or_repo), revision, path)):
-        with contextlib.suppress(Exception):  # the loader names what it needs and does not find
+        with contextlib.suppress(Exception):  # the loader names a needed file that is missing
             path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=more))
     return path
 
 
 def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
-    """List the weight files whose names are not usual: the index has them or, without usual ones, the repository."""
+    """Return the weight files still to download whose names are unusual, from the index or the repository's list."""
     listed = set(read_index(path).values())
     names = listed | {file.relative_to(path).as_posix() for file in path.glob("**/*.safetensors")}
     with contextlib.suppress(Exception):  # offline
@@ -98,7 +97,7 @@ def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
 
 
 def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
-    """Say why nothing came from the hub: offline, the disk, or `otherwise`, which the hub itself said."""
+    """Return a message with the cause of a failed download: the connection, the disk, or else `otherwise`."""
     cause = e.__cause__ if isinstance(e, LocalEntryNotFoundError) and isinstance(e.__cause__, Exception) else e
     why, copy = first_line(cause), "no whole copy in the download cache"
     if isinstance(cause, OfflineModeIsEnabled):
@@ -112,11 +111,11 @@ def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """Find the directory of this name, None where there is no such path; ValueError for what is no checkpoint."""
+    """Return the local directory of this name, None if there is no such path; ValueError for other kinds of file."""
     try:
         path = Path(path_or_repo).expanduser()
         if path.is_dir():
-            for inside in sorted(path.iterdir()):  # opening a pipe would wait for its writer
+            for inside in sorted(path.iterdir()):  # opening a pipe would block
                 if inside.exists() and not (inside.is_file() or inside.is_dir()):
                     raise ValueError(f"{inside}: neither a file nor a directory")
             return path
@@ -128,19 +127,19 @@ def local(path_or_repo: str | Path) -> Path | None:
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read config.json (with generation_config.json's stop tokens), in the names that the family reads.
+    """Return config.json with normalised keys and generation_config.json's stop tokens; ValueError if damaged.
 
-    overrides: values to use in place of the file's.
+    overrides: values that replace the file's.
     """
     try:
-        config = load_config(path)
+        config = mlx_lm_utils.load_config(path)
     except FileNotFoundError:
         if file := next(iter(sorted(path.glob("*.gguf"))), None):
             raise ValueError(f"{path}: a directory with a GGUF file; name the file itself: {file}") from None
         raise ValueError(f"{path}/config.json: not found; not a checkpoint directory") from None
     except OSError as e:
         raise ValueError(f"{path}/config.json: cannot be read ({e.strerror})") from None
-    except (TypeError, AttributeError):  # mlx-lm merges generation_config.json into what may be a list
+    except (TypeError, AttributeError):  # mlx-lm merges generation_config.json into config.json unchecked
         raise ValueError(f"{path}: config.json and generation_config.json must be JSON objects") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}/config.json: not valid JSON ({e})") from None
@@ -148,9 +147,9 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str
 
 
 def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what a config.json holds, in the names that its family reads; ValueError names the file.
+    """Return a config.json with normalised keys; ValueError, with the file, unless it is an object with a model_type.
 
-    It has to be an object that names its family.
+    overrides: values that replace the file's.
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")
@@ -162,45 +161,49 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
     text = config | config.get("text_config", {})
     if not isinstance(stored := text.get("quantization_config"), dict | None):
         raise ValueError(f"{file}: quantization_config is {stored!r}, expected an object")
-    for names, least, said in ((DECLARED, -math.inf, 0), (LAYERS, 1, 1)):
-        for name in names:
-            count = text.get(name)
-            if count is not None and type(count) is not int:
-                raise ValueError(f"{file}: {name} is {count!r}, expected an integer")
-            if count is not None and not least <= count <= MOST_LAYERS:
-                raise ValueError(f"{file}: {name} is {count}; allowed are {said} to {MOST_LAYERS}")
+    for name in (*DECLARED, *LAYERS):
+        count, least = text.get(name), int(name in LAYERS)
+        if count is not None and type(count) is not int:
+            raise ValueError(f"{file}: {name} is {count!r}, expected an integer")
+        if count is not None and (count > MAX_LAYERS or count < least == 1):
+            raise ValueError(f"{file}: {name} is {count}; allowed are {least} to {MAX_LAYERS}")
     return normalize(config).config
 
 
 def read_header(files: Iterable[Path]) -> Header:
-    """List the tensors of safetensors files; a truncated or damaged file is a ValueError that names it."""
+    """Return the tensors of safetensors files by name; ValueError names a truncated or damaged file."""
     header: Header = {}
     for file in files:
-        if not file.is_file():  # to open a pipe waits for its writer
+        if not file.is_file():  # opening a pipe would block
             raise ValueError(f"{file}: not a file")
         with one_line(f"{file}: truncated or damaged", (SafetensorError, OSError)), safe_open(file, "numpy") as f:
             metadata = f.metadata() or {}
-            said = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
+            of_file = metadata.get("format"), metadata.get("norms") == CONVERTED["norms"]
             for name in f.keys():  # noqa: SIM118 - safe_open is not iterable
                 entry = f.get_slice(name)
-                header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *said)
+                header[name] = Tensor(file, tuple(entry.get_shape()), entry.get_dtype(), *of_file)
     return header
 
 
-@contextlib.contextmanager
-def weights_apart(path: Path) -> Iterator[Path]:
-    """Make a directory for mlx-lm's `load_model` that has none of a checkpoint's weights, and is gone when the block
-    ends: mlx-lm would open every file by its name, those that are not needed or damaged, too.
+def fill_model(path: Path, config: dict[str, Any], make: Callable[[Any], Any], args: Any) -> Any:
+    """Return the model `make(args)`, with lazy weights, as mlx-lm's `load_model` fills and quantizes it.
+
+    `make` has to return a model whose own `sanitize` reads the tensors. mlx-lm gets a directory without weight
+    files, because it would open every file there, unneeded and damaged ones too.
     """
+    classes = make, SimpleNamespace(from_dict=lambda merged: args)
+    options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
-        (Path(name) / "config.json").write_text("{}")  # what it reads is overridden by its `model_config`
-        if (said := path / "hf_quant_config.json").is_file():
-            (Path(name) / said.name).write_bytes(said.read_bytes())
-        yield Path(name)
+        (Path(name) / "config.json").write_text("{}")  # `model_config` overrides it
+        if (quantization := path / "hf_quant_config.json").is_file():
+            (Path(name) / quantization.name).write_bytes(quantization.read_bytes())
+        model, _ = mlx_lm_utils.load_model(Path(name), lazy=True, strict=False, **options)
+    del model.sanitize, model.load_weights  # later calls, as for adapters, do not load a checkpoint
+    return model
 
 
 def read_bytes(tensor: Tensor, begin: int, size: int) -> Iterator[bytes]:
-    """Read the data of a tensor in pieces of at most `size` bytes; ValueError where the file ends before it does."""
+    """Yield a tensor's data from offset `begin` in pieces of at most `size` bytes; ValueError if truncated."""
     left = tensor.nbytes
     with tensor.file.open("rb") as f:
         f.seek(begin)
@@ -213,7 +216,7 @@ def read_bytes(tensor: Tensor, begin: int, size: int) -> Iterator[bytes]:
 
 
 def data_begins(file: Path) -> dict[str, int]:
-    """Read where in a safetensors file the data of each tensor begins."""
+    """Return the offset in a safetensors file at which each tensor's data begins."""
     with file.open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
         header = json.loads(f.read(size))
@@ -227,10 +230,11 @@ def read_tensors(header: Header) -> dict[str, mx.array]:
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
-    """Multiply 8-bit floats [rows, columns], held as uint8, with their scales to bfloat16; all else stays as it is.
+    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16; others are unchanged.
 
-    Scales are one, one a row, or one for each block of FP8_BLOCK x FP8_BLOCK; ValueError for other shapes.
-    Scales of 8 bits are modelopt's for groups of 4-bit floats (NVFP4), whose weights hold pairs [rows, columns / 2].
+    8-bit floats are uint8 [rows, columns] with a scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block.
+    4-bit floats (modelopt's NVFP4) are pairs uint8 [rows, columns / 2], and their groups have scales of 8 bits.
+    Raises ValueError for scales of another shape.
     """
     plain = dict(weights)
     for name, weight in weights.items():
@@ -246,10 +250,9 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
         if scale.shape == blocks:
             scale = mx.repeat(mx.repeat(scale, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
         elif scale.size not in (1, rows):
-            raise ValueError(
-                f"{header[name].file}: tensor {name}{suffix} has shape {scale.shape}; expected one scale, {rows} for "
-                f"the rows, or {blocks} for blocks of {FP8_BLOCK}"
-            )
+            shapes = f"one scale, {rows} for the rows, or {blocks} for blocks of {FP8_BLOCK}"
+            found = f"tensor {name}{suffix} has shape {scale.shape}"
+            raise ValueError(f"{header[name].file}: {found}; expected {shapes}")
         else:
             scale = scale.reshape(-1, 1)
         plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
@@ -257,7 +260,7 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
 
 
 def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, header: Header) -> mx.array:
-    """Multiply pairs of 4-bit floats with their groups' scales and the tensor's one: bfloat16."""
+    """Return 4-bit floats, stored in pairs, as bfloat16: times the scales of their groups and of the tensor."""
     expected = (*pairs.shape[:-1], 2 * pairs.shape[-1] // FP4_GROUP)
     if scales.shape != expected or scale.size != 1:
         found = f"{scales.shape} and {scale.shape}; expected {expected} and one"
@@ -268,10 +271,10 @@ def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, hea
 
 @contextlib.contextmanager
 def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
-    """Make a directory that looks like the checkpoint from outside its tensors, and is gone when the block ends.
+    """Yield a temporary directory with a hub checkpoint's small files and the headers of its weight files.
 
-    Each file has the size it has on the hub but takes no room: what follows its header is a hole. Raises ValueError,
-    in one line, where the repository cannot be reached or is none.
+    Weight files are sparse: they have the size of those on the hub, but no data. Raises a one-line ValueError if the
+    repository does not exist or cannot be reached.
     """
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         try:
@@ -282,14 +285,15 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
 
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:
-    """Find the directory of a repository that was downloaded with its weights; None where it was not."""
-    with contextlib.suppress(Exception):  # of many kinds: not there, no such name, no cache
+    """Return the directory of a hub repository that is downloaded with its weights, else None."""
+    with contextlib.suppress(Exception):  # no such name, no cache, no copy, ...
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
         return path if weight_names(file.name for file in path.glob("*.safetensors")) else None
     return None
 
 
 def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
+    """Download a repository's small files and the headers of its weight files into the directory `path`."""
     info = api.model_info(repo, revision=revision)
     names = [file.rfilename for file in info.siblings or []]
     for name in names:
@@ -297,13 +301,13 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
             cached = api.hf_hub_download(repo, name, revision=info.sha)
             with naming(path / name):
                 (path / name).write_bytes(Path(cached).read_bytes())
-    wanted = weight_names(names, set(read_index(path).values()))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda name: _write(api, repo, info.sha, path, name), wanted))
+    files = weight_names(names, set(read_index(path).values()))
+    with ThreadPoolExecutor(CONCURRENT_FETCHES) as pool:
+        list(pool.map(lambda name: _write(api, repo, info.sha, path, name), files))
 
 
 def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:
-    """Write one file's header, and a hole of its data's size."""
+    """Write a weight file's header, fetched from the hub, and leave its data as a hole of the same size."""
     file = path / name
     found = api.parse_safetensors_file_metadata(repo, name, revision=revision)
     header: dict = {"__metadata__": {key: str(value) for key, value in found.metadata.items()}}

@@ -1,7 +1,6 @@
-"""Test at load time whether the first head guesses what the target says.
+"""Test at load time how often the first MTP head drafts the target's token.
 
-A head that is wired or converted wrongly never changes the text, it is only never right; this makes that visible
-before anyone times it.
+A head that is wired or converted wrongly does not change the output, but its drafts are all rejected.
 """
 
 import warnings
@@ -26,68 +25,68 @@ def is_open(hour):
     return 9 <= hour < 18
 """
 RANDOM_TOKENS = 64
-FEW_TOKENS = 32  # of each text, while somebody waits for an answer
-ROWS = 16  # whose logits are held at a time
-LEAST = 0.02  # trained heads agree on far more, even on random tokens; untrained ones on 1 of vocab_size
-SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still guess what is frequent in a text
-SMALL = 1000  # a vocabulary, of which chance alone is right as often
+FEW_TOKENS = 32  # of each text, if the test delays a response
+ROWS = 16  # logits in memory at a time
+MIN_AGREEMENT = 0.02  # trained heads reach far more, even on random tokens; untrained ones 1 / vocab_size
+SUSPECT = {"random tokens": 0.05, "words": 0.1}  # damaged heads still draft frequent tokens
+SMALL = 1000  # in a smaller vocabulary chance alone reaches SUSPECT
 AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take longer than reading it
 
 
 def is_large(model: Target) -> bool:
-    """Tell whether a load leaves to later what is not needed yet: to read, test and expand."""
+    """Return whether a load on a CPU postpones reading and testing the heads, because the model is large."""
     return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
 
 
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
-    """Note in the report how often the first head is right, and warn where it hardly ever is.
+    """Add the first head's agreement with the target to the report, and warn if it is low.
 
-    texts: token ids by the kind of text, the most telling kind last.
+    texts: token ids by the kind of text; the last kind decides.
     """
     if not model.mtp:
         return
-    with blaming_config(path):
-        told = {kind: tokens for kind, tokens in texts.items() if len(tokens) > 2}
-        shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in told.items()}
+    with naming_config(path):
+        usable = {kind: tokens for kind, tokens in texts.items() if len(tokens) > 2}
+        shares = {kind: without_refused(model, agreement, model, tokens) for kind, tokens in usable.items()}
     model.runtime.note(agreement=tuple(shares.items()))
     kind, share = list(shares.items())[-1]
-    if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < LEAST:
+    if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < MIN_AGREEMENT:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
         warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
 
 
-def blaming_config(path: Path) -> AbstractContextManager[None]:
-    """Blame config.json for what a model's first passes cannot compute: an entry of another type than is expected."""
-    what = f"{path}/config.json: the model that it describes cannot run"
-    return one_line(what, (TypeError, AttributeError, LookupError, ArithmeticError))
+def naming_config(path: Path) -> AbstractContextManager[None]:
+    """Return a context that converts a forward pass's errors, such as TypeError, to a ValueError with config.json."""
+    message = f"{path}/config.json: the model that it describes cannot run"
+    return one_line(message, (TypeError, AttributeError, LookupError, ArithmeticError))
 
 
 def check_runs(model: Target, path: Path) -> None:
-    """Raise ValueError where a pass cannot be built of config.json's kinds of values; none is computed.
+    """Raise ValueError if types in config.json break a forward pass, which is built but not computed.
 
-    Numbers that do not fit each other are left to a load to tell.
+    Sizes that do not fit each other are not reported here: a load reports them.
     """
-    with blaming_config(path), suppress(ValueError):
+    with naming_config(path), suppress(ValueError):
         needs(model, 1)
 
 
 def agreement(model: Target, tokens: list[int]) -> float:
-    """Return the share of a text's positions at which the first head's greedy draft is the target's greedy token."""
+    """Return the share of positions at which the first head's greedy draft equals the target's greedy token."""
     cache = make_prompt_cache(model)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     head, rows = model.mtp[0], model.capture(hidden[:, :-1])
     output = head(model.embed(mx.array(tokens)[None, 1:], 0), rows, cache.heads[0])
-    right: Any = 0
+    accepted: Any = 0
     for i in range(0, len(tokens) - 1, ROWS):
-        says = mx.argmax(model.logits(hidden[:, i + 1 : i + 1 + ROWS])[0], axis=-1)
+        targets = mx.argmax(model.logits(hidden[:, i + 1 : i + 1 + ROWS])[0], axis=-1)
         logits = model.draft_logits(0, output[:, i : i + ROWS])[0]
-        same = head.token(mx.argmax(logits, axis=-1)) == says
+        same = head.token(mx.argmax(logits, axis=-1)) == targets
         count = (same & ~mx.isnan(logits).any(axis=-1)).sum()
         run_first(model)
-        right += evaluated(count.item)
-    return right / (len(tokens) - 1)
+        accepted += evaluated(count.item)
+    return accepted / (len(tokens) - 1)
 
 
 def random_tokens(vocab_size: int) -> list[int]:
-    """Return RANDOM_TOKENS token ids, always the same."""
+    """Return RANDOM_TOKENS random token ids from a fixed seed."""
     return mx.random.randint(0, vocab_size, (RANDOM_TOKENS,), key=mx.random.key(0)).tolist()  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""Inspect a checkpoint directory: what it holds and whether it loads, from headers and the values of norms alone.
+"""Inspect a checkpoint directory: list its contents and whether it loads, from headers and the values of norms.
 
-The verdict is the loader's own: the model is built as `load_model(lazy=True)` builds it, and no weight is read.
+The loader itself decides: the model is loaded with `load_model(lazy=True)`, which reads no matrices.
 """
 
 import math
@@ -34,20 +34,20 @@ from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
 from .weight_files import read_stored, weight_files
 
-LONG = 1 << 16  # positions: beyond every window, so that what keys and values still grow by is theirs
-MOST_NAMED = 1000  # experts, of which a file may claim any number
+LONG = 1 << 16  # positions; sliding-window caches no longer grow
+MAX_MISSING_EXPERTS = 1000  # a damaged name can cause any number
 EXPERTS = re.compile(r"\.(experts|switch_mlp|moe)\.(?!gate\.|router)")
-CONVERTED = re.compile(r"\.switch_mlp\.|\.scales$")  # what only MLX's checkpoints have
-WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # by what a file's metadata says
+CONVERTED = re.compile(r"\.switch_mlp\.|\.scales$")  # names in MLX's checkpoints only
+WRITERS = {"pt": "as released", "mlx": "written by MLX, names as released"}  # by a file's metadata
 STORED = {True: "stored zero-centred, shifted by +1 while loading", False: "stored as they are used"}
 
 
 @dataclass(frozen=True)
 class PartSummary:
-    """The target, its experts (of which the target's figures are, too) or the heads.
+    """Sizes of the target, of its experts (which are included in the target) or of the heads.
 
-    types: bytes in the files, by the type they are stored in ("BF16", "F8_E4M3", "U32", ...).
-    loaded: bytes in this machine's memory, quantization: in words, as loaded; None where it does not load.
+    types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...).
+    loaded: bytes in memory; quantization: description of the formats in memory; None if the model does not load.
     """
 
     tensors: int
@@ -58,10 +58,10 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Bytes that this machine needs and has.
+    """Bytes that the model needs on this machine, and bytes available.
 
-    kv, head_kv: by which the target's and the heads' caches grow with 1,000 tokens; least: with a context of one.
-    available, limit: what there is, and what limits it. context: the most tokens that fit, 0 where nothing does.
+    kv, head_kv: growth of the target's and the heads' caches per 1,000 tokens. least: with a context of one token.
+    available, limit: available bytes, and the name of the limit. context: maximum number of tokens that fit, or 0.
     """
 
     kv: int
@@ -74,15 +74,17 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts about a checkpoint; what cannot be told is None or empty, and `problems` says why.
+    """The facts about a checkpoint; unknown facts are None or empty, with the reason in `problems`.
 
-    depths: of MTP heads that were found; declared: by config.json. head_tensors: those found, missing: those not.
-    zero_centred: whether the norms of target and heads are stored so, norms: their layers' means as stored (None: not
-        a number); both only of families that may. longest: the context that the model was made for.
-    report: the loader's. buffers: of the model and a conversation of CONVERSATION tokens, or of `longest` if that is
-        less, which the server's prefix tree holds in its shortest chunks (estimate). memory: of one of `ranks`
-        machines that share the target, of which each has `part` bytes (None: all, or it cannot be split).
-    warnings: what looks wrong to the loader; problems: why it does not load.
+    depths, declared: number of MTP heads found, and in config.json. head_tensors, missing: names of heads' tensors
+        that were found, and that are missing.
+    zero_centred, norms: for target and heads, whether norms are stored zero-centred, and the mean of stored layer
+        norms (None: not a number); empty for families whose norms never are.
+    longest: the model's maximum context. report: the loader's. memory: on one of `ranks` machines that share the
+        target; part: each one's bytes of the target (None: not split).
+    buffers: estimated Metal buffers of the model and of a conversation of min(CONVERSATION, longest) tokens, which
+        the server's prefix cache stores in its shortest chunks.
+    warnings: the loader's; problems: the reasons why it does not load.
     """
 
     path: str
@@ -109,9 +111,9 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
-    """Look at a checkpoint directory; what is wrong is told, not raised. values: False of headers only.
+    """Return the facts about a checkpoint directory; errors are listed in `problems`, not raised.
 
-    ranks: machines that are to share it.
+    values: False reads headers only. ranks: number of machines that share the target.
     """
     problems: list[str] = []
     tried = partial(_try, problems)
@@ -119,7 +121,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model = tried(load_model, path, lazy=True, kernels="off")
-    said = [str(warning.message) for warning in warned]
+    messages = [str(warning.message) for warning in warned]
     stored = tried(read_stored, path)
     header: Header = stored.trunk | stored.sidecars if stored else {}
     for name in [] if stored else weight_files(path):
@@ -132,9 +134,9 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
     centred = port.Model.ZERO_CENTRED if port and values else None
     if model is not None and values:
         tried(check_vectors, model, contents)
-        said += tried(_repeated, model, path) or []
+        messages += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
-        problems.insert(0, f"{path}: a drafter, for --draft-model beside its target; not a model")
+        problems.insert(0, f"{path}: a drafter, for --draft-model with its target; not a model")
     parts, longest = _parts(contents, model), _number(config, "max_position_embeddings")
     part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
     return Inspection(
@@ -155,13 +157,13 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         buffers=tried(_buffers, model, longest) if model else None,
         ranks=ranks,
         part=part,
-        warnings=tuple(said),
+        warnings=tuple(messages),
         problems=tuple(dict.fromkeys(problems)),
     )
 
 
 def _try(problems: list[str], function: Callable, *args: Any, **options: Any) -> Any:
-    """Call a function; the first line of what it raises goes to the problems."""
+    """Return a function's result; if it raises, append the error's first line to `problems` and return None."""
     try:
         return function(*args, **options)
     except Exception as e:
@@ -169,7 +171,7 @@ def _try(problems: list[str], function: Callable, *args: Any, **options: Any) ->
 
 
 def _repeated(model: Any, path: Path) -> list[str]:
-    """Warn of depths whose vectors, norms above all, are the same, value for value."""
+    """Return warnings about MTP depths whose vectors (norms, for the most part) are equal."""
     vectors = [{name: a for name, a in named(head).items() if a.ndim == 1} for head in model.mtp]
     return [
         f"{path}: MTP depths {i} and {j} have the same norms, value for value; they look like one head twice"
@@ -179,7 +181,7 @@ def _repeated(model: Any, path: Path) -> list[str]:
 
 
 def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Contents:
-    """Sort as the loader does, but whatever there is: depths may be missing."""
+    """Return the sorted tensors, as the loader does, but without its checks: depths may be missing."""
     layers, spec = read_args(port, path, config).num_hidden_layers, port.Model.SPEC
     used = {name: tensor for name, tensor in header.items() if ignored_by(port, name) is None}
     places = {name: place for name in used if (place := spec.locate(name, layers))}
@@ -192,20 +194,20 @@ def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Content
 
 
 def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> list[str]:
-    """Name the tensors that the heads lack, or that all declared heads would have where there are none."""
+    """Return the names of missing head tensors; if there are no heads, of all tensors of the declared ones."""
     depths = max(contents.depths, declared_heads(config) or 0)
     if contents.spec.topology == "recycle":
         depths = min(depths, 1)
     model = port.Model(read_args(port, path, config), depths, contents.spec)
     found = {parameter for name in contents.heads for parameter in model.renamed(name)}
     lacking = [path for path in named(model) if path.startswith("mtp.") and path not in found]
-    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MOST_NAMED)]
+    experts = [name for name, _, _ in islice(missing_experts(contents.heads), MAX_MISSING_EXPERTS)]
     others = [name for _, name in expected(model, contents, path, lacking)] if lacking else []
     return list(dict.fromkeys([*others, *experts]))
 
 
 def _layout(path: Path, header: Header, heads: Header) -> str:
-    """Say who wrote the files, how many there are, and where the heads are."""
+    """Return the files' writer and number, and the files of separate heads."""
     if not header:
         return "no tensors"
     trunk = {name: tensor for name, tensor in header.items() if name not in heads}
@@ -220,7 +222,7 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
 
 
 def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
-    """Sum up the target, its experts and the heads, by their names in Inspection."""
+    """Return the summaries of the target, its experts and the heads, by their names in Inspection."""
     experts = {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)}
     tensors = {"target": contents.trunk, "experts": experts, "heads": contents.heads}
     loaded: dict[str, Any] = dict.fromkeys(tensors, (None, None))
@@ -235,7 +237,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
 
 
 def _types(part: Header) -> dict[str, int]:
-    """Add up bytes in the files by the type they are stored in, the most first."""
+    """Return the bytes in the files by stored type, the largest first."""
     found: Counter[str] = Counter()
     for tensor in part.values():
         found[tensor.dtype] += tensor.nbytes
@@ -255,7 +257,7 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
 
 
 def _part_of(model: Any, ranks: int, name: str) -> int:
-    """Leave the model one rank's part; return the target's bytes of it."""
+    """Reduce the model to one rank's part, and return its bytes of the target."""
     if find_port({"model_type": name}) is None:
         raise ValueError(f"ranks={ranks}: model_type {name!r} has no port; allowed is 1")
     take_part(model, Share(ranks), name)
@@ -263,7 +265,7 @@ def _part_of(model: Any, ranks: int, name: str) -> int:
 
 
 def _means(*parts: Header) -> tuple[float | None, ...]:
-    """Compute the means of the layers' norms as stored, of the parts that are there."""
+    """Return the mean of the stored layer norms of each part that has tensors; None instead of NaN and infinity."""
     means = (mean(part) for part in parts if part)
     return tuple(value if math.isfinite(value) else None for value in means)
 
@@ -274,7 +276,7 @@ def _number(config: dict, name: str) -> int | None:
 
 
 def as_text(facts: Inspection) -> str:
-    """Write the facts, without rows for what is not there."""
+    """Return the facts as lines of text, without empty ones."""
     layers = "" if facts.layers is None else f", {facts.layers} layers"
     report = facts.report
     return table(
@@ -312,7 +314,7 @@ def _heads(facts: Inspection) -> str:
 
 
 def _norms(facts: Inspection) -> str:
-    """Say how the norms of each part that is there are stored."""
+    """Return how the norms of the target and the heads are stored, with their means."""
     parts = zip(("the target's", "the heads'"), (facts.target, facts.heads), facts.zero_centred or (), strict=True)
     states = {name: STORED[centred] for name, part, centred in parts if part.tensors}
     means = ", ".join("not a number" if value is None else f"{value:.2f}" for value in facts.norms)

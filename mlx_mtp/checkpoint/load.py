@@ -1,8 +1,7 @@
-"""Load a checkpoint with its MTP heads: from a directory or a name on the hub to (model, tokenizer).
+"""Load a model with its MTP heads, and its tokenizer, from a directory, a GGUF file or the hub.
 
-mlx-lm's `load_model` does the trunk and all quantization formats; here: finding the heads by their tensors, errors
-that name what is wrong, and what is tried once the weights are there. A family without a port is mlx-lm's own model
-and caches in the same loop, without drafts.
+mlx-lm's `load_model` builds the target and reads every quantization format; this room finds the heads by their
+tensors, checks the files, and tests the loaded heads. A family without a port decodes with mlx-lm's own model.
 """
 
 import warnings
@@ -36,8 +35,8 @@ from .draft_vocab import read as read_vocab
 from .files import read_config, resolve
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
-from .heads_beside import is_split
 from .load_plain import load_plain
+from .separate_heads import is_split
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()
@@ -63,36 +62,35 @@ def load(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Load a checkpoint with its MTP heads, in mlx_lm's way; returns (model, tokenizer), or (.., .., config).
+    """Load a checkpoint with its MTP heads, as `mlx_lm.load`; return (model, tokenizer[, config]).
 
-    On a CPU the heads of a large model are read, checked and tested before they first draft.
-    Any thread may load, when it is its turn, and any may use what has been loaded.
-    A GGUF file, also one of heads as `mtp_path`, is transcoded once into the user's cache folder.
+    On a CPU the heads of a large model are read, checked and tested before the first draft.
+    Loads from several threads run one after the other, and every thread can use the result.
+    A GGUF file, also as `mtp_path`, is transcoded once into the user's cache folder.
 
-    tokenizer_config, adapter_path: as mlx-lm's (LoRA adapters, PEFT's too, change the target, not its heads).
-    model_config: values to use in place of config.json's. return_config: return what then was used, too.
+    tokenizer_config, adapter_path: as in mlx-lm. LoRA adapters, PEFT's too, change the target and not its heads.
+    model_config: values that replace config.json's. return_config: also return the resulting config.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
-    lazy: leave weights on disk until they are used; the heads are then not searched for NaN and zeros, and no
-        kernel is on by trial.
+    lazy: leave weights on disk until they are used; heads are then not checked for NaN and zeros, and kernels are not
+        tried.
     mtp: False neither loads nor allocates the heads.
-    mtp_path: file or directory to take the heads from, the released checkpoint's too, instead of its own.
-    mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
-        for an A/B of what only trained weights can settle.
-    draft_model: directory or hub name of a drafter to draft with, instead of heads of the checkpoint's: EAGLE-3, or
-        MTP heads that mlx-vlm split off.
-    draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, that the heads choose their drafts from.
-    kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has products by matrices, too,
-        whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds
-        right and faster.
-    budget: what there must be memory for, before any weight is read.
-    wired_limit: bytes that the GPU keeps resident, for the process; "auto" sets it only for a model that needs most
-        of the recommended working set, "off" never. A later load never lowers it.
-    tensor_group: of `mx.distributed.init()`: the target is split over its ranks, all of which have to load it, and
-        from then on generate together, each with the same calls; heads are whole on each. Not with adapters.
-    Raises ValueError, in one line, for a checkpoint that is damaged, of an unknown kind, or too large.
+    mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
+    mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
+        a family's wiring.
+    draft_model: directory or hub name of an external drafter (EAGLE-3, or MTP heads that mlx-vlm split off) that
+        replaces the checkpoint's heads.
+    draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which drafts are restricted.
+    kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
+        from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
+    budget: memory to check for before weights are read.
+    wired_limit: bytes that the process keeps resident on the GPU; "auto" sets it only for a model that needs most of
+        the recommended working set, "off" never. A later load never lowers it.
+    tensor_group: from `mx.distributed.init()`: split the target over its ranks, which all have to load it and to make
+        the same calls; each has whole heads. Not with adapters.
+    Raises a one-line ValueError for a checkpoint that is damaged, unsupported or too large.
     """
-    drafting, shared = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (budget, wired_limit, tensor_group)
-    options = _checked(drafting, draft_vocab, kernels, *shared, lazy=lazy, adapter_path=adapter_path)
+    drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
+    options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=adapter_path)
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
@@ -116,9 +114,9 @@ def load_model(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Do as `load` for the model alone, from a local path; a draft vocabulary's tokenizer is not checked."""
-    drafting = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model)
-    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, lazy=lazy)
+    """Load only the model, as `load` does; a draft vocabulary's tokenizer is not checked."""
+    drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
+    options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=None)
     path = find_checkpoint(path)
     with in_turn():
         model = _load(path, read_config(path), options)
@@ -126,11 +124,8 @@ def load_model(
     return model
 
 
-class Options(NamedTuple):
-    """Options of a load, checked before any file is read.
-
-    vocab: tokens that the heads draft from. lane: of kernels, as `switch_on` takes it.
-    """
+class LoadOptions(NamedTuple):
+    """LoadOptions of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -143,57 +138,48 @@ class Options(NamedTuple):
 
 
 def _checked(
-    drafting: Drafting,
-    draft_vocab: Any,
-    kernels: str | None,
-    budget: Budget,
-    wired_limit: WiredLimit,
-    group: Any,
-    *,
-    lazy: bool,
-    adapter_path: str | None = None,
-) -> Options:
-    """Check what can be without the checkpoint; ValueError for what is not allowed."""
-    check_wired_limit(wired_limit)
-    lane, vocab, ranks = requested(kernels), _read_vocab(draft_vocab, mtp=drafting.mtp), ranks_of(group)
-    if ranks and adapter_path is not None:
-        raise ValueError(f"adapter_path={adapter_path}: not on {ranks.size} ranks; fuse the adapters first")
-    return Options(drafting, vocab, lane, budget, wired_limit, ranks, lazy, adapter_path)
+    drafting: Drafting, draft_vocab: Any, kernels: Any, budget: Budget, wired: WiredLimit, group: Any, **others: Any
+) -> LoadOptions:
+    """Return the options of a load, checked without the checkpoint; ValueError for one that is not allowed."""
+    check_wired_limit(wired)
+    lane = requested(kernels)
+    if draft_vocab is not None and not drafting.mtp:
+        raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
+    vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(group)
+    if ranks and (adapters := others["adapter_path"]) is not None:
+        raise ValueError(f"adapter_path={adapters}: not on {ranks.size} ranks; fuse the adapters first")
+    return LoadOptions(drafting, vocab, lane, budget, wired, ranks, **others)
 
 
 def load_tokenizer(
     path: Path, tokenizer_config: dict[str, Any] | None = None, config: dict | None = None
 ) -> TokenizerWrapper:
-    """Load the tokenizer of a checkpoint's directory, with the stop tokens of `config` (None: of config.json);
-    ValueError where it is none."""
+    """Return the tokenizer in a checkpoint's directory; ValueError if there is no usable one.
+
+    config: its stop tokens are used; None reads config.json.
+    """
     with one_line(f"{path}: no usable tokenizer"):
         eos = (read_config(path) if config is None else config).get("eos_token_id")
         tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos)
-        if not tokenizer.get_vocab():  # what transformers makes of a file that it does not find
+        if not tokenizer.get_vocab():  # transformers ignores a missing file
             raise ValueError("it has no tokens")
     return tokenizer
-
-
-def _read_vocab(draft_vocab: Any, *, mtp: bool) -> DraftVocab | None:
-    if draft_vocab is not None and not mtp:
-        raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
-    return None if draft_vocab is None else read_vocab(draft_vocab)
 
 
 def _tokenizer_for(
     model: Any, path: Path, tokenizer_config: dict[str, Any] | None, config: dict, *, code: bool
 ) -> TokenizerWrapper:
-    """Load the tokenizer of a model; warn of many tokens that the model has no embedding for."""
+    """Return a model's tokenizer; warn if many of its tokens have no embedding in the model."""
     trusted = {"trust_remote_code": True} if code else {}
     tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
-    if unknown > model.vocab_size // 100:  # a few more are usual
+    if unknown > model.vocab_size // 100:  # a few are normal
         warnings.warn(f"{path}: the model has no embedding for {unknown} tokens of the tokenizer", stacklevel=3)
     return tokenizer
 
 
-def _load(path: Path, config: dict, options: Options) -> Any:
-    """Load the model, with its heads and adapters, as the checkpoint has them."""
+def _load(path: Path, config: dict, options: LoadOptions) -> Any:
+    """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
@@ -217,9 +203,8 @@ def _load(path: Path, config: dict, options: Options) -> Any:
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
 
-def _finish(model: Any, path: Path, tokenizer: Any, options: Options) -> None:
-    """Test the first head, reduce the draft vocabulary, switch kernels on, wire the weights and choose the prefill
-    chunk; the report notes what came of it."""
+def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> None:
+    """Test the heads, reduce the draft vocabulary, enable kernels, wire weights and choose the prefill chunk."""
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
     if not lazy:
         _test_or_defer(model, path, tokenizer, defer=vocab is None and is_large(model))
@@ -233,7 +218,7 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: Options) -> None:
 
 
 def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool) -> None:
-    """Read and test the heads, now or before they first draft."""
+    """Read and test the heads now; `defer` postpones it to the first draft."""
     texts = {"random tokens": random_tokens(model.vocab_size)}
     if tokenizer is not None:
         texts["words"] = tokenizer.encode(WORDS)
@@ -254,7 +239,7 @@ def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: 
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:
-    """Let the heads draft from the listed tokens alone, and note in the report what that saves."""
+    """Restrict the heads to drafting the listed tokens, and add the saved bytes to the report."""
     if not model.mtp:
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)
@@ -262,4 +247,4 @@ def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> Non
     after = nbytes(model.mtp)
     model.runtime.note(head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
-        mx.eval([head.parameters() for head in model.mtp])  # lets go of the rows that are not listed
+        mx.eval([head.parameters() for head in model.mtp])  # frees the other rows

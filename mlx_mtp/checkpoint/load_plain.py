@@ -1,10 +1,9 @@
-"""Load a family without a port: mlx-lm's own model and caches, for plain decoding in the same loop."""
+"""Load a family without a port as mlx-lm's own model, which decodes without drafts."""
 
 import importlib
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
-from .files import read_tensors, weights_apart
+from .files import fill_model, read_tensors
 from .parameters import check_numbers, named
 from .quant_methods import packed_by
 from .report import make_report
@@ -28,7 +27,7 @@ from .weight_files import Stored, read_stored
 
 
 class Plain(HasRuntime):
-    """Mixin in front of mlx-lm's Model: the part of a port's contract that needs no knowledge of the model."""
+    """Mixin for mlx-lm's Model that adds the part of the `Target` interface that plain decoding needs."""
 
     mtp: tuple = ()
     max_draft_tokens = 0
@@ -49,18 +48,18 @@ class Plain(HasRuntime):
         return mx.zeros((1, 1, self.vocab_size))
 
     def hidden(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Compute logits [1, 1, V] of the last of tokens [1, L], which is all that plain decoding asks for."""
+        """Return the logits [1, 1, V] after the last of the tokens [1, L]."""
         return cache[0].read(self, tokens)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return hidden
 
     def choice(self, hidden: mx.array) -> None:
-        """Return None: `hidden` is the logits."""
+        """Return None: the target's tokens are chosen from `hidden`, which is the logits."""
 
 
 def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Load mlx-lm's own model, make its report, and warn that nothing is drafted; ValueError if damaged."""
+    """Return mlx-lm's own model with its report, and warn that it decodes without drafts; ValueError if damaged."""
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
@@ -79,14 +78,13 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
 
 
 def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
-    """Build mlx-lm's model, its weights not read; tensors that it does not know are appended to `ignored`."""
+    """Return mlx-lm's model with lazy weights, and append the names of unused tensors to `ignored`."""
     name = config["model_type"]
     try:
         family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
     except ModuleNotFoundError:
-        raise ValueError(
-            f"{path}/config.json: model_type {name!r} is unknown; known are {ports} and mlx-lm's"
-        ) from None
+        reason = f"model_type {name!r} is unknown; known are {ports} and mlx-lm's"
+        raise ValueError(f"{path}/config.json: {reason}") from None
     stored = read_stored(path)
 
     def build(args: Any) -> Any:
@@ -100,24 +98,19 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     normal = normalize(config)
     normal.check(path / "config.json")
     normal.warn(path / "config.json", stacklevel=5)
-    args = SimpleNamespace(from_dict=lambda merged: family.ModelArgs.from_dict(config))
-    classes: Any = (build, args)
-    options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
     try:
-        with weights_apart(path) as apart:
-            model, _ = mlx_lm_utils.load_model(apart, lazy=True, strict=False, **options)
+        model = fill_model(path, config, build, family.ModelArgs.from_dict(config))
     except (ValueError, KeyError) as e:
         reason = packed_by(path, config, stored.trunk) or (isinstance(e, KeyError) and stored.lacking())
         if reason:
             raise ValueError(reason) from e
         raise
-    del model.sanitize, model.load_weights  # what loads later, as adapters, is not a checkpoint
-    model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # its shape only: nothing is computed
+    model.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # nothing is computed
     return model
 
 
 def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Do what mlx-lm asks for with what it found by name, which is nothing, with the trunk's tensors."""
+    """Return the checkpoint's tensors as parameters; `weights`, which mlx-lm found, are none."""
     weights = read_tensors(stored.trunk)
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
@@ -125,11 +118,11 @@ def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[
 def _load_weights(
     model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
 ) -> None:
-    """Do as `nn.Module.load_weights`, but name what is missing and skip what the model has no place for."""
+    """Load weights as `nn.Module.load_weights`; ValueError names a missing one, and others are added to `ignored`."""
     expected, found = named(model), dict(weights)
     if missing := sorted(expected.keys() - found.keys()):
         unnamed = f"{stored.path}: tensor {missing[0]} is missing; config.json expects it"
         raise ValueError(stored.lacking(missing) or unnamed)
-    stored.warn(stacklevel=7)
+    stored.warn(stacklevel=8)
     ignored += sorted(found.keys() - expected.keys())
     nn.Module.load_weights(model, [(n, w) for n, w in weights if n in expected], strict=True)

@@ -1,7 +1,7 @@
-"""Tell norms that are stored zero-centred (weight minus one), as the hub does, from those that were shifted.
+"""Decide whether a checkpoint's norms are stored zero-centred (weight minus one, as on the hub) or shifted by +1.
 
-Decided once for the trunk and once for the heads, never tensor by tensor: a norm of the fusion may lie near zero in
-either convention, while the norms of the layers together tell them apart (omlx PRs 1507 and 3750, MTPLX issue 306).
+The trunk and the heads are decided as wholes: a single fusion norm may be near zero in either convention, but the
+mean of all layers' norms is not (omlx PRs 1507 and 3750, MTPLX issue 306).
 """
 
 import math
@@ -16,20 +16,20 @@ from .files import Header, read_tensors
 from .weight_names import TRUNK_FILES
 
 LAYER_NORMS = re.compile(r"(layernorm|_norm)\.weight$")
-SHIFTED = 0.75  # a mean above it is no zero-centred norm's
-Origin = Callable[[str], tuple[str, str]]  # of a parameter: the file and the name in it of its tensor
-USUAL = 0.5, 1.75  # means of a loaded part's layer norms; far outside lie norms unshifted, or shifted twice
+SHIFTED = 0.75  # zero-centred norms have a lower mean
+Origin = Callable[[str], tuple[str, str]]  # from a parameter to its tensor's file and name
+USUAL = 0.5, 1.75  # mean of correctly loaded layer norms
 
 
 def conventions(
     zero_centred: tuple[str, str] | None, trunk: Header, heads: Header, *, alone: bool = False
 ) -> tuple[bool, bool]:
-    """Tell whether the trunk's norms, and the heads', are stored zero-centred.
+    """Return whether the trunk's norms are stored zero-centred, and whether the heads' are.
 
-    Files that `mlx-mtp convert` wrote say that none is. Other trunks: by what only one layout has, else by the writer
-    ("pt" is the hub's), else by the layers' norms.
-    Heads in a raw trunk's shards are raw unless their names deny it; others are what their layers' norms look like.
-    alone: the trunk may have shards that are not here.
+    Files of `mlx-mtp convert` never are. Another trunk is decided by its tensor names (zero_centred: the family's
+    patterns of the raw and the converted layout), else by the writer in the metadata ("pt" is raw), else by the mean
+    of its layer norms. Heads in a raw trunk's shards are raw unless their names contradict; the mean of their layer
+    norms decides for others. alone: the trunk may be incomplete.
     """
     if zero_centred is None:
         return False, False
@@ -52,7 +52,7 @@ def conventions(
 
 def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
     convolutions = [t.shape for name, t in header.items() if name.endswith("conv1d.weight")]
-    if convolutions:  # conversion transposes them, and mlx-lm goes by that
+    if convolutions:  # conversion transposes them, which mlx-lm also tests
         return any(shape[-1] != 1 for shape in convolutions)
     for pattern, raw in zip(zero_centred, (True, False), strict=True):
         if any(re.search(pattern, name) for name in header):
@@ -61,7 +61,7 @@ def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
 
 
 def mean(header: Header) -> float:
-    """Return the mean of the layers' norms; 1, which leaves them alone, where there are none."""
+    """Return the mean of the stored layer norms; 1 if there are none."""
     return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
 
 
@@ -71,7 +71,7 @@ def _mean_of(weights: dict[str, Any]) -> float:
 
 
 def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: Origin) -> None:
-    """Warn of norms that look unshifted, shifted twice, or of two conventions; `origin` is a parameter's."""
+    """Warn about norms that look unshifted or shifted twice; raw: whether trunk and heads were shifted by +1."""
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
     parts: dict[int | None, Any] = {None: {p: w for p, w in norms.items() if not p.startswith("mtp.")}}
     for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):
@@ -92,7 +92,7 @@ def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: 
         elif depth is not None:
             path = f"mtp.{depth}.norm.weight"
             last = _mean_of({path: parameters[path]})
-            twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards it may be so by training
+            twice = raw == (False, True) and last - 1 > SHIFTED  # in a raw trunk's shards training may cause it
             if twice or (not raw[1] and last < 1 - SHIFTED):
                 file, name = origin(path)
                 warnings.warn(

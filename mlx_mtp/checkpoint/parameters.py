@@ -1,4 +1,4 @@
-"""Look at a model's parameters: what is in them, and which tensor each came from, or should have come from."""
+"""Compare and check a model's parameters, and find the checkpoint tensor that each comes from."""
 
 import re
 import warnings
@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from .sort_tensors import NUMBER, Contents, layerless, only
 
 OF_HEAD = re.compile(r"mtp\.\d+\.(?!.*\.biases$)")  # biases of quantized matrices may be zeros
-ROWS = 4096  # of two arrays that are compared at a time
-BITS = {  # integers of a type's size, and what they see in its infinity
+ROWS = 4096  # compared at a time
+BITS = {  # integer types of the same size, and the bits of infinity
     mx.float32: (mx.int32, mx.uint32, 0x7F800000),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7F80),
     mx.float16: (mx.int16, mx.uint16, 0x7C00),
@@ -26,22 +26,30 @@ def named(module: nn.Module) -> dict[str, Any]:
     return dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
 
 
+def stored_name(model: Any, path: str) -> str:
+    """Return the name under which a conversion stores a parameter: a head's is the hub's name."""
+    if not path.startswith("mtp."):
+        return path
+    _, depth, inside = path.split(".", 2)
+    return model.spec.name(int(depth), inside, model.args.num_hidden_layers)
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Tell whether two modules' `named` arrays are the same, value for value."""
-    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+    """Return whether two modules have the same arrays, by their `named` paths, with equal values."""
+    return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
 
 
-def equal(a: mx.array, b: mx.array) -> bool:
-    """Tell whether two arrays hold the same values; looks at ROWS of them at a time, up to the first that differ."""
+def _equal(a: mx.array, b: mx.array) -> bool:
+    """Return whether two arrays are equal; ROWS rows at a time are read, up to the first difference."""
     if a.shape != b.shape or a.ndim < 2:
         return bool(mx.array_equal(a, b))
     return all(mx.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
 
 
 def trained(array: mx.array) -> tuple[mx.array, mx.array]:
-    """Tell whether floating-point numbers hold NaN, and any that is not zero: two bools [], not computed yet.
+    """Return two lazy bools []: whether an array contains NaN, and whether it contains a number other than zero.
 
-    By the greatest of their bits as integers, those of positive and of negative numbers, so that no mask is made.
+    The maxima of the bits, as integers, of positive and negative numbers suffice, so that no mask is allocated.
     """
     if array.dtype not in BITS or not array.size:
         return mx.isnan(array).any(), array.any()
@@ -53,20 +61,21 @@ def trained(array: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Compute parameters, and raise for one that holds NaN, or a head's of nothing but zeros; warn of a whole head
-    of zeros, which drafts and is never right. `place` is a parameter's file and name there.
+    """Read parameters; ValueError for NaN, or for zeros only in one parameter of a head.
+
+    A head of which all matrices are zero is a warning instead. place: returns a parameter's file and name in it.
     """
     found = {name: trained(array) for name, array in parameters.items() if mx.issubdtype(array.dtype, mx.floating)}
     mx.eval(list(parameters.values()), list(found.values()))
     zeros = {name for name, (_, value) in found.items() if OF_HEAD.match(name) and not value.item()}
     matrices = {name for name in found if parameters[name].ndim > 1 and OF_HEAD.match(name)}
     used = {_depth(name) for name in matrices - zeros}
-    idle = {depth: name for name in matrices if (depth := _depth(name)) not in used}
-    for depth, name in sorted(idle.items()):
+    zero_heads = {depth: name for name in matrices if (depth := _depth(name)) not in used}
+    for depth, name in sorted(zero_heads.items()):
         text = f"{place(name)[0]}: MTP depth {depth} holds only zeros, expected trained weights"
         warnings.warn(text, stacklevel=5)
     for name, (nan, _) in found.items():
-        if nan.item() or (name in zeros and _depth(name) not in idle):
+        if nan.item() or (name in zeros and _depth(name) not in zero_heads):
             state = "NaN" if nan.item() else "only zeros"
             file, raw = place(name)
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
@@ -77,7 +86,7 @@ def _depth(name: str) -> str:
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
-    """Find the file and the name in it of the tensor that became parameter `name`."""
+    """Return the file of the tensor that becomes parameter `name`, and the tensor's name in it."""
     stored = contents.trunk | contents.heads
     for raw, tensor in stored.items():
         if name in model.renamed(raw):
@@ -86,7 +95,10 @@ def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
 
 
 def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Tell where parameters should have been, and their names there, judging by the same tensors of other layers."""
+    """Return the file and tensor name where each missing parameter was expected, as in the model's other layers.
+
+    path: the checkpoint's directory, returned instead of a file if several are possible.
+    """
     alike: dict[str, tuple[str, str, str]] = {}
     for part in (contents.heads, contents.trunk):
         file = only({t.file for t in part.values()}, path)
@@ -102,16 +114,16 @@ def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -
 
 
 def _of_layer(name: str, file: str, raw: str, known: str) -> tuple[str, str]:
-    """Name a parameter as another layer's tensor `raw`, with the number that `name` has where `known` has its own."""
-    if not (here := NUMBER.search(name)):
+    """Return the file and tensor name of parameter `name`, derived from another layer's: `raw` becomes `known`."""
+    if not (number := NUMBER.search(name)):
         return file, raw
-    there, stored = (NUMBER.search(n) for n in (known, raw))
-    layer = int(stored[1]) - int(there[1]) + int(here[1])  # type: ignore[index]
+    of_parameter, of_tensor = (NUMBER.search(n) for n in (known, raw))
+    layer = int(of_tensor[1]) - int(of_parameter[1]) + int(number[1])  # type: ignore[index]
     return file, NUMBER.sub(f".{layer}.", raw, count=1)
 
 
 def _by_name(model: Any, contents: Contents, path: Path, name: str) -> tuple[str, str]:
-    """Name a parameter that no other layer has, by the family's own names."""
+    """Return the file and tensor name of a parameter that no other layer has, from the family's name rules."""
     name = model.unrenamed(name).replace(".switch_mlp.", ".experts.*.")
     if not name.startswith("mtp."):
         prefix = next((n.partition("layers.")[0] for n in contents.trunk if "layers." in n), "")

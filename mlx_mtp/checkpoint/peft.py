@@ -1,13 +1,11 @@
-"""Put a PEFT adapter of kind LoRA on a loaded model, as mlx-lm's layers: y + scale * (x @ lora_a) @ lora_b.
+"""Add a PEFT adapter of kind LoRA to a loaded model, as mlx-lm's layers: y + scale * (x @ lora_a) @ lora_b.
 
-What PEFT has beyond that is refused by its name. Which modules a configuration means, their ranks and their scales
-follow PEFT's `LoraConfig`.
+Modules, ranks and scales are chosen as in PEFT's `LoraConfig`; its other features are refused by name.
 """
 
 import math
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +15,12 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
+from .sort_tensors import EXPERT
+
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.\w+)?\.weight")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OTHER_TOWERS = re.compile(r"(^|\.)\w*(visual|vision|audio|projector|connector)\w*\.")
-WRAPPERS = {"", "model", "language_model", "text_model", "transformer", "backbone"}  # in front of "layers."
-# What a config may ask for beyond plain LoRA, and the name it goes by.
+WRAPPERS = {"", "model", "language_model", "text_model", "transformer", "backbone"}  # before "layers."
+# Unsupported entries of a config, and their names in messages.
 UNSUPPORTED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules",
@@ -33,7 +32,7 @@ UNSUPPORTED = {
     "use_qalora": "QALoRA",
 }
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the model's own weights
-# What else a file may hold, and what it then is.
+# Unsupported tensors, by a part of the name, and their names in messages.
 OTHER_KEYS = {
     "lora_magnitude_vector": "DoRA, use_dora",
     "lora_embedding_": "adapters of embeddings",
@@ -44,14 +43,17 @@ OTHER_KEYS = {
 
 @dataclass
 class Pair:
-    """One module's adapter: the tensors' names in the file, `A` [r, in] and `B` [out, r]."""
+    """One module's adapter: tensors `A` [r, in] and `B` [out, r], and their names in the file."""
 
     names: dict[str, str]
     tensors: dict[str, mx.array]
 
 
 def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors: dict[str, mx.array]) -> None:
-    """Put the adapters in `weights` on the model as the config in `file` says; ValueError where they do not fit."""
+    """Add a PEFT adapter's tensors to the model; ValueError if they do not fit it or the config.
+
+    file, weights: names of the files of `config` and `tensors`, for messages.
+    """
     _check_config(config, file)
     modules = dict(model.named_modules())
     placed: dict[str, dict[int | None, tuple[Pair, float]]] = {}
@@ -79,29 +81,27 @@ def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors:
 
 
 def _check_config(config: dict[str, Any], file: str) -> None:
-    """Raise for what is no plain LoRA."""
+    """Raise ValueError for a config with features beyond plain LoRA."""
     kind = str(config.get("peft_type", "LORA")).rpartition(".")[2].upper()
-    asked = [f"{what}, {name}" for name, what in UNSUPPORTED.items() if config.get(name)]
-    asked += [f"peft_type={kind}"] if kind != "LORA" else []
-    asked += [f"bias={config['bias']!r}"] if config.get("bias", "none") not in (None, "none", False) else []
-    begin = config.get("init_lora_weights")
-    if isinstance(begin, str) and begin.lower().startswith(CHANGE_BASE):
-        asked.append(f"init_lora_weights={begin!r} that changes the base weights")
-    if asked:
-        raise ValueError(
-            f"{file}: a PEFT adapter with {'; '.join(asked)}; that is not supported: merge it into the model with "
-            "PEFT's merge_and_unload, and load that"
-        )
+    refused = [f"{feature}, {name}" for name, feature in UNSUPPORTED.items() if config.get(name)]
+    refused += [f"peft_type={kind}"] if kind != "LORA" else []
+    refused += [f"bias={config['bias']!r}"] if config.get("bias", "none") not in (None, "none", False) else []
+    initial = config.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower().startswith(CHANGE_BASE):
+        refused.append(f"init_lora_weights={initial!r} that changes the base weights")
+    if refused:
+        advice = "merge it into the model with PEFT's merge_and_unload, and load that"
+        raise ValueError(f"{file}: a PEFT adapter with {'; '.join(refused)}; that is not supported: {advice}")
 
 
 def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
-    """Group the tensors of each adapted module by its name in the released model."""
+    """Return the pair of tensors of each adapted module, by its name in the released model."""
     found: dict[str, Pair] = {}
     for key, w in tensors.items():
         match = KEY.fullmatch(key)
-        what = next((what for part, what in OTHER_KEYS.items() if part in key), "a whole weight, modules_to_save")
         if match is None:
-            raise ValueError(f"{weights}: tensor {key} is no LoRA matrix but {what}, which is not supported")
+            kind = next((k for part, k in OTHER_KEYS.items() if part in key), "a whole weight, modules_to_save")
+            raise ValueError(f"{weights}: tensor {key} is no LoRA matrix but {kind}, which is not supported")
         pair = found.setdefault(match[1], Pair({}, {}))
         pair.names[match[2]], pair.tensors[match[2]] = key, w
     for name, pair in found.items():
@@ -112,7 +112,7 @@ def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
 
 
 def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
-    """Return whether the config means the module; without `target_modules` it means all that have tensors."""
+    """Return whether the config selects a module; without `target_modules` it selects every module with tensors."""
     targets = config.get("target_modules")
     if _matches(name, config.get("exclude_modules") or [], file):
         return False
@@ -124,7 +124,7 @@ def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
 
 
 def _matches(name: str, given: Any, file: str) -> bool:
-    """Match a whole name with a regex, or its end with one of a list."""
+    """Return whether a regex matches the whole name, or the name ends with one of a list's module names."""
     if not isinstance(given, str):
         return any(f".{name}".endswith(f".{ending}") for ending in given)
     try:
@@ -134,7 +134,7 @@ def _matches(name: str, given: Any, file: str) -> bool:
 
 
 def _is_layer(name: str, config: dict[str, Any]) -> bool:
-    """Return whether the module is in one of `layers_to_transform`, if those are given."""
+    """Return whether a module is in one of the layers `layers_to_transform`; without that entry, True."""
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
     if layers is None or layers == []:
         return True
@@ -144,7 +144,7 @@ def _is_layer(name: str, config: dict[str, Any]) -> bool:
 
 
 def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
-    """Find the path of the module that has this name in the released model; ValueError where there is none."""
+    """Return the path of the module with this name in the released model; ValueError if it is no linear module."""
     names = [name, EXPERT.sub(".switch_mlp.", name)]
     if hasattr(model, "renamed"):
         paths = [path.removesuffix(".weight") for path in model.renamed(f"{name}.weight")]
@@ -168,7 +168,7 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
-    """Return a module's rank, and what its product is multiplied by."""
+    """Return a module's rank, and the factor of its product."""
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -176,29 +176,24 @@ def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, 
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_pattern(name: str, patterns: Any, usual: Any) -> Any:
-    """Return the value of the first pattern that the end of a name matches, else the usual one."""
+def _of_pattern(name: str, patterns: Any, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a name, else the default."""
     found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
-    return next(found, usual)
+    return next(found, default)
 
 
 def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -> None:
-    """Raise where matrices are not of the module's size and the config's rank."""
-    width, size = _sizes(module)
+    """Raise ValueError if an adapter's matrices do not have the module's sizes and the config's rank."""
+    size, width = module.weight.shape[-2:]
+    width = width * 32 // module.bits if "scales" in module else width
     for kind, expected in (("A", [rank, width]), ("B", [size, rank])):
         if (shape := [*pair.tensors[kind].shape]) != expected:
             given = f"rank {rank} and the module {path} give {expected}"
             raise ValueError(f"{weights}: tensor {pair.names[kind]} has shape {shape}; {given}")
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    """Return the numbers of features that a linear module reads and makes."""
-    size, width = module.weight.shape[-2:]
-    return (width * 32 // module.bits if "scales" in module else width), size
-
-
 def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]], weights: str) -> nn.Module:
-    """Make mlx-lm's layer around a module; of stacked experts, those without adapters get zeros."""
+    """Return mlx-lm's LoRA layer around a module; of stacked experts, those without an adapter get zeros."""
     (first, scale), *others = pairs.values()
     rank = first.tensors["A"].shape[0]
     if not isinstance(module, SWITCH):
@@ -210,11 +205,6 @@ def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]]
             raise ValueError(f"{weights}: adapters of the experts of {path} have several ranks or scales")
     layer = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
     for kind, name in (("A", "lora_a"), ("B", "lora_b")):
-        layer[name] = mx.stack([*_of_experts(pairs, module.weight.shape[0], kind, first.tensors[kind])])
+        zeros, experts = mx.zeros_like(first.tensors[kind]), range(module.weight.shape[0])
+        layer[name] = mx.stack([pairs[i][0].tensors[kind] if i in pairs else zeros for i in experts])
     return layer
-
-
-def _of_experts(pairs: dict[Any, tuple[Pair, float]], count: int, kind: str, like: mx.array) -> Iterator[mx.array]:
-    """Yield the matrices of all experts, zeros where one has none."""
-    for expert in range(count):
-        yield pairs[expert][0].tensors[kind] if expert in pairs else mx.zeros_like(like)

@@ -1,14 +1,13 @@
-"""Name the quantization of a checkpoint that is not read, and what to take instead."""
+"""Refuse checkpoints of unsupported quantization methods, by config.json and the names of their tensors."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .files import FLOATS, FP8_SCALES, Header
 
 KEYS = ("quantization_config", "compression_config")
-READ = ("fp8", "modelopt", "mxfp4", "mxfp8", "bitnet")  # of which not every variant is, but others name what is wrong
+READ = ("fp8", "modelopt", "mxfp4", "mxfp8", "bitnet")  # other checks refuse their unsupported variants
 NAMES = {
     "awq": "AWQ",
     "gptq": "GPTQ",
@@ -22,10 +21,8 @@ NAMES = {
     "exl2": "ExLlamaV2",
     "exl3": "ExLlamaV3",
     "auto-round": "AutoRound",
-    "compressed-tensors": "compressed-tensors",
-    "torchao": "torchao",
 }
-# What only one method's tensors are called, for checkpoints whose config.json does not name it.
+# Tensor names of one method only, for checkpoints whose config.json does not name it.
 TENSORS = {
     r"\.g_idx$": "gptq",
     r"\.qweight$": "AWQ or GPTQ",
@@ -40,7 +37,7 @@ PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
 
 
 def method_of(config: dict[str, Any]) -> str | None:
-    """Return the quantization method that a config.json names and that is not read; None where it names none."""
+    """Return the unsupported quantization method in a config.json, else None."""
     text = config | config.get("text_config", {})
     stored = next((text[key] for key in KEYS if isinstance(text.get(key), dict)), {})
     method = stored.get("quant_method")
@@ -49,40 +46,30 @@ def method_of(config: dict[str, Any]) -> str | None:
     return method if isinstance(method, str) and method not in READ else None
 
 
-def refuse_packed(path: Path, config: dict[str, Any], header: Header) -> None:
-    """Raise ValueError for weights packed by a method that is not read; it names the method and what to take instead.
-
-    A checkpoint that names one and holds floating-point numbers is one that was dequantized.
-    """
-    if reason := packed_by(path, config, header):
-        raise ValueError(reason)
-
-
 def packed_by(path: Path, config: dict[str, Any], header: Header) -> str | None:
-    """Say what the weights are packed by, and what to take instead; None where they are not, or as MLX does."""
+    """Return a message with the unsupported method that packed the weights; None if they can be read.
+
+    A checkpoint with floating-point weights was dequantized, whatever method config.json names.
+    """
     packed = next((name for name, tensor in header.items() if _is_packed(name, tensor.dtype, header)), "")
-    method = (method_of(config) or _by_name([packed, *header])) if packed else None
+    if not packed:
+        return None
+    names = [packed, *header]
+    of_names = (kind for pattern, kind in TENSORS.items() if any(re.search(pattern, name) for name in names))
+    method = method_of(config) or next(of_names, None)
     if not method:
         return None
     written = NAMES.get(method, method)
-    said = written if written == method else f"{written} ({method})"
+    spelled = written if written == method else f"{written} ({method})"
     found = f"tensor {packed} has type {header[packed].dtype}"
-    return (
-        f"{path}: quantized by {said}, which is not supported; {found}. Take a conversion to MLX of this model, or "
-        "its 16-bit release and `mlx-mtp convert -q`"
-    )
+    advice = "Take a conversion to MLX of this model, or its 16-bit release and `mlx-mtp convert -q`"
+    return f"{path}: quantized by {spelled}, which is not supported; {found}. {advice}"
 
 
 def _is_packed(name: str, dtype: str, header: Header) -> bool:
-    """Return whether a tensor holds integers that are neither MLX's nor 8-bit floats with a scale."""
+    """Return whether a tensor contains integers, but neither MLX's packed ones nor 8-bit floats with a scale."""
     module = name.rpartition(".")[0]
     if dtype not in PACKED or (f"{module}.scales" in header and name.endswith((".weight", ".scales"))):
         return False
     scales = (header[name + suffix].dtype for suffix in FP8_SCALES if name + suffix in header)
     return dtype != "U8" or next(scales, "") not in FLOATS
-
-
-def _by_name(names: Iterable[str]) -> str | None:
-    """Find the method whose tensors have such names."""
-    names = list(names)
-    return next((method for pattern, method in TENSORS.items() if any(re.search(pattern, n) for n in names)), None)

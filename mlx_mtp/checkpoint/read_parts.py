@@ -1,11 +1,9 @@
-"""Read a rank's parts of a checkpoint's tensors: of matrices that are split by rows its rows alone.
+"""Read one rank's parts of a checkpoint's tensors; of matrices split by rows, only the rank's rows are read.
 
-Columns lie in pieces all over a tensor, and what sanitizing computes (8-bit floats, MLA) needs all of it: those are
-read whole, one at a time, and the part is kept.
+Matrices split by columns, and those that sanitizing computes (8-bit floats, MLA), are read whole, one at a time.
 """
 
 import math
-import re
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,13 +12,12 @@ from mlx.utils import tree_unflatten
 
 from ..ranks.group import Ranks
 from .files import Tensor, data_begins
-from .sort_tensors import Contents, layerless
+from .sort_tensors import EXPERT, Contents, layerless
 
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8}
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor [(E,) rows, columns], whose first byte in its file is `begin`."""
 
     tensor: Tensor
@@ -28,9 +25,9 @@ class Stored(NamedTuple):
 
 
 def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[str, mx.array]) -> None:
-    """Read this rank's parameters, and replace in `parameters` and the model those that were read by rows.
+    """Read this rank's parameters; those read by rows replace the lazy ones in the model and in `parameters`.
 
-    Of those that only differ in their layer the first is read whole, too: others are read by rows if it was the same.
+    Of parameters that differ only in their layer, the first is read both ways, to test whether reading rows suffices.
     """
     sources, by_rows = _sources(model, contents), {}
     for path, part in parameters.items():
@@ -47,20 +44,20 @@ def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[st
         mx.clear_cache()
 
 
-def _sources(model: Any, contents: Contents) -> dict[str, list[Stored]]:
-    """List by parameter the tensors that become it and nothing else; experts in their order."""
+def _sources(model: Any, contents: Contents) -> dict[str, list[StoredTensor]]:
+    """Return, by parameter, the tensors that become only that parameter; experts ordered by number."""
     begins = {file: data_begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
-    found: dict[str, list[tuple[int, Stored]]] = {}
+    found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for name, tensor in contents.trunk.items():
         if len(paths := model.renamed(name)) == 1:
             expert = EXPERT.search(name)
-            place = Stored(tensor, begins[tensor.file][tensor.stored or name])
+            place = StoredTensor(tensor, begins[tensor.file][tensor.stored or name])
             found.setdefault(paths[0], []).append((int(expert[1]) if expert else 0, place))
     return {path: [place for _, place in sorted(places, key=lambda p: p[0])] for path, places in found.items()}
 
 
-def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
-    """Tell whether a part [(E,) rows / ranks, columns] is of the shape that rows of these tensors have."""
+def _is_rows(stored: list[StoredTensor], part: mx.array, ranks: int) -> bool:
+    """Return whether a part [(E,) rows / ranks, columns] has the shape of a rank's rows of the stored tensors."""
     kinds = {(tensor.shape, tensor.dtype) for tensor, _ in stored}
     if len(kinds) != 1 or part.ndim < 2:
         return False
@@ -69,8 +66,8 @@ def _is_rows(stored: list[Stored], part: mx.array, ranks: int) -> bool:
     return kind in TYPES and whole == (shape if len(stored) == 1 else (len(stored), *shape))
 
 
-def _read_rows(stored: list[Stored], part: mx.array, ranks: Ranks) -> mx.array:
-    """Read this rank's rows of tensors: of the shape and type of `part`, which is not computed."""
+def _read_rows(stored: list[StoredTensor], part: mx.array, ranks: Ranks) -> mx.array:
+    """Return this rank's rows of the stored tensors, in the shape and type of `part`, which is not computed."""
     kind = TYPES[stored[0].tensor.dtype]
     size = math.prod(part.shape[-2:]) * kind.size
     read = np.empty((len(stored), math.prod(part.shape[:-2]) // len(stored), size), np.uint8)

@@ -1,9 +1,9 @@
-"""Say what was loaded, so that "is MTP even on?" has an answer."""
+"""Report a load: the model, its MTP heads and how they are stored."""
 
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,24 +12,24 @@ import mlx.nn as nn
 from ..decoding.graph_memory import nbytes
 from .files import DECLARED
 
-FEW = 0.4  # right guesses of a text, which most trained heads have more of
-ADVICE = "mlx-mtp verify-lossless tells whether it is wired or converted wrongly"
-LISTED = 8  # names of tensors that are not used
-COLUMNS = 100  # of the report, where a line of it can be broken
+USUAL_AGREEMENT = 0.4  # most trained heads reach more
+ADVICE = "mlx-mtp verify-lossless tests whether it is wired or converted wrongly"
+LISTED = 8  # names of tensors in a line
+COLUMNS = 100  # of a line that can be wrapped
 
 
 @dataclass(frozen=True)
 class Report:
-    """The facts of one load. `str(report)` is the text that `--report` prints.
+    """The facts of one load; `str(report)` is the output of `--report`.
 
-    heads: depths found; declared: what config.json says; source: file or directory the heads came from.
-    agreement: by kind of text, how often the first head guesses the target's greedy token; empty where not tested.
-    untested: that test, and the heads' weights, wait for the first draft.
-    drafted_from: rows of the LM heads that a draft vocabulary leaves, and how many there were; None without one.
-    saved_bytes: of the heads, by that; negative where rows of a shared LM head had to be copied.
-    ranks: how many share the target, whose bytes are then this one's.
-    kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
-    prefill_chunk: tokens per prefill chunk that the load chose; None on a CPU.
+    heads: depths found; declared: heads in config.json; source: the heads' file or directory.
+    agreement: by kind of text, the share of the target's tokens that the first head drafts; empty if not tested.
+    untested: the heads' weights are read, checked and tested before the first draft.
+    drafted_from: number of LM-head rows with a draft vocabulary, and without; None if there is no draft vocabulary.
+    saved_bytes: bytes of heads that the draft vocabulary saves; negative if rows of a shared LM head were copied.
+    ranks: number of ranks that share the target; target_bytes are one rank's.
+    kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
+    prefill_chunk: tokens per prefill chunk; None on a CPU.
     """
 
     family: str
@@ -59,7 +59,7 @@ class Report:
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
         left, before = self.drafted_from or (0, 0)
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
-        few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < FEW else ""
+        few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < USUAL_AGREEMENT else ""
         change = "less" if self.saved_bytes >= 0 else "more for a copy of their rows"
         wrap = textwrap.TextWrapper(COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False).wrap
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
@@ -83,25 +83,25 @@ class Report:
 
 
 def table(*rows: tuple[str, Any]) -> str:
-    """Write a line for each name and its text, of which there is one."""
+    """Return a line for each (name, value) whose value is not empty."""
     return "\n".join(f"{name:<10} {text}" for name, text in rows if text)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write the first LISTED of the names, and how many more there are."""
+    """Return the first LISTED names and the number of the others."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def size(n: int) -> str:
-    """Write bytes as MB or GB."""
+    """Return a number of bytes in MB or GB."""
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
 
 
 def make_report(model: Any, config: dict, **load: Any) -> Report:
-    """Collect the facts about a model that was loaded from this config.json.
+    """Return the report of a model that was loaded with this config.json.
 
-    load: what of Report only the load knows, `source` and `norms` at least.
+    load: Report's other fields, at least `source` and `norms`.
     """
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
@@ -116,23 +116,19 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
         declared=declared_heads(config),
         head_bytes=head_bytes,
         head_quantization=quantization(heads),
-        lm_head=_lm_heads(model.mtp),
+        lm_head=lm_heads(model.mtp),
         **load,
     )
 
 
-def with_heads(report: Report, model: Any) -> Report:
-    """Renew what a report says of the heads' modules, some of which may be gone."""
-    return replace(report, head_bytes=nbytes(model.get("mtp", [])), lm_head=_lm_heads(model.mtp))
-
-
 def declared_heads(config: dict) -> int | None:
-    """Find how many heads a config.json says there are; None where it says nothing."""
+    """Return the number of heads that a config.json declares, None if it declares none."""
     text = config | config.get("text_config", {})
     return next((text[name] for name in DECLARED if name in text), None)
 
 
-def _lm_heads(heads: Any) -> str:
+def lm_heads(heads: Any) -> str:
+    """Return whether the MTP heads have LM heads of their own, for the report."""
     if not all("head" in head for head in heads):
         return "shared with the target"
     if len(heads) == 1 and "d2t" in heads[0]:
@@ -141,7 +137,7 @@ def _lm_heads(heads: Any) -> str:
 
 
 def quantization(modules: Mapping[str, nn.Module]) -> str:
-    """Say how modules, by their paths, are quantized, and how many so; else of what type their weights are."""
+    """Return the modules' quantization formats with the number of modules of each, else the weights' type."""
     quantized: Any = [m for m in modules.values() if hasattr(m, "bits")]
     kinds = Counter(f"{m.bits}-bit {getattr(m, 'mode', 'affine')} g{m.group_size}" for m in quantized)
     if kinds:

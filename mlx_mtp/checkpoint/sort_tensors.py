@@ -1,4 +1,4 @@
-"""Sort a checkpoint's tensors: the trunk's, the heads', and those that text decoding does not use."""
+"""Sort a checkpoint's tensors into the trunk's, the MTP heads', and those that text decoding does not use."""
 
 import re
 from collections.abc import Iterator
@@ -9,19 +9,20 @@ from typing import Any
 
 from ..layers.mtp_spec import MTPSpec
 from .files import FLOATS, FP8_SCALES, Header
-from .heads_beside import read_heads_beside
 from .quant_methods import method_of
+from .separate_heads import read_separate_heads
 from .weight_files import Stored, read_stored
 
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
-HEAD = re.compile(r"(^|\.)\w*(mtp|nextn|eagle|draft)\w*\.")  # of a head, in whatever layout
-OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # scales that modelopt writes beside those of weights
+HEAD = re.compile(r"(^|\.)\w*(mtp|nextn|eagle|draft)\w*\.")  # of a head, in any layout
+OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # modelopt's scales of activations
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What `load` was asked for about drafts. alone: the heads are wanted, the target need not be there."""
+    """The options of `load` that choose the source of drafts. alone: only the heads are read, not the target."""
 
     mtp: bool
     mtp_path: str | Path | None
@@ -31,11 +32,11 @@ class Drafting:
 
     @property
     def heads(self) -> bool:
-        """Whether the checkpoint's own heads are wanted."""
+        """Whether MTP heads are to be loaded."""
         return self.mtp and self.draft_model is None
 
     def check(self) -> None:
-        """Raise for what contradicts itself."""
+        """Raise ValueError for options that exclude each other."""
         for name in ("draft_model", "mtp_path", "mtp_overrides"):
             if not self.mtp and (value := getattr(self, name)) not in (None, {}):
                 raise ValueError(f"{name}={value}: not together with mtp=False")
@@ -45,10 +46,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's tensors, sorted: the trunk's, the heads', and what text decoding does not use.
+    """A checkpoint's sorted tensors.
 
-    alone: the trunk's are those that happen to be there, and are not loaded. stored: the files, None of a drafter.
-    wants_heads: the checkpoint's own heads are to be loaded.
+    ignored: names, or patterns of names, of tensors that text decoding does not use. source: of the heads, for the
+    report. alone: the trunk may be incomplete, and is not loaded. stored: the weight files; None for an external
+    drafter. needs_heads: the checkpoint's own heads are to be loaded.
     """
 
     trunk: Header
@@ -59,15 +61,15 @@ class Contents:
     spec: MTPSpec
     alone: bool = False
     stored: Stored | None = None
-    wants_heads: bool = False
+    needs_heads: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
-        """Change what mlx-lm shall read of config.json: a head's quantization is read off its tensors' shapes."""
+        """Return quantization entries that replace config.json's for mlx-lm, without those for heads."""
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if not stored or "modelopt" in stored.values() or method_of(config):
-            found["quantization_config"] = {}  # mlx-lm refuses what `dequantized` deals with
-        if isinstance(listed := config.get("quantization"), dict):  # of heads that others may have replaced
+            found["quantization_config"] = {}  # mlx-lm refuses formats that `dequantized` reads
+        if isinstance(listed := config.get("quantization"), dict):
             found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
         elif listed is None and any(name.endswith(".scales") for name in self.heads):
             found["quantization"] = {"group_size": 64, "bits": 4}
@@ -75,32 +77,35 @@ class Contents:
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
-    """Sort every tensor of the checkpoint; ValueError for one that belongs nowhere."""
+    """Return a checkpoint's sorted tensors; ValueError for a head's tensor that fits no head, or a missing head.
+
+    layers: the number of the target's layers. drafting: decides whether heads are loaded, and from where.
+    """
     stored, spec = read_stored(path, whole=not drafting.alone), port.Model.SPEC
     own = drafting.heads and drafting.mtp_path is None
-    beside, moved = _own_sidecars(stored, spec, layers, needed=own)
+    separate, moved = _own_sidecars(stored, spec, layers, needed=own)
     if not own:
-        beside = read_heads_beside(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
+        separate = read_separate_heads(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in (stored.trunk | moved).items():
         affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
-        elif name in beside or spec.locate(name, layers):
+        elif name in separate or spec.locate(name, layers):
             heads[name] = tensor
         else:
             trunk[name] = tensor
     if drafting.heads:
-        check_experts(path, heads)  # of which there may be more or fewer than the target has
-    for name, tensor in (heads | beside).items():
+        check_experts(path, heads)
+    for name, tensor in (heads | separate).items():
         if spec.locate(name, layers) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
     source = "in the model's shards"
-    if beside:
-        source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in beside.values()}))
-        kept = {} if drafting.mtp_path is not None else _missing_in(beside, heads, spec, layers)
+    if separate:
+        source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in separate.values()}))
+        kept = {} if drafting.mtp_path is not None else _missing_in(separate, heads, spec, layers)
         ignored |= {f"{name} of the shards" for name in heads.keys() - kept.keys()}
-        heads, source = kept | beside, f"{source} and the model's shards" if kept else source
+        heads, source = kept | separate, f"{source} and the model's shards" if kept else source
     if not drafting.heads:
         trunk, unknown = _without_heads(trunk, heads, layers)
         ignored |= unknown
@@ -109,17 +114,17 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
     seen: dict[Any, str] = {}
     for name, place in places.items():
-        if (first := seen.setdefault(place, name)) != name:  # as with two spellings of a prefix
+        if (first := seen.setdefault(place, name)) != name:  # a prefix can have two spellings
             raise ValueError(f"{heads[name].file}: tensors {first} and {name} are the same one of a head")
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
-        name, there = next((n, depth) for n, (depth, _) in places.items() if depth == max(depths))
-        but = f"but of depth {there}, such as {name}"
+        name = next(n for n, (depth, _) in places.items() if depth == max(depths))
+        but = f"but of depth {max(depths)}, such as {name}"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
-    if spec.head == "shared":  # an own LM head, where the spec was overridden
+    if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
-    if spec.topology == "recycle":  # heads behind the one that is recycled
+    if spec.topology == "recycle":  # only the first head is recycled
         places = {name: place for name, place in places.items() if not place[0]}
     depths, used = {depth for depth, _ in places.values()}, {name: heads[name] for name in places}
     ignored |= heads.keys() - used.keys()
@@ -128,25 +133,26 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 
 def _own_sidecars(stored: Stored, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
-    """Split the tensors of a checkpoint's sidecars: those of heads, and those that the index lists and are none.
+    """Return the tensors of a checkpoint's sidecars: (those of heads, trunk tensors that the index lists there).
 
-    Copies of the trunk's are left out. needed: raise for a sidecar that cannot be read.
+    Copies of the trunk's tensors are dropped. needed: raise ValueError for a sidecar that cannot be read.
     """
     for error in stored.unread_sidecars.values() if needed else ():
         raise ValueError(error)
-    beside, moved = {}, {}
+    heads, moved = {}, {}
     for name, tensor in stored.sidecars.items():
         if spec.locate(name, layers):
-            beside[name] = tensor
+            heads[name] = tensor
         elif name not in stored.trunk:
-            (moved if name in stored.listed else beside)[name] = tensor
-    return beside, moved
+            (moved if name in stored.listed else heads)[name] = tensor
+    return heads, moved
 
 
 def _without_heads(trunk: Header, heads: Header, layers: int) -> tuple[Header, set[str]]:
-    """Leave out what only heads can be: tensors under such names, and of layers behind the trunk's.
+    """Return (the trunk without tensors of heads, the names of other dropped tensors).
 
-    A layer that has exactly the tensors of one of the trunk's is one of those, which config.json denies.
+    Heads' tensors have a head's name, or are in a layer after the trunk's `layers`. A later layer with exactly the
+    tensors of a trunk layer stays: config.json has the wrong number of layers, and a later check reports it.
     """
     inside: dict[int, set[str]] = {}
     for name in trunk | heads:
@@ -156,67 +162,67 @@ def _without_heads(trunk: Header, heads: Header, layers: int) -> tuple[Header, s
     kept, unknown = {}, set()
     for name, tensor in (trunk | heads).items():
         match = OF_LAYER.search(name)
-        behind = match is not None and int(match[1]) >= layers
-        if HEAD.search(name) or (match and behind and inside[int(match[1])] not in like):
+        later = match is not None and int(match[1]) >= layers
+        if HEAD.search(name) or (match and later and inside[int(match[1])] not in like):
             unknown |= {name} - heads.keys()
-        elif name in trunk or behind:
+        elif name in trunk or later:
             kept[name] = tensor
     return kept, unknown
 
 
 def ignored_by(port: ModuleType, name: str) -> str | None:
-    """Find the beginning or the end of a tensor's name by which text decoding does not use it."""
+    """Return the prefix or suffix that marks a tensor as unused in text decoding; None for a tensor that is used."""
     affixes = (*port.Model.IGNORED, *OF_ACTIVATIONS)
     return next((a for a in affixes if name.startswith(a) or name.endswith(a)), None)
 
 
-def _missing_in(beside: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
-    """Find what a sidecar lacks of the heads in the shards, by modules (all of a depth's experts count as one)."""
-    places: dict[str, Any] = {name: spec.locate(name, layers) for name in (*shards, *beside)}
+def _missing_in(sidecar: Header, shards: Header, spec: MTPSpec, layers: int) -> Header:
+    """Return head tensors in the shards whose module is not in the sidecar; a depth's experts are one module."""
+    places: dict[str, Any] = {name: spec.locate(name, layers) for name in (*shards, *sidecar)}
     modules = {
         name: (depth, re.sub(r"\.(experts|switch_mlp)\..*", ".experts.", path).rpartition(".")[0])
         for name, (depth, path) in places.items()
     }
-    found = {modules[name] for name in beside}
+    found = {modules[name] for name in sidecar}
     return {name: tensor for name, tensor in shards.items() if modules[name] not in found}
 
 
 def check_types(header: Header) -> None:
-    """Raise for types that no weights have: MLX would count with bytes that stand for something else."""
+    """Raise ValueError for a tensor whose type does not fit its kind; MLX would compute with misread bytes."""
     for name, tensor in header.items():
         module, _, kind = name.rpartition(".")
-        allowed, said = FLOATS, "floating-point numbers"
+        allowed, wording = FLOATS, "floating-point numbers"
         if kind == "weight" and f"{module}.scales" in header:
-            allowed, said = ("U32",), "U32, because it has scales"
+            allowed, wording = ("U32",), "U32, because it has scales"
         elif kind.endswith("_scale"):
-            allowed, said = (*FLOATS, "F8_E4M3"), "floating-point numbers, or F8_E4M3"
+            allowed, wording = (*FLOATS, "F8_E4M3"), "floating-point numbers, or F8_E4M3"
         elif kind == "scales":
-            allowed, said = (*FLOATS, "U8"), "floating-point numbers, or U8"
+            allowed, wording = (*FLOATS, "U8"), "floating-point numbers, or U8"
         elif any(name + suffix in header for suffix in FP8_SCALES):
-            allowed, said = (*FLOATS, "F8_E4M3", "U8"), "F8_E4M3, because it has a scale"
+            allowed, wording = (*FLOATS, "F8_E4M3", "U8"), "F8_E4M3, because it has a scale"
         if tensor.dtype not in allowed:
-            raise ValueError(f"{tensor.file}: tensor {name} has type {tensor.dtype}; expected {said}")
+            raise ValueError(f"{tensor.file}: tensor {name} has type {tensor.dtype}; expected {wording}")
         if kind == "scales" and f"{module}.weight" not in header:
             raise ValueError(f"{tensor.file}: tensor {module}.weight is missing; its scales are there")
 
 
 def check_experts(path: Path, header: Header) -> None:
-    """Raise where numbered experts have gaps, which stacking them would report under another name."""
+    """Raise ValueError, with the tensor's name, for an expert that is missing among numbered experts."""
     for name, before, count in missing_experts(header):
         file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
         raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
 
 
 def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
-    """Yield the numbered experts that others show to be missing: (name, what is before the number, how many of them).
+    """Yield (tensor name, its part before the number, number of experts) for each gap in numbered experts.
 
-    There may be any number: that of an expert is what a file says.
+    The number of experts is the largest number in any layer, plus one, so that a damaged name causes many gaps.
     """
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in header:
         if match := re.fullmatch(r"(.+\.experts\.)(\d{1,9})(\..+)", name):
             numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    counts: dict[str, int] = {}  # by the name without its layer's number: a head may have more experts than the trunk
+    counts: dict[str, int] = {}  # a head may have more experts than the trunk
     for (before, _), found in numbers.items():
         counts[layerless(before)] = max(counts.get(layerless(before), 0), max(found) + 1)
     for (before, after), found in numbers.items():
@@ -225,15 +231,15 @@ def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
 
 
 def layerless(name: str) -> str:
-    """Return the name that a tensor has in every layer: the first number in it is left out."""
+    """Return a tensor's name with ".#." instead of its layer number."""
     return NUMBER.sub(".#.", name, count=1)
 
 
 def only(files: set[Path], path: Path) -> str:
-    """Name the one file, or where there are several, their directory."""
+    """Return the file if there is one, else the directory `path`, for messages."""
     return str(next(iter(files)) if len(files) == 1 else path)
 
 
 def relative(file: Path, path: Path) -> str:
-    """Name a file as seen from a directory."""
+    """Return a file's path relative to a directory, or whole if it is outside."""
     return str(file.relative_to(path)) if file.is_relative_to(path) else str(file)

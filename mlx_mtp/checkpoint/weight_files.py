@@ -1,7 +1,7 @@
-"""Read the headers of a checkpoint's weight files, and decide which file each tensor is read from.
+"""Read the headers of a checkpoint's weight files, and choose the file from which each tensor is read.
 
-The files decide. The shard index adds files of other names, and chooses among copies of a tensor. What it lists
-and no file holds, and files that cannot be read, matter only if the model needs them: `check_complete`.
+The shard index only adds files with unusual names and chooses between copies of a tensor. Tensors that it lists but
+no file contains, and unreadable files, are errors only if the model needs them (`check_complete`).
 """
 
 import warnings
@@ -14,16 +14,16 @@ from .files import Header, Tensor, data_begins, read_bytes, read_header
 from .weight_names import TRUNK_FILES, find_index, is_sidecar, is_whole, read_index, shard_set, weight_names
 
 PYTORCH, GGUF = "*.bin", "*.gguf"
-AT_ONCE = 1 << 24  # bytes that are compared
+COMPARED = 1 << 24  # bytes at a time
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a checkpoint's weight files.
+    """The tensors in a checkpoint's weight files.
 
-    trunk, sidecars: tensors of the model's files, and of files of MTP heads. listed: the index.
-    absent: tensors in no file, and where the index lists them. unread, unread_sidecars: why a file cannot be read.
-    notes: what is wrong with the index and which files are not used, for warnings.
+    trunk, sidecars: tensors in the model's files, and in files of MTP heads. listed: the index, from tensor to file.
+    absent: the part of the index whose tensors no file contains. unread, unread_sidecars: the error of each
+    unreadable file. notes: warnings about the index and unused files.
     """
 
     path: Path
@@ -37,11 +37,11 @@ class Stored:
 
     @property
     def index(self) -> str:
-        """Name the index in messages."""
+        """The index's name for messages."""
         return getattr(find_index(self.path), "name", "the index")
 
     def missing(self, name: str) -> str:
-        """Say what is wrong with the file of an absent tensor."""
+        """Return a message for an absent tensor: its file is unreadable, missing, or lacks the tensor."""
         file = self.path / self.absent[name]
         if error := (self.unread | self.unread_sidecars).get(file):
             return error
@@ -50,13 +50,13 @@ class Stored:
         return f"{file}: tensor {name} is missing; {self.index} expects it there"
 
     def lacking(self, names: Collection[str] = ()) -> str | None:
-        """Say which file is to blame where the model needs more tensors than were found, `names` among them."""
+        """Return a message with a missing or unreadable file that may contain the tensors `names`, else None."""
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone
         return next(iter(self.unread.values()), self.missing(absent[0]) if absent else None)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of absent tensors and unreadable files, none of which the output depends on, and of unused files."""
+        """Warn about unused files, and about absent tensors and unreadable files that the model does not need."""
         texts = [*self.notes, *(f"{error}; the output does not depend on it" for error in self.unread.values())]
         if self.absent:
             name, file = next(iter(self.absent.items()))
@@ -68,23 +68,23 @@ class Stored:
 
 
 def weight_files(path: Path, listed: Collection[str] = ()) -> list[str]:
-    """Name the weight files of a directory, relative to it."""
+    """Return the names of a directory's weight files, relative to it. listed: files that the index names."""
     found = [*path.glob("*.safetensors"), *path.glob("mtp/*.safetensors"), *(path / name for name in listed)]
     names = [file.relative_to(path).as_posix() for file in found if file.exists() or file.is_symlink()]
     return weight_names(dict.fromkeys(names), listed)
 
 
 def read_stored(path: Path, *, whole: bool = True) -> Stored:
-    """Read the headers of a checkpoint's weight files; ValueError where there are none, or two copies differ.
+    """Return the tensors in a checkpoint's weight files; ValueError if there are no files, or two copies differ.
 
-    whole: False for a directory of which files may be missing, and where none may be unreadable.
+    whole: False accepts missing files, but raises for an unreadable one.
     """
     damage: list[str] = []
     listed = read_index(path, damage)
     names = weight_files(path, set(listed.values()))
     sidecars = [name for name in names if is_sidecar(name)]
     if whole and len(sidecars) == len(names):
-        sidecars = []  # if no other file is there, these hold the model
+        sidecars = []  # without other files, these contain the model
     headers: dict[str, Header] = {}
     unread: tuple[dict[Path, str], dict[Path, str]] = {}, {}
     for name in names:
@@ -98,17 +98,17 @@ def read_stored(path: Path, *, whole: bool = True) -> Stored:
         raise ValueError(_no_weights(path))
     trunk, notes = _current(path, {name: headers[name] for name in headers if name not in sidecars}, listed)
     found = _merged(path, trunk, listed)
-    beside = _merged(path, {name: headers[name] for name in headers if name in sidecars}, listed)
-    absent = {n: file for n, file in listed.items() if whole and n not in found and n not in beside}
+    of_heads = _merged(path, {name: headers[name] for name in headers if name in sidecars}, listed)
+    absent = {n: file for n, file in listed.items() if whole and n not in found and n not in of_heads}
     moved = sorted({file for name, file in listed.items() if name not in absent and not (path / file).exists()})
     if moved and whole:
         index = getattr(find_index(path), "name", "")
         notes.append(f"{path / moved[0]}: not there; {index} lists tensors in it, which were found in other files")
-    return Stored(path, found, beside, absent, *unread, (*damage, *notes), listed)
+    return Stored(path, found, of_heads, absent, *unread, (*damage, *notes), listed)
 
 
 def _no_weights(path: Path) -> str:
-    """Say which files there are instead."""
+    """Return a message for a directory without weight files that names GGUF or PyTorch files in it."""
     if file := next(iter(sorted(path.glob(GGUF))), None):
         return f"{path}: no {TRUNK_FILES} in it, but a GGUF file; name the file itself: {file}"
     if any(path.glob(PYTORCH)):
@@ -117,9 +117,9 @@ def _no_weights(path: Path) -> str:
 
 
 def _current(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> tuple[dict[str, Header], list[str]]:
-    """Leave out shards of another conversion that were left in the directory; returns what was decided, too.
+    """Return (the headers without leftover shards of another conversion, a note for each dropped set).
 
-    They repeat tensors of files that the index lists, or of the only set of shards that is whole.
+    Leftover shards repeat tensors of the files in the index or, without such files, of a complete set of shards.
     """
     sets: dict[str, list[str]] = {}
     for name in headers:
@@ -139,7 +139,7 @@ def _current(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> 
 
 
 def _merged(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> Header:
-    """Choose one of the copies of each tensor: the index's, else any. ValueError if the others differ from it."""
+    """Return one copy of each tensor, from the index's file or the first; ValueError if unlisted copies differ."""
     copies: dict[str, dict[str, Tensor]] = {}
     for file, header in headers.items():
         for name, tensor in header.items():
@@ -156,10 +156,10 @@ def _merged(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> H
 
 
 def _same(name: str, a: Tensor, b: Tensor, begins: dict[Path, dict[str, int]]) -> bool:
-    """Compare what two files hold of a tensor, bit for bit; where data begin in a file is added to `begins`."""
+    """Return whether two files' copies of a tensor are equal, bit for bit. begins: cache of the data's offsets."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     for file in {a.file, b.file} - begins.keys():
         begins[file] = data_begins(file)
-    pieces = (read_bytes(tensor, begins[tensor.file][name], AT_ONCE) for tensor in (a, b))
+    pieces = (read_bytes(tensor, begins[tensor.file][name], COMPARED) for tensor in (a, b))
     return all(x == y for x, y in zip(*pieces, strict=True))

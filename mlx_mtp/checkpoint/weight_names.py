@@ -1,4 +1,4 @@
-"""Choose a checkpoint's weight files by their names, in a directory or in a repository's list of files."""
+"""Choose a checkpoint's weight files by name, and read its shard index."""
 
 import json
 import re
@@ -12,16 +12,16 @@ TRUNK_FILES = "model*.safetensors"
 SIDECAR_FILES = ("mtp*.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors", "model_mtp*.safetensors")
 INDEX = "model.safetensors.index.json"
 INDEXES = "*.safetensors.index.json"
-ORIGINAL = "consolidated"  # begins the names of a second copy, in the names that its authors train with
+ORIGINAL = "consolidated"  # prefix of a second copy, whose tensors have the authors' training names
 NOT_WEIGHTS = re.compile(r"(.*_)?adapters?(_model)?\.|optimizer|scheduler|(.*[-_.])?mmproj|training")
 NUMBERED = re.compile(r"(.*?)\d+-of-(\d+)\.safetensors")
 
 
 def weight_names(names: Iterable[str], listed: Collection[str] = ()) -> list[str]:
-    """Choose the weight files among a checkpoint's files; `listed` are the files that its index names.
+    """Return the weight files among a checkpoint's files: those in the index (`listed`) and those with usual names.
 
-    They are those of the index and those of usual names. Without any other than sidecars, they are all safetensors
-    files at the top that can be a model's, the original copy only if it is the only one.
+    If these are sidecars only, every other safetensors file at the top level is one, except adapters and the like;
+    "consolidated" files only if there are no others.
     """
     names = [name for name in names if name.endswith(".safetensors")]
     found = {name for name in names if name in listed or _matches(name, TRUNK_FILES) or is_sidecar(name)}
@@ -32,32 +32,32 @@ def weight_names(names: Iterable[str], listed: Collection[str] = ()) -> list[str
 
 
 def is_sidecar(name: str) -> bool:
-    """Return whether a file of this name is expected to hold MTP heads and nothing else."""
+    """Return whether a file with this name contains MTP heads only."""
     return any(_matches(name, pattern) for pattern in SIDECAR_FILES)
 
 
 def shard_set(name: str) -> str:
-    """Return what the names of one conversion's shards have in common; of another file, its name."""
+    """Return a shard's name without its number, which all shards of a conversion share; another file's own name."""
     match = NUMBERED.fullmatch(name)
     return f"{match[1]}#-of-{int(match[2])}" if match else name
 
 
 def is_whole(names: Collection[str]) -> bool:
-    """Return whether the files of a `shard_set` are as many as their names say."""
+    """Return whether a `shard_set` is complete: its names end in "of-N", and there are N files."""
     match = NUMBERED.fullmatch(next(iter(names)))
-    return match is None or len(names) >= int(match[2])  # some count from 0 and have one more
+    return match is None or len(names) >= int(match[2])  # numbers from 0 to N are N + 1 files
 
 
 def find_index(path: Path) -> Path | None:
-    """Return a directory's shard index; where there are several, the usual name is preferred to other names."""
+    """Return a directory's shard index, None if there is none; the usual name is preferred to other names."""
     found = sorted(path.glob(INDEXES), key=lambda file: (file.name.startswith(ORIGINAL), file.name))
     return path / INDEX if (path / INDEX).exists() else next(iter(found), None)
 
 
 def read_index(path: Path, notes: list[str] | None = None) -> dict[str, str]:
-    """Read the file of each tensor from the shard index; empty where there is none, or it is damaged (see `notes`).
+    """Return the file of each tensor in the shard index; empty if it is missing or damaged.
 
-    Raises ValueError for a file outside the directory.
+    notes: list to which a message about damage is appended. Raises ValueError for a file outside the directory.
     """
     index = find_index(path)
     if index is None:
@@ -77,5 +77,5 @@ def read_index(path: Path, notes: list[str] | None = None) -> dict[str, str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match as `Path.glob` does: a "*" stands for characters of one directory's or file's name."""
+    """Return whether a name matches as in `Path.glob`: a "*" does not match a "/"."""
     return fnmatch(name, pattern) and name.count("/") == pattern.count("/")

@@ -73,8 +73,8 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_session
     from ..bench.subject import make_prompts
-    from ..cache.kv_format import group_size_for
-    from ..decoding.options import default_step
+    from ..cache.kinds import group_size_for
+    from ..decoding.options import default_chunk
 
     subject, quick = shared.subject_of(flags), flags["quick"]
     rounds = flags["rounds"] or (3 if quick else 5)
@@ -87,7 +87,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
     given = {
         "stop_tokens": subject.stop_tokens,
-        "prefill_step_size": default_step(subject.model),
+        "prefill_step_size": default_chunk(subject.model),
         **{name: flags[name] for name in ("max_tokens", "temp", "seed")},
     }
     settings = LoopSettings(kv_group_size=group_size_for(subject.model), **given)
@@ -173,7 +173,7 @@ def verify(**flags: Any) -> None:
     """
     from ..bench import result
     from ..bench.verify import CurvePlan, Kernels, measure, remarks, text_of
-    from ..decoding.options import default_step
+    from ..decoding.options import default_chunk
 
     rows = tuple(sorted({1, *(flags["rows"] or range(1, MOST_ROWS + 1))}))
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
@@ -183,7 +183,7 @@ def verify(**flags: Any) -> None:
     text, curves = text_of(subject, max(plan.contexts)), []
     with shared.bar() as progress:
         progress("caches", 0, 0)
-        for curve in measure(subject.model, text, kernels, plan, default_step(subject.model)):
+        for curve in measure(subject.model, text, kernels, plan, default_chunk(subject.model)):
             curves.append(curve)
             progress(f"{result.curve_title(curve)} done", len(curves), 0)
     facts = {**subject.facts, "kernels": list(kernels.words)}
@@ -219,7 +219,7 @@ def profile(**flags: Any) -> None:
     from ..bench.profile import Workload
     from ..bench.profile import profile as measure
     from ..bench.subject import make_prompts
-    from ..decoding.options import default_draft_tokens, default_step
+    from ..decoding.options import default_chunk, default_draft_tokens
 
     trace = flags["capture"], flags["capture_path"], flags["capture_cycles"]
     if flags["capture"]:
@@ -229,7 +229,7 @@ def profile(**flags: Any) -> None:
     (prompt,) = make_prompts(subject.tokenizer, model.vocab_size, each=1, **what)
     k = default_draft_tokens(model) if flags["num_draft_tokens"] is None else flags["num_draft_tokens"]
     work = Workload(
-        model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_step(model)
+        model, prompt.tokens, flags["max_tokens"] or (48 if flags["quick"] else 128), k, default_chunk(model)
     )
     rounds = flags["rounds"] or (9 if flags["quick"] else 21)
     with subject.acceptance():
@@ -265,7 +265,7 @@ def parallel(**flags: Any) -> None:
     from ..bench import parallel as batches
     from ..bench import result
     from ..bench.subject import make_prompts
-    from ..decoding.options import default_step
+    from ..decoding.options import default_chunk
 
     quick = flags["quick"]
     numbers = flags["texts"] or ((1, 4) if quick else batches.TEXTS)
@@ -273,7 +273,7 @@ def parallel(**flags: Any) -> None:
         raise click.BadParameter(f"{wrong[0]}: expected at least 1", param_hint="--texts")
     length, rounds = flags["max_tokens"] or (48 if quick else 250), flags["rounds"] or (1 if quick else 3)
     subject = shared.subject_of(flags)
-    step = default_step(subject.model)
+    step = default_chunk(subject.model)
     contexts = flags["contexts"] or batches.CONTEXTS[: 1 if quick else None]
     replayed = not quick if flags["replayed"] is None else flags["replayed"]
     each, running = 3 if subject.tokenizer else max(numbers), batches.contenders(subject, step, replayed=replayed)

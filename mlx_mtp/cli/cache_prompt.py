@@ -23,19 +23,19 @@ def cache_prompt(**flags: Any) -> None:
     """Prefill a prompt and save its caches in a file.
 
     With --prompt-cache-file, generate and chat continue that prompt as if their text followed it, and use its model
-    if
-    --model is not given.
+    if --model is not given.
     """
     text = options.read_prompt(flags["prompt"])
     model, tokenizer = options.load_model(flags)
     from ..cache.prompt_prefix import PromptPrefix
+    from ..checkpoint.chat_template import stable_tokens
 
     template, name = tokenizer.has_chat_template and not flags["ignore_chat_template"], flags["model"]
     if name and Path(name).expanduser().is_dir():  # valid in any working directory
         name = str(Path(name).expanduser().absolute())
     own = {"model": name, "eos_token": flags["eos_token"]}
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
-    tokens = prefix.settled(tokenizer)
+    tokens = stable_tokens(prefix, tokenizer)
     if not tokens:
         raise click.UsageError("the prompt is too short: the text that follows may change all of its tokens")
     stats, file = _save(model, tokens, prefix, flags), own_file(flags["prompt_cache_file"])
@@ -48,18 +48,18 @@ def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> 
     """Prefill the tokens and write the file; return the statistics."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
-    from ..decoding.options import default_step
+    from ..decoding.options import default_chunk
     from ..decoding.stats import Stats
     from ..generate import generate_step
     from .progress import PromptProgress, shows_progress
 
-    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_step(model), Stats()
+    drafts, step, stats = flags["num_draft_tokens"], flags["prefill_step_size"] or default_chunk(model), Stats()
     cache = make_prompt_cache(model, num_draft_tokens=drafts, **options.cache_layout(flags))
     kept = {"max_context": flags["max_context"], "check_memory": not flags["ignore_memory"], "prompt_cache": cache}
     kept |= {"prefill_step_size": step, "num_draft_tokens": drafts, "stats": stats}
     with PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=step) as progress:
         next(generate_step(tokens, model, max_tokens=0, prompt_progress_callback=progress, **kept), None)
-    stats.notes_memory()
+    stats.note_peak_memory()
     cache.prefix = prefix
     save_prompt_cache(flags["prompt_cache_file"], cache)
     return stats

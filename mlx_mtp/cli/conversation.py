@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..decoding.options import default_draft_tokens, default_step
+from ..decoding.options import default_chunk, default_draft_tokens
 from ..decoding.stats import Stats
 from ..decoding.summary import paused, percentages
 from ..generate import GenerationResponse
@@ -69,7 +69,7 @@ class Chat:
 
     def _next(self) -> str | None:
         if self.ranks:
-            return self.ranks.told(None if self.ranks.rank else self.read())
+            return self.ranks.broadcast(None if self.ranks.rank else self.read())
         with self.session.idle() if self.interactive else contextlib.nullcontext():
             return self.read()
 
@@ -154,7 +154,7 @@ class Chat:
 
     def _stream(self, text: str) -> None:
         session = self.session
-        chunk = session.options.get("prefill_step_size") or default_step(session.model)
+        chunk = session.options.get("prefill_step_size") or default_chunk(session.model)
         progress = PromptProgress(shown=self.progress, chunk=chunk)
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         responses = contextlib.closing(session.ask(text, progress))
@@ -193,16 +193,11 @@ def footer(turn: Turn, last: GenerationResponse) -> str:
     reused = f"{turn.reused}/{turn.prompt_tokens} reused"
     parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]
     if stats.cycles and stats.num_draft_tokens:
-        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle{_compact(stats)}")
+        accepted = "/".join("-" if share is None else f"{100 * share:.0f}" for share in stats.by_depth)
+        accepted = f" {accepted}%" if stats.acceptance else ", nothing drafted"
+        parts.append(f"{stats.tokens_per_cycle:.2f}/cycle{accepted}")
     line = " · ".join([*parts, f"{_short(stats.peak_memory / 1e9)} GB"])
     return "\n".join(filter(None, [line, paused(stats.paused)]))
-
-
-def _compact(stats: Stats) -> str:
-    """Return the share of accepted drafts per depth, as " 100/75/-%"."""
-    if not stats.acceptance:
-        return ", nothing drafted"
-    return " " + "/".join("-" if share is None else f"{100 * share:.0f}" for share in stats.by_depth) + "%"
 
 
 def mtp_state(session: ChatSession) -> str:

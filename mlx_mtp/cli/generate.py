@@ -27,7 +27,7 @@ def generate(**flags: Any) -> None:
     text = options.read_prompt(flags["prompt"])
     options.continues_cache(flags)
     model, tokenizer = options.load_model(flags)
-    from ..decoding.options import default_step
+    from ..decoding.options import default_chunk
     from ..generate import stream_generate
     from .progress import PromptProgress, shows_progress
 
@@ -36,7 +36,7 @@ def generate(**flags: Any) -> None:
     cache = options.saved_cache(model, flags)
     prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
     kept = options.generation_options(tokenizer, flags, cache)
-    chunk = kept["prefill_step_size"] or default_step(model)
+    chunk = kept["prefill_step_size"] or default_chunk(model)
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=chunk)
     responses = stream_generate(model, tokenizer, prompt, **kept, prompt_progress_callback=progress)
     figures = flags["verbose"] and not flags["quiet"]
@@ -60,7 +60,7 @@ def generate(**flags: Any) -> None:
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     """Encode the prompt, with the chat template if there is one."""
-    from ..cache.prompt_prefix import render
+    from ..checkpoint.chat_template import render
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange, option
 
-from ..cache.prompt_prefix import RESERVED_KEYS
+from ..checkpoint.chat_template import RESERVED_KEYS
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
 from .together import check_prompt, group, own_file
@@ -238,9 +239,9 @@ saved_cache_option = option(
 def continues_cache(flags: dict[str, Any]) -> None:
     """Read the end-of-text token and, unless --model is given, the model from --prompt-cache-file."""
     if flags["prompt_cache_file"] is not None:
-        from ..cache.file import saved_opening
+        from ..cache.file import saved_prefix
 
-        if prefix := saved_opening(own_file(flags["prompt_cache_file"])):
+        if prefix := saved_prefix(own_file(flags["prompt_cache_file"])):
             flags["model"], flags["eos_token"] = flags["model"] or prefix.model, prefix.eos_token
 
 
@@ -269,12 +270,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
-        from ..decoding.options import largest_step
+        from ..decoding.options import max_chunk
         from ..machine.memory import cache_limit
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     code = bool(flags.get("trust_remote_code"))
     path = checkpoint_path(flags["model"], code=code, flags=flags)  # a download shows its own progress
-    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or largest_step()
+    context, step = flags.get("max_context") or UNCHECKED, flags.get("prefill_step_size") or max_chunk()
     budget = Budget(context, step, cache_layout(flags), flags.get("ignore_memory", False))
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
@@ -320,13 +321,19 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     return cache
 
 
+def sampling_flags(flags: dict[str, Any]) -> list[str]:
+    """Return the names of the flags that are fields of `Sampling`."""
+    from ..decoding.sampling import Sampling
+
+    return [field.name for field in fields(Sampling) if field.name in flags]
+
+
 def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Return the keyword arguments of `stream_generate`; `cache` is a loaded cache or None."""
-    names = ("max_tokens", "max_context", "temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
-    names += ("min_tokens_to_keep", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
+    names = ("max_tokens", "max_context", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
     return {
-        **{name: flags[name] for name in names},
+        **{name: flags[name] for name in (*names, *sampling_flags(flags))},
         "check_memory": not flags["ignore_memory"],
         "prefill_step_size": flags["prefill_step_size"],
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],

@@ -16,9 +16,8 @@ from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
-# Flags for how, not what, the server decodes; flags that are defaults for fields of a request.
+# Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
-SAMPLING = ("temp", "top_p", "top_k", "min_p", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "seed")
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of generation_config.json
 
 
@@ -85,7 +84,11 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
-    given = [name for name in SAMPLING if ctx.get_parameter_source(name) != ParameterSource.DEFAULT]
+    given = [
+        name
+        for name in (*options.sampling_flags(flags), "seed")
+        if ctx.get_parameter_source(name) != ParameterSource.DEFAULT
+    ]
     settings = Settings(
         names=_names(flags["model"], flags["alias"]),
         host=flags["host"],
@@ -107,7 +110,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     if follows():
         follow(shared(_load(ctx, flags), settings))
     else:
-        run(lambda: _load(ctx, flags), settings, lambda site: _banner(site, flags))
+        run(lambda: _load(ctx, flags), settings, lambda service: _banner(service, flags))
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -151,15 +154,15 @@ def _advised(path: Path) -> dict[str, Any]:
     return {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
 
 
-def _banner(site: Any, flags: dict[str, Any]) -> None:
+def _banner(service: Any, flags: dict[str, Any]) -> None:
     """Print the server's address, its model and a request that works."""
     if flags["quiet"]:
         return
-    names, host = site.door, flags["host"]
+    names, host = service.info, flags["host"]
     address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
     click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)
-    if report := getattr(site.engine.served.model, "report", None):
+    if report := getattr(service.engine.served.model, "report", None):
         click.echo(str(report), err=True)
     click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

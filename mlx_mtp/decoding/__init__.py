@@ -1,1 +1,1 @@
-"""Decode with drafts: read the prompt, then draft, verify, accept and commit, cycle by cycle."""
+"""Decode one sequence: prefill, draft, verify, accept, repeat."""

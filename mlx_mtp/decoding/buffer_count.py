@@ -1,4 +1,4 @@
-"""Count the buffers that a process holds, which Metal limits as it limits bytes (`METAL_BUFFERS`)."""
+"""Count the buffers that a process holds; Metal limits their number (`METAL_BUFFERS`) as well as their bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ from ..layers.target import Target
 from .graph_memory import fill, graph_of, shaped
 from .replay import KEPT
 
-KEPT_SNAPSHOTS = 3  # of a chat session: each costs one copy of the wrapped windows
-CONVERSATION = 131_072  # tokens of the conversation that an estimate is for, unless the model is made for fewer
-LEAST_CHUNK = 32  # tokens of the shortest chunks into which the server cuts one, at turns
+KEPT_SNAPSHOTS = 3  # of a chat session; each costs one copy of the wrapped windows
+CONVERSATION = 131_072  # tokens of the conversation that is estimated, unless the model supports fewer
+LEAST_CHUNK = 32  # tokens of the shortest chunks in the server's prefix tree
 CONTEXT, VERIFIED = 8, 4  # positions and rows of the pass whose arrays are counted
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Numbers of buffers, by what holds them.
+    """Number of buffers, by owner.
 
-    caches: of one conversation, with as many arrays of hidden rows as may wait for the heads. snapshots: of a chat
-    session. recordings: constants of as many recorded cycles as one thread keeps.
-    prefixes: of the server's prefix tree.
+    caches: of one conversation, with pending hidden rows. snapshots: of a chat session. recordings: constants of the
+    cycles that one thread records. prefixes: the server's prefix tree.
     """
 
     weights: int = 0
@@ -39,38 +38,37 @@ class Buffers:
 
 
 def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffers:
-    """Count the buffers of a model with one conversation; nothing is computed.
+    """Return the number of buffers of a model with one conversation, computing nothing.
 
-    blank: an empty cache of the model, for its layout. tokens, chunk: of a conversation that a prefix tree holds in
-    chunks of so many tokens, each of which ends with a checkpoint.
+    blank: an empty cache of the model, for its layout. tokens, chunk: length of a conversation in a prefix tree, and
+    of its chunks, each of which ends with a checkpoint.
     """
     model = blank.model
     weights = _distinct(array for _, array in tree_flatten(model.parameters()))  # type: ignore[attr-defined]
-    if blank.is_mlx_lm:  # the prefix tree does not take its caches
+    if blank.is_mlx_lm:  # the prefix tree does not support its caches
         return Buffers(weights, caches=2 * len(model.layers))  # type: ignore[attr-defined]
     read, drafting = shaped(blank), blank.like_new()
     fill(model, drafting, CONTEXT, VERIFIED)  # type: ignore[arg-type]
     for cache in (read, drafting):
         cache.quantize_at(cache.quantizing.start if cache.quantizing else 0)
     rows = buffers(part for c in read.caches if has_rows(c) for part in c.parts)
-    waiting = [model.no_hidden()] if blank.heads else []  # type: ignore[attr-defined]
-    of_read, of_drafting = ([*cache.kept, *waiting, *_not_rows(cache)] for cache in (read, drafting))
+    pending = [model.no_hidden()] if blank.heads else []  # type: ignore[attr-defined]
+    of_read, of_drafting = (
+        [*cache.kept, *pending, *(part for c in cache.caches if not has_rows(c) for part in c.parts)]
+        for cache in (read, drafting)
+    )
     parts = [part for c in drafting.caches for part in c.parts]
     return Buffers(
         weights,
-        caches=_distinct([*drafting.kept, *parts]) + SPILL * len(waiting),
+        caches=_distinct([*drafting.kept, *parts]) + SPILL * len(pending),
         snapshots=KEPT_SNAPSHOTS * _distinct(of_drafting),
         recordings=KEPT * _constants(model, drafting),  # type: ignore[arg-type]
         prefixes=-(-tokens // chunk) * (rows + buffers(of_read)),
     )
 
 
-def _not_rows(cache: PromptCache) -> list[mx.array]:
-    return [part for c in cache.caches if not has_rows(c) for part in c.parts]
-
-
 def _constants(model: Target, cache: PromptCache) -> int:
-    """Count the constants in the graph of a pass, which each recorded cycle holds."""
+    """Return the number of constants in the graph of a pass, which each recorded cycle holds."""
     events = graph_of(model, cache, CONTEXT, VERIFIED)
     return sum(len(event["constants"]) for event in events if event["type"] == "constants")
 

@@ -1,16 +1,16 @@
-"""Time cycles from one's arrival to the next one's, without what the caller does between two tokens."""
+"""Measure the seconds of cycles, each from the previous arrival to its own, without the caller's time."""
 
 import time
 
-LEAST = 0.25  # share of its seconds that a cycle is said to have taken at least, however long the next was built
-HOST_BOUND = 0.05  # share of a cycle's seconds; a host that waits longer for the device is the faster of the two
-WAITED = 0.05  # share of a cycle's time that the host must have waited, for it to be the device's
+LEAST = 0.25  # minimum share of the measured seconds that `steady_seconds` returns
+HOST_BOUND = 0.05  # share of a cycle's seconds; with a longer wait the device, not the host, limits the speed
+WAITED = 0.05  # minimum share of a cycle's time spent waiting, for the time to be the device's
 
 
 class Clock:
-    """Times the cycles of one sequence, or of several that decode together.
+    """Measures the cycles of one sequence, or of several that decode together.
 
-    took: seconds of the last cycle, without the caller's. hidden: something else was computed since the last arrival.
+    took: seconds of the last cycle, without the caller's. hidden: other work was computed since the last arrival.
     """
 
     def __init__(self):
@@ -18,23 +18,23 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew: until now it was something else that took the time."""
+        """Start the next cycle's time now."""
         self._arrival = self._left = time.perf_counter()
         self._caller = 0.0
 
     def leave(self) -> None:
-        """Note that the caller goes on."""
+        """Start the caller's time: a token was yielded."""
         self._left = time.perf_counter()
 
     def resume(self) -> None:
-        """Note that the caller's own time is over."""
+        """End the caller's time."""
         self._caller += time.perf_counter() - self._left
 
     def arrived(self, waited: float, built: float, following: float | None, *, late: bool) -> float | None:
-        """Return the seconds of the cycle that has just arrived; None where other work or the caller hides them.
+        """Return the seconds of the cycle that has just arrived; None if other work or the caller's time hides them.
 
-        waited: for it. built: seconds that building it took; following: the next one, None if it is not built yet.
-        late: it was begun when the caller came back, so that it did not run in the caller's time.
+        waited: seconds that the host waited for it. built, following: seconds spent building this cycle and the next
+        one, None if that is not built. late: it was begun after the caller returned: their times do not overlap.
         """
         now = time.perf_counter()
         elapsed, caller, self._arrival, self._caller = now - self._arrival, self._caller, now, 0.0
@@ -43,14 +43,13 @@ class Clock:
         if hidden or (not late and waited < WAITED * elapsed and caller > WAITED * elapsed):
             return None
         seconds = self.took if late else elapsed
-        return seconds if following is None else among_its_like(seconds, waited, built, following)
+        return seconds if following is None else steady_seconds(seconds, waited, built, following)
 
 
-def among_its_like(seconds: float, waited: float, built: float, following: float) -> float:
-    """Estimate a cycle's seconds if the next one, built in its time, had taken as long to build as itself.
+def steady_seconds(seconds: float, waited: float, built: float, following: float) -> float:
+    """Estimate a cycle's seconds as if the next one, which was built during it, had taken as long to build as itself.
 
-    Without it a plain step between cycles that draft seems as slow as they are to build. A device that the host had
-    to wait for was busy all the time, and hides a quicker host.
+    Otherwise a plain cycle before one with drafts would seem slow. A wait for the device hides the time of building.
     """
     more = built - following
     if waited > HOST_BOUND * seconds:

@@ -18,6 +18,7 @@ from .agreement import Agreement
 from .clock import Clock
 from .drafters import drafters_of
 from .drafters.drafter import Frame
+from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
 from .replay import Compiled
@@ -25,36 +26,35 @@ from .run import NO_DRAFTS, Drafts, Run
 from .sampling import Picker
 from .stats import Stats
 from .step import propose, step, verify
-from .text import Text
 
-PROMPT = Plan()  # of the prompt's own run, which is no cycle
+PROMPT = Plan()  # plan of the run that chooses the first token after a prompt
 
 
 @dataclass
 class Flight:
-    """A cycle from when it is begun until its tokens have been shown. Its fields are known from some moment on:
+    """A cycle from its plan until its tokens are yielded. Each function sets the fields of its own phase.
 
-    planned    plan, matched (tokens that the text's own past knows), caught_up (rows that an idle drafter read for
-               it), before (the caches as its predecessor leaves them, once that has read).
-    begun      run, or with p_min the `drafts` that it will be made from; replayed; built (the host's seconds for it);
-               began_late (its predecessor's tokens had been read).
-    submitted  run, base (the position of its first row), after (the caches as it leaves them itself).
-    read       accepted, seconds. late: why its successor could not be built ahead, "" behind the prompt.
-    failed     MLX could not evaluate it.
+    begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
+             it. before: mark of the caches after the previous cycle. run: the step's result (with p_min `drafts`,
+             from which `submit` builds it). replayed: whether it was recorded. built: the host's seconds for it.
+             late: whether it was begun after the previous cycle was read.
+    submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
+    read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
+             cannot be built before this one is read; None if it can.
     """
 
     plan: Plan
     before: Mark
     matched: int = 0
-    caught_up: int = 0
+    prefilled: int = 0
     run: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
     after: Mark = field(init=False)
     base: int = field(init=False)
     accepted: int = 0
     replayed: bool = False
-    late: str | None = None
-    began_late: bool = False
+    late_reason: str | None = None
+    late: bool = False
     built: float = 0.0
     seconds: float | None = None
     failed: bool = False
@@ -65,17 +65,17 @@ class Flight:
 
 @dataclass
 class Decoder:
-    """The model, caches, sampling and settings that every cycle of one generation shares, and where it stands.
+    """The state of one generation: model, caches, sampling, settings, and its current cycles.
 
-    control: decides what a cycle does, and is told what each did.
-    chunk:   rows that an idle drafter reads at a time when it is needed again, and that a prompt is read in.
-    k, max_lookup: most drafts of the model's drafter in a cycle, and of the text's own past.
-    p_min:   least probability of a draft that is verified, in cycles whose plan says so.
-    compiled: replays cycles that were recorded; None: all are built.
-    drafters: who may draft, by the name in plans. clock: times the cycles.
-    text:    the tokens that the host has read.
-    ended:   the cycle under way is to be the last.
-    shown, rows: the cycle whose tokens are going out, and how many have. newest: the one submitted last.
+    control: plans each cycle and observes its outcome. drafters: by their names in plans.
+    chunk:   rows per prefill chunk, of prompts and of paused drafters.
+    k, max_lookup: maximum number of drafts in a cycle, from the model's drafter and from prompt lookup.
+    p_min:   minimum probability of a verified draft, in cycles whose plan has p_min.
+    compiled: the recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
+    history: the tokens that the host has read.
+    stopping: the current cycle is the last one.
+    emitting, emitted: the cycle whose tokens are being yielded, and the number already yielded. submitted: the cycle
+             submitted last.
     """
 
     model: Target
@@ -88,148 +88,146 @@ class Decoder:
     max_lookup: int = 0
     p_min: float = 0.0
     compiled: Compiled | None = None
-    text: Text = field(default_factory=Text)
-    ended: bool = False
-    shown: Flight = field(init=False)
-    newest: Flight = field(init=False)
-    rows: int = 0
+    history: TokenHistory = field(default_factory=TokenHistory)
+    stopping: bool = False
+    emitting: Flight = field(init=False)
+    submitted: Flight = field(init=False)
+    emitted: int = 0
 
     def __post_init__(self):
         self.fallback, self.clock = Fallback(self.model), Clock()
         self.drafters = drafters_of(self.model, self.max_lookup)
 
     @property
-    def behind(self) -> int:
-        """Rows that the model's drafter has to read before it drafts again."""
+    def pending_rows(self) -> int:
+        """Number of rows that the model's drafter must read before it drafts again."""
         drafter = next((d for d in self.drafters.values() if d.in_step), None)
         return drafter.behind(self.cache) if drafter else 0
 
 
-def read_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
-    """Read the prompt and submit the choice of the first token, as the first of all cycles."""
+def prefill_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
+    """Prefill the prompt and submit the run that chooses the first token; return that run as the first `Flight`."""
     cache = d.cache
     cache.begin(cache.offset + len(prompt))
-    hidden = prefill(d.model, cache, prompt, heads=d.k > 0, step=d.chunk, progress=progress)
-    return follow(d, partial(first_run, d.model, cache, hidden, d.picker))
+    hidden = prefill(d.model, cache, prompt, heads=d.k > 0, chunk=d.chunk, progress=progress)
+    return submit_first(d, partial(first_run, d.model, cache, hidden, d.picker))
 
 
-def follow(d: Decoder, build: Callable[[], Run]) -> Flight:
-    """Submit the choice of a token, the first of all cycles; the cache, at rest, holds all before that token.
+def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
+    """Submit the run that chooses a generation's first token; return it as a `Flight`.
 
-    build: makes the run of one row that has chosen it, without kernels that are refused when it is called again.
+    The cache is at rest and contains every earlier token. choose: builds the run, of one row. It is called again,
+    with the refused kernels switched off, if a kernel is refused or the graph fails.
     """
     cache = d.cache
-    d.text = Text(cache.tokens)
+    d.history = TokenHistory(cache.tokens)
     while True:
         try:
-            run = build()
+            run = choose()
             agree(d)
             start(d, run)
             break
         except TROUBLE as e:
-            give_way(d, e)
+            disable_kernels(d, e)
     cache.pop_row()
     first = Flight(PROMPT, cache.mark())
     first.run, first.base = run, cache.offset - 1
-    d.shown, d.rows, d.newest = first, 1, first
+    d.emitting, d.emitted, d.submitted = first, 1, first
     return first
 
 
-def builds_ahead(d: Decoder, flight: Flight) -> bool:
-    """Tell whether the cycle after this one can be built before this one's tokens are read; note why if it cannot."""
-    if flight.plan is PROMPT:  # its token goes out first, before the heads read the prompt
-        flight.late = ""
+def can_build_ahead(d: Decoder, flight: Flight) -> bool:
+    """Return whether the next cycle can be built before this one is read; set `late_reason` if it cannot."""
+    if flight.plan is PROMPT:  # the first token is yielded before the heads prefill the prompt
+        flight.late_reason = ""
     elif d.picker.processors:
-        flight.late = "logits processors"
+        flight.late_reason = "logits processors"
     else:
-        flight.late = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup))
-    return flight.late is None
+        flight.late_reason = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup))
+    return flight.late_reason is None
 
 
-def begin(d: Decoder, last: Flight, most: float = float("inf")) -> Flight:
-    """Plan the cycle after `last`, with at most `most` drafts, and build its graph, or replay it."""
+def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
+    """Plan the cycle after `last`, with at most `max_drafts` drafts, and build or replay its step, unevaluated."""
     tic = perf_counter()
-    new, cache = _planned(d, last, most), d.cache
-    frame, take = prepare(d, last, new.plan, d.compiled)
-    before = new.plan.k and not frame.drafter  # its drafter drafts before the step
-    guesses = d.drafters[new.plan.source].propose(frame, last.run, new.plan.k) if before else NO_DRAFTS
+    new, cache = _plan(d, last, max_drafts), d.cache
+    frame, replay = prepare(d, last, new.plan, d.compiled)
+    early = new.plan.k and not frame.drafter  # this drafter drafts before the step
+    drafts = d.drafters[new.plan.source].propose(frame, last.run, new.plan.k) if early else NO_DRAFTS
     if new.plan.p_min:
-        new.drafts = propose(frame, last.run, cache.unload(), guesses)
+        new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        new.run, arrays = (take or partial(step, frame))(last.run.given, cache.unload(), guesses)
-        if take:
+        new.run, arrays = (replay or partial(step, frame))(last.run.given, cache.unload(), drafts)
+        if replay:
             limit = last.base + last.run.size
             cache.load(arrays, limit + new.run.size, limit)
-    new.replayed, new.built = take is not None, perf_counter() - tic
+    new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
 
 def _frame(d: Decoder, last: Flight, new: Plan) -> Frame:
     drafter = d.drafters[new.source] if new.k else None
     in_step = drafter if drafter and drafter.in_step else None
-    return Frame(d.model, d.cache, new, in_step, (Single(d.picker, d.text, last.base),), last.base)
+    return Frame(d.model, d.cache, new, in_step, (Single(d.picker, d.history, last.base),), last.base)
 
 
-def _planned(d: Decoder, last: Flight, most: float) -> Flight:
-    """Ask the control for a plan, and let an idle drafter that is to draft read what it has missed."""
+def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
+    """Return the cycle after `last` with its plan; prefill a paused drafter that the plan resumes."""
     cache, base = d.cache, last.base
-    matched = d.text.matched() if d.max_lookup else 0
-    plan = d.control.plan(matched, d.behind)
-    if most < plan.k:
-        plan = replace(plan, k=int(most)) if most else Plan()
+    matched = d.history.matched() if d.max_lookup else 0
+    plan = d.control.plan(matched, d.pending_rows)
+    if max_drafts < plan.k:
+        plan = replace(plan, k=int(max_drafts)) if max_drafts else Plan()
     if not plan.k or cache.live or not (drafter := d.drafters[plan.source]).in_step:
         return Flight(plan, last.after, matched)
-    behind = drafter.behind(cache)
-    drafter.read(d.model, cache, d.text.tokens, base - behind, base, step=d.chunk)
-    return Flight(plan, cache.mark(), matched, behind)
+    rows = drafter.behind(cache)
+    drafter.read(d.model, cache, d.history.tokens, base - rows, base, step=d.chunk)
+    return Flight(plan, cache.mark(), matched, rows)
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Bring the caches to where the step begins; return its frame, and what replays it if it is recorded."""
+    """Move the caches to the start of the next step; return its frame, and the recorded step or None."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
-        cache.wake(base)
+        cache.resume_heads(base)
     else:
-        cache.idle(base)
-    take = compiled.find(frame, run.size, d.stats) if compiled else None
-    if plan.k or take:
+        cache.pause_heads(base)
+    replay = compiled.find(frame, run.size, d.stats) if compiled else None
+    if plan.k or replay:
         cache.to_device()
     elif run.size == 1:
         cache.to_host(base + 1)
-    return frame, take
+    return frame, replay
 
 
 def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
-    """Wait for a cycle; return its right tokens, of which `flight.accepted` are drafts. ahead: the next cycle."""
+    """Wait for a cycle; return its accepted drafts and the token after them. ahead: the next cycle, if built."""
     tic, stats, clock = perf_counter(), d.stats, d.clock
     ((tokens, flight.accepted),) = evaluated(flight.run.read)
     waited = perf_counter() - tic
     if flight.plan is PROMPT:
-        stats.begins()
+        stats.note_first_token()
         clock.restart()
     else:
         clock.hidden = clock.hidden or stats.crowded
         following = ahead.built if ahead else None
-        flight.seconds = clock.arrived(waited, flight.built, following, late=flight.began_late)
-        stats.counts(flight.run.size - 1, flight.accepted, flight.plan.source)
-        stats.spends(clock.took, waited)
-    stats.replays(flight.replayed)
-    d.text.extend(tokens)
+        flight.seconds = clock.arrived(waited, flight.built, following, late=flight.late)
+        stats.count_cycle(flight.run.size - 1, flight.accepted, flight.plan.source)
+        stats.add_time(clock.took, waited)
+    stats.count_replays(flight.replayed)
+    d.history.extend(tokens)
     return tokens
 
 
 def submit(d: Decoder, last: Flight, new: Flight) -> None:
-    """Start computing `new`, now that it is known which rows of the cycle before are right.
-
-    Keys and values are written in place: nothing else may refer to them from here on.
-    """
-    if d.shown is not last:
-        d.shown, d.rows = last, 0
+    """Start computing `new`, the cycle after `last`, whose tokens have been read."""
+    if d.emitting is not last:
+        d.emitting, d.emitted = last, 0
     if new.plan.p_min:
-        new.run = verify(_frame(d, last, new.plan), last.run, _sure(d, last, new))
+        new.run = verify(_frame(d, last, new.plan), last.run, _confident(d, last, new))
     agree(d)
-    d.newest = new
-    last.after.release()
+    d.submitted = new
+    last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
     start(d, new.run)
     if not d.cache.live:
@@ -240,55 +238,52 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     new.after = d.cache.mark()
 
 
-def _sure(d: Decoder, last: Flight, new: Flight) -> Drafts:
-    """Evaluate a cycle's drafts, which writes the drafter's caches; return the first ones that it is sure of."""
+def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:
+    """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one."""
     if refused := newly_refused():
         raise refused
-    d.newest = new
+    d.submitted = new
     last.after.release()
     new.before.release()
     tic = perf_counter()
     count = evaluated(new.drafts.sure, d.p_min)
-    d.stats.spends(0.0, perf_counter() - tic)
-    new.before.caches = d.cache.mark().caches  # held again until the verify of them is submitted
+    d.stats.add_time(0.0, perf_counter() - tic)
+    new.before.caches = d.cache.mark().caches  # kept until the verify is submitted
     return new.drafts.first(count)
 
 
 def agree(d: Decoder) -> None:
-    """Run the kernels that a graph, about to be started, launches for the first time; agree with other ranks on it.
-
-    Raises KernelRefused, on every rank, where one is refused.
-    """
+    """Run kernels that the next graph launches first; raise KernelRefused, on every rank, if any rank refuses one."""
     refused = newly_refused()
     if isinstance(d.control, Agreement):
-        d.control.meet(d.text, d.behind, refused)
-        d.ended = d.control.ended
+        d.control.meet(d.history, d.pending_rows, refused)
+        d.stopping = d.control.stopping
     elif refused:
         raise refused
 
 
 def start(d: Decoder, run: Run) -> None:
-    """Hand a run's graph to the device, with all that the next one builds on."""
+    """Submit a run's graph, with the cache arrays that the next graph reads, to the device."""
     if d.stats.phases:
         evaluated(d.stats.time_phases, run)
     evaluated(mx.async_eval, run.packed, run.logprobs, *d.cache.arrays)
 
 
-def give_way(d: Decoder, error: Trouble) -> None:
-    """Switch off the kernels to blame for an error, on every rank; raise it where there are none."""
+def disable_kernels(d: Decoder, error: Trouble) -> None:
+    """Switch off, on every rank, the kernels that caused an error; raise the error if there are none."""
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
-            d.control.meet(d.text, d.behind, error)
-    d.fallback.take(error, len(d.text.tokens))
+            d.control.meet(d.history, d.pending_rows, error)
+    d.fallback.take(error, len(d.history.tokens))
 
 
-def learn(d: Decoder, flight: Flight) -> None:
-    """Tell the control what a cycle did; when the next one is under way, for nobody waits for it."""
+def observe(d: Decoder, flight: Flight) -> None:
+    """Report a cycle's outcome to the control. Call it after the next submit, so that the device does not wait."""
     seconds = flight.seconds
     if d.compiled:
         seconds = d.compiled.observe(flight.plan, flight.run.size, flight.replayed, seconds)
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
-        d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.caught_up, flight.matched))
+        d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.prefilled, flight.matched))
     if isinstance(d.control, (Controller, Agreement)):
-        d.stats.pauses(d.control.paused)
+        d.stats.note_pause(d.control.paused)

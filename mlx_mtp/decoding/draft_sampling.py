@@ -1,11 +1,11 @@
-"""Choose what a drafter drafts: its likeliest token, or at a temperature a draw from its distribution.
+"""Choose a drafter's tokens: the likeliest one, or at a temperature a draw from its distribution.
 
-greedy:    its likeliest token d, kept with the target's probability of it, p(d).
-coupled:   a draw from its distribution q, filtered as the target's is, with the noise of the target's own draw at
-           that position (`gumbel_max`); kept where both give the same token. The text is the target's own draws, so
-           a seed gives the same one whatever was drafted.
+greedy:    the likeliest token d, which is accepted with the target's probability of it, p(d).
+coupled:   a draw from the drafter's distribution, filtered like the target's, with the noise of the target's own draw
+           at that position (`gumbel_max`); accepted if both draws give the same token. The output is always the
+           target's own draws, so that a seed gives the same tokens with any drafts.
 
-Drafts of a user's own sampler, and at temperature 0, are greedy. Processors change the target's rows only.
+With a user's sampler, and at temperature 0, drafts are greedy. Processors change the target's rows only.
 """
 
 from dataclasses import dataclass
@@ -20,43 +20,35 @@ from .sampling import Picker, Sampling, key_at, whole_row
 
 
 class Choice(NamedTuple):
-    """A token of each sequence, int32 [n, 1]; where asked for, the drafter's probability of it, float32 [n, 1]."""
+    """A drafted token of each sequence, int32 [n, 1]; its probability, float32 [n, 1], if requested."""
 
     token: mx.array
     confidence: mx.array | None = None
 
 
 class HeadOutput(NamedTuple):
-    """What the MTP head of `depth` gave for each sequence's next token, [n, 1, H] before its norm."""
+    """The output row of the MTP head of `depth` for each sequence's next token, [n, 1, H] before its norm."""
 
     model: Target
     depth: int
     rows: mx.array
 
-    def of(self, sequence: int) -> "HeadOutput":
-        """What it gave for one of the sequences."""
-        return self._replace(rows=self.rows[sequence : sequence + 1])
-
     def likeliest(self) -> mx.array:
-        """Choose the likeliest tokens, int32 [n, 1]."""
+        """Return the likeliest tokens, int32 [n, 1]."""
         return self.token(self.model.draft_choice(self.depth, self.rows)).astype(mx.int32)
 
-    def choice(self) -> Rows | None:
-        """Return what chooses among the logits' numbers without logits; None where they must be computed."""
-        return self.model.draft_rows(self.depth, self.rows)
-
     def logits(self) -> mx.array:
-        """Compute logits [n, V], -infinity for tokens that the head does not know."""
+        """Return logits [n, V], -infinity for tokens outside the head's vocabulary."""
         logits = self.model.draft_logits(self.depth, self.rows)[:, 0]
         tokens = self.known(logits.shape[-1])
         return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
 
     def token(self, number: mx.array) -> mx.array:
-        """Translate numbers of the head's logits to the target's tokens."""
+        """Translate indices in the head's vocabulary to the target's token ids."""
         return self.model.mtp[self.depth].token(number)
 
     def known(self, n: int) -> mx.array | None:
-        """List the tokens that n of its logits stand for; None where those are their numbers."""
+        """Return the target's token ids of the head's first n logits; None if they are 0..n-1."""
         numbers = mx.arange(n)
         tokens = self.token(numbers)
         return None if tokens is numbers else tokens
@@ -64,10 +56,10 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftChooser:
-    """How a draft of one sequence is chosen from an MTP head's output.
+    """Chooses one sequence's drafts from an MTP head's output.
 
-    mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: give it with each
-    token; a coupled draw of temperature alone then needs the head's logits, and no kernel for its LM head is used.
+    mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: return each token's
+    probability. A coupled draw by temperature alone then needs the head's logits instead of the LM head's kernel.
     """
 
     mode: str
@@ -77,28 +69,28 @@ class DraftChooser:
 
     @classmethod
     def of(cls, picker: Picker, *, confidence: bool = False) -> "DraftChooser":
-        """Make the chooser that suits how the target's tokens are chosen."""
+        """Return the chooser for a sequence whose target's tokens are chosen by `picker`."""
         draws = picker.sampler is None and not picker.options.greedy
         return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)
 
     @property
     def likeliest(self) -> bool:
-        """Whether it takes the likeliest token, and no more is asked."""
+        """Whether it returns the likeliest token, without its probability."""
         return self.mode == "greedy" and not self.confidence
 
     def __call__(self, output: HeadOutput, position: mx.array) -> Choice:
-        """Draft the token at `position`, int32 [1]; the output is one sequence's."""
+        """Return the draft for `position`, int32 [1]; `output` has one sequence."""
         if self.likeliest:
             return Choice(output.likeliest())
-        rows = output.choice()
+        rows = output.model.draft_rows(output.depth, output.rows)  # None without a kernel of its LM head
         choice = None if rows is None else self._without_logits(rows, output, position)
         return choice or self.from_logits(output.logits(), position)
 
     def _without_logits(self, rows: Rows, output: HeadOutput, position: mx.array) -> Choice | None:
-        """Choose by the LM head's kernel; None where that cannot."""
+        """Return the draft that the LM head's kernel chooses; None if the kernel does not support these options."""
         size = rows.head.module.weight.shape[0]
         if self.mode == "coupled" and self.options.unfiltered:
-            # The kernel's noise is that of the rows of its weights.
+            # The kernel draws noise per row of its weights: equal to the target's only for the same vocabulary.
             plain = not self.confidence and output.known(size) is None
             return Choice(rows.draw(self.key, position, self.options.temp)[:, None]) if plain else None
         n = 1 if self.mode == "greedy" else min(self.options.top, size)
@@ -114,7 +106,7 @@ class DraftChooser:
         return Choice(token.astype(mx.int32), chance)
 
     def from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """Choose from logits [1, V] in the target's vocabulary."""
+        """Return the draft for `position` from logits [1, V] in the target's vocabulary."""
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = self.mode == "greedy"
         token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))
@@ -124,33 +116,32 @@ class DraftChooser:
 
 
 class Choosers:
-    """How the drafts of each sequence of a step are chosen; those that are only likeliest, all at once."""
+    """Chooses the drafts of all sequences of a step; the greedy ones in one operation."""
 
     def __init__(self, members: Members, *, confidence: bool = False):
         self.n = len(members)
         every = {i: DraftChooser.of(m.picker, confidence=confidence) for i, m in enumerate(members) if m is not None}
-        self.own = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
+        self.drawn = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
 
     def __call__(self, output: HeadOutput, position: mx.array) -> Choice:
-        """Draft each sequence's token at its `position`, int32 [n]."""
-        if not self.own:
+        """Return each sequence's draft for its `position`, int32 [n]."""
+        if not self.drawn:
             return Choice(output.likeliest())
         if self.n == 1:
-            return self.own[0](output, position)
+            return self.drawn[0](output, position)
         likeliest = mx.split(output.likeliest(), self.n)
-        each = [Choice(token, mx.zeros((1, 1))) for token in likeliest]  # of a free slot, which is sure of nothing
-        for i, chooser in self.own.items():
-            each[i] = chooser(output.of(i), position[i : i + 1])
+        each = [Choice(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
+        for i, chooser in self.drawn.items():
+            each[i] = chooser(output._replace(rows=output.rows[i : i + 1]), position[i : i + 1])
         tokens = mx.concatenate([choice.token for choice in each])
         chances = [choice.confidence for choice in each if choice.confidence is not None]
         return Choice(tokens, mx.concatenate(chances) if len(chances) == self.n else None)
 
 
 def joined(choices: list[Choice]) -> tuple[mx.array | None, mx.array | None]:
-    """Put a depth's choices beside the next one's: tokens [n, k], and confidence."""
+    """Concatenate the choices of all depths: tokens [n, k], and confidence [n, k] or None."""
     if not choices:
         return None, None
+    tokens = mx.concatenate([choice.token for choice in choices], axis=1)
     chances = [choice.confidence for choice in choices if choice.confidence is not None]
-    return mx.concatenate([choice.token for choice in choices], axis=1), mx.concatenate(
-        chances, axis=1
-    ) if chances else None
+    return tokens, mx.concatenate(chances, axis=1) if chances else None

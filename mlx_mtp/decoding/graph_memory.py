@@ -1,4 +1,4 @@
-"""Estimate what a model holds in memory from the shapes of its caches and its graph, reading nothing."""
+"""Estimate the memory of a model's caches and passes from shapes alone; no weights are read."""
 
 import math
 from collections import Counter, deque
@@ -14,64 +14,57 @@ from ..kernels import KernelRefused
 from ..layers.target import Target
 from .drafters import drafter_of
 
-# Primitives whose output is a view of their first input, or is written into it.
+# Primitives whose output is a view of their first input, or is written into its buffer.
 VIEWS = {
     *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "Contiguous", "ExpandDims", "Flatten", "Reshape", "Slice"),
     *("DynamicSlice", "DynamicSliceUpdate", "ScatterAxis", "SliceUpdate", "Split", "Squeeze", "StopGradient"),
     *("Transpose", "Unflatten", "View"),
 }
-# Those that may write their output over an input that nothing else reads.
+# Primitives that can write their output over an input that no other operation reads.
 IN_PLACE = {
     *("Abs", "Add", "AsType", "Compiled", "Cos", "Divide", "Exp", "Log", "Maximum", "Minimum", "Multiply"),
     *("Negative", "RMSNorm", "RoPE", "Rsqrt", "Select", "Sigmoid", "Sin", "Softmax", "Sqrt", "Square", "Subtract"),
     "Tanh",
 }
-LAG = 32  # operations that MLX has submitted and not done: what they read is still held
+LAG = 32  # submitted operations that have not finished: their inputs are still held
 
 
 def nbytes(tree: Any) -> int:
-    """Count the bytes of a tree's arrays, each once."""
+    """Return the bytes of a tree's arrays, each counted once."""
     arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
     return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
 def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Give an empty cache the buffers that it has at `context` positions, when `rows` rows are verified at a time.
-
-    Returns the bytes of one of the target's hidden rows.
-    """
+    """Fill an empty cache, unevaluated, as at `context` positions in cycles of `rows` rows; return a row's bytes."""
     cache.reserve(context)
-    read = max(1, len(cache.heads))  # the last depth's first row is there
+    read = max(1, len(cache.heads))  # rows, so that the last depth reads one
     hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
     if not cache.is_mlx_lm:
         if cache.heads:
             cache.push(hidden)
-            _read(model, cache, read)
+            _prefill_drafter(model, cache, read)
         cache.to_device()
         model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
     return hidden.nbytes // hidden.shape[1]
 
 
 def shaped(blank: PromptCache) -> PromptCache:
-    """Return a cache of the layout of an empty one that holds a few tokens at rest; none of its arrays is computed.
-
-    All heads have read a row, so that the cache has every array that a longer conversation has.
-    """
+    """Return a cache of an empty one's layout with a few tokens, unevaluated, and all arrays of a conversation."""
     model: Any = blank.model
     cache, rows = blank.like_new(), len(blank.heads) + 2
     cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
-    _read(model, cache, rows)
+    _prefill_drafter(model, cache, rows)
     return cache
 
 
-def _read(model: Target, cache: PromptCache, rows: int) -> None:
-    """Let what drafts for the model, if anything does, read the first rows, which wait in the backlog."""
+def _prefill_drafter(model: Target, cache: PromptCache, rows: int) -> None:
     if drafter := drafter_of(model):
         drafter.read(model, cache, [0] * (rows + 1), 0, rows, step=rows)
 
 
 def plain_nbytes(cache: Any, context: int) -> int:
-    """Count the bytes of one of mlx-lm's own caches, or of all within it, which hold something, at `context`."""
+    """Return the bytes that one of mlx-lm's caches, which contains some tokens, has at `context` positions."""
     if hasattr(cache, "caches"):
         return sum(plain_nbytes(c, context) for c in cache.caches)
     if getattr(cache, "keys", None) is None:
@@ -81,18 +74,14 @@ def plain_nbytes(cache: Any, context: int) -> int:
 
 
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Estimate the bytes that reading the last `rows` of `context` positions holds beside weights and caches.
-
-    Arguments are those of `graph_of`. 0 where MLX cannot export the model's graph.
-    """
+    """Estimate the bytes of temporary arrays in the graph of `graph_of`; 0 if MLX cannot export it."""
     return peak(graph_of(model, cache, context, rows))
 
 
 def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list[dict]:
-    """Export the graph that reads the last `rows` of `context` positions, computing nothing; [] where MLX cannot.
+    """Return the exported graph that prefills the last `rows` of `context` positions; [] if MLX cannot export it.
 
-    cache: one that was filled for that context; what it holds is not changed. mlx-lm's own caches are taken to be
-    empty.
+    Nothing is computed. cache: filled for that context; its contents do not change. mlx-lm's caches count as empty.
     """
     kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
     states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not c.is_mlx_lm]
@@ -122,7 +111,7 @@ def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list
 
 
 def peak(events: list[dict]) -> int:
-    """Find the most bytes held at once while an exported graph's operations run in order, inputs not counted."""
+    """Return the maximum bytes held at once while an exported graph runs in order, without its inputs."""
     operations, kept = _operations(events)
     left = Counter(chain(kept, *(reads for _, reads, _ in operations)))
     held: dict[str, int] = {}
@@ -133,7 +122,7 @@ def peak(events: list[dict]) -> int:
             left[array] -= 1
         freed = [held.pop(array) for array in {*reads} & held.keys() if not left[array]]
         if name in IN_PLACE and len(makes) == 1 and max(freed, default=0) >= sum(makes.values()):
-            makes = dict.fromkeys(makes, max(freed))  # it takes that buffer over
+            makes = dict.fromkeys(makes, max(freed))  # it reuses that buffer
             now -= max(freed)
             freed.remove(max(freed))
         held |= {array: size for array, size in makes.items() if left[array]}
@@ -145,21 +134,21 @@ def peak(events: list[dict]) -> int:
 
 
 def _operations(events: list[dict]) -> tuple[list[tuple[str, list[str], dict[str, int]]], list[str]]:
-    """List an exported graph's operations: name, arrays that it reads, bytes of those that it makes.
+    """Return an exported graph's operations, as (name, inputs, bytes by output), and the graph's outputs.
 
-    And the arrays that are left at the end. Views are not made; who reads one reads the array behind it.
+    A view has no bytes: an operation that reads it reads the array that it is a view of.
     """
-    behind: dict[str, str] = {}
+    base: dict[str, str] = {}
     operations: list[Any] = []
     kept: list[str] = []
     for event in events:
         if event["type"] == "outputs":
             kept = [name for name, *_ in event["outputs"]]
         elif event["type"] == "primitive":
-            reads = [behind.get(name, name) for name, *_ in event["inputs"]]
+            reads = [base.get(name, name) for name, *_ in event["inputs"]]
             makes = {name: math.prod(shape) * dtype.size for name, shape, dtype in event["outputs"]}
             if reads and event["name"] in VIEWS:
-                behind |= dict.fromkeys(makes, reads[0])
+                base |= dict.fromkeys(makes, reads[0])
                 makes = {}
             operations.append((event["name"], reads, makes))
-    return operations, [behind.get(name, name) for name in kept]
+    return operations, [base.get(name, name) for name in kept]

@@ -1,15 +1,14 @@
-"""Decode in cycles: draft, verify, accept, commit. Plain decoding is the same loop with k = 0 drafts.
+"""Decode in cycles: draft, verify, accept. Plain decoding is the same loop with 0 drafts per cycle.
 
-One cycle is one graph of one step (`step.py`). While it runs the next one is built on top of its arrays; when its
-tokens have arrived (the cycle's one device-to-host read, but where the heads' confidence is read, too) the next is
-submitted, so that every cache write finds its buffer free and happens in place:
+The host builds cycle N+1 on the unevaluated arrays of cycle N while the device computes N. It submits N+1 only after
+it has read N's tokens, so that no pending work refers to the cache buffers and every write happens in place:
 
-    host    | begin 2      | read 1, submit 2 | learn, yield 1, begin 3      | read 2, submit 3 | ...
-    device  | cycle 1 ─────┤                  | cycle 2 ─────────────────────┤                  | cycle 3 ── ...
+    host    begin N+1 | read N (waits), submit N+1 | observe N, yield N's tokens, begin N+2 | read N+1, submit N+2 ...
+    device  N ─────────────────┤                   N+1 ──────────────────────────────────────────┤             N+2 ...
 
-Where the next one needs those tokens (processors do) it is built when they are out. What a cycle accepted stays on
-the device: the next cycle's shapes do not depend on it. How many tokens that one drafts was decided before, from the
-cycles that had ended by then.
+The read is the only wait of a cycle, except with p_min, where `submit` also reads the confidence of the drafts. The
+accepted count stays on the device: shapes do not depend on it. The plan of N+1 is made before N is read. A cycle
+whose logits processors need N's tokens is begun after they are yielded.
 """
 
 from collections.abc import Callable, Collection, Generator
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection, Generator
 import mlx.core as mx
 
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, builds_ahead, learn, read, read_prompt, submit
+from .cycle import Decoder, Flight, begin, can_build_ahead, observe, prefill_prompt, read, submit
 from .prefill import test_heads
 from .recovery import resume, settle
 
@@ -31,14 +30,14 @@ def decode(
     stop_tokens: Collection[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Generator[Yielded, None, None]:
-    """Yield (token, its logprobs [V] or None, whether it was drafted) until a limit or a stop token.
+    """Yield (token, its logprobs [V] or None, whether it was drafted) until max_tokens or a stop token.
 
-    However it ends, the cache then holds all tokens but the last one yielded.
+    At the end, also after `close()`, the cache contains every token but the last one yielded.
     """
     if d.k:
         test_heads(d.model)
     d.stats.start()
-    first = read_prompt(d, prompt, progress)
+    first = prefill_prompt(d, prompt, progress)
     try:
         yield from cycles(d, first, max_tokens, stop_tokens)
     finally:
@@ -46,87 +45,86 @@ def decode(
 
 
 def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
-    """Yield the tokens of a cycle that is under way and of those after it; left < 0 means no limit."""
+    """Yield the tokens of a submitted cycle and of the cycles after it, at most `left` tokens (-1: no limit)."""
     while left != 0:
         try:
-            ahead, (tokens, over) = _advance(d, cycle, left, stop_tokens)
-        except GraphFailed as e:  # none of its tokens has been shown
-            d.newest.failed = True
-            cycle = _resumed(d, e)
+            ahead, tokens, done = _advance(d, cycle, left, stop_tokens)
+        except GraphFailed as e:  # none of its tokens has been yielded
+            d.submitted.failed = True
+            cycle = _restart(d, e)
             continue
-        learn(d, cycle)
+        observe(d, cycle)
         for i, token in enumerate(tokens):
-            d.shown, d.rows = cycle, i + 1
-            d.stats.yields()
+            d.emitting, d.emitted = cycle, i + 1
+            d.stats.count_token()
             d.clock.leave()
             yield token, cycle.run.logprobs_of(i), i < cycle.accepted
             d.clock.resume()
-        if over:
+        if done:
             return
-        cycle, left = following(d, cycle, ahead), left - len(tokens)
+        cycle, left = next_cycle(d, cycle, ahead), left - len(tokens)
 
 
 def _advance(
     d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]
-) -> tuple[Flight | Trouble | None, tuple[list[int], bool]]:
-    """Build the cycle after this one, read this one's tokens and submit that one.
+) -> tuple[Flight | Trouble | None, list[int], bool]:
+    """Build the next cycle, read this one and submit the next.
 
-    Returns it, None where it cannot be built yet, or why it failed; and the tokens, and whether they are the last.
+    Returns the next cycle, None if it cannot be built yet, or the error that prevented it; this cycle's tokens, cut
+    at a stop token or at `left`; and whether they are the last.
     """
     ahead: Flight | Trouble | None = None
     try:
-        ahead = begin(d, cycle) if builds_ahead(d, cycle) and not d.ended else None  # the device is busy meanwhile
+        ahead = begin(d, cycle) if can_build_ahead(d, cycle) and not d.stopping else None  # the device is busy
     except KernelRefused as e:
         ahead = e
     built = ahead if isinstance(ahead, Flight) else None
-    tokens, over = _cut(read(d, cycle, built), left, stop_tokens)  # the one wait
-    over = over or d.ended
+    tokens, done = _cut(read(d, cycle, built), left, stop_tokens)
+    done = done or d.stopping
     try:
-        if isinstance(ahead, Flight) and not over:
-            submit(d, cycle, ahead)
+        if built and not done:
+            submit(d, cycle, built)
     except TROUBLE as e:
-        ahead, d.newest.failed = e, isinstance(e, GraphFailed)
-    return ahead, (tokens, over)
-
-
-def following(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
-    """Return the cycle after this one, whose tokens are out: what was built ahead, or a new one."""
-    if isinstance(ahead, TROUBLE):
-        return _resumed(d, ahead)
-    try:
-        return ahead or _submit_late(d, cycle)
-    except TROUBLE as e:
-        d.newest.failed = isinstance(e, GraphFailed)
-        return _resumed(d, e)
-
-
-def _resumed(d: Decoder, error: Trouble) -> Flight:
-    """Go on without the kernels to blame for an error; return the cycle whose tokens come next."""
-    while True:
-        try:
-            first = resume(d, error)
-            return _submit_late(d, first) if len(d.text.tokens) > first.base + 1 else first
-        except TROUBLE as e:
-            error, d.newest.failed = e, isinstance(e, GraphFailed)
+        ahead, d.submitted.failed = e, isinstance(e, GraphFailed)
+    return ahead, tokens, done
 
 
 def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[list[int], bool]:
-    """Cut a cycle's tokens to what may be shown, and tell whether it is the last; left < 0 means no limit."""
-    for i, token in enumerate(tokens, 1):
-        if token in stop_tokens or i == left:
-            return tokens[:i], True
-    return tokens, False
+    """Return a cycle's tokens up to a stop token or `left` of them, and whether they are the last."""
+    end = next((i for i, token in enumerate(tokens, 1) if token in stop_tokens or i == left), None)
+    return tokens[:end], end is not None
+
+
+def next_cycle(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
+    """Return the submitted cycle after this one: the one built ahead, or a new one if there is none or it failed."""
+    if isinstance(ahead, TROUBLE):
+        return _restart(d, ahead)
+    try:
+        return ahead or _submit_late(d, cycle)
+    except TROUBLE as e:
+        d.submitted.failed = isinstance(e, GraphFailed)
+        return _restart(d, e)
+
+
+def _restart(d: Decoder, error: Trouble) -> Flight:
+    """Resume without the kernels that caused an error; return the submitted cycle whose tokens are next."""
+    while True:
+        try:
+            first = resume(d, error)
+            return _submit_late(d, first) if len(d.history.tokens) > first.base + 1 else first
+        except TROUBLE as e:
+            error, d.submitted.failed = e, isinstance(e, GraphFailed)
 
 
 def _submit_late(d: Decoder, last: Flight) -> Flight:
-    """Build and submit the cycle after `last` when the tokens of that one are out, and its caches can be changed."""
-    if last.late:
-        d.stats.built_late[last.late] += 1
+    """Build and submit the cycle after `last`, whose tokens were yielded; first quantize caches that are due."""
+    if last.late_reason:
+        d.stats.built_late[last.late_reason] += 1
     position = last.base + last.accepted + 1
     d.cache.quantize_at(position)
     last.after.release()
     last.after = d.cache.mark()
     new = begin(d, last, d.cache.room(position) - 1)
-    new.began_late = True
+    new.late = True
     submit(d, last, new)
     return new

@@ -1,40 +1,37 @@
-"""State what a step has to know of each of its sequences."""
+"""Describe the sequences of a step: how each one's tokens are chosen."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from .history import TokenHistory
 from .sampling import Picker
-from .text import Text
 
 
 class Member(Protocol):
-    """One sequence of a step: how its tokens are chosen, and what the host has read of it.
-
-    base: the position of its first row in the run before.
-    """
+    """One sequence of a step. history: its tokens on the host. base: position of its first row in the run before."""
 
     @property
     def picker(self) -> Picker: ...
 
     @property
-    def text(self) -> Text: ...
+    def history(self) -> TokenHistory: ...
 
     @property
     def base(self) -> int: ...
 
     def fail(self, error: Exception) -> None:
-        """Take what its own sampler or processor raised."""
+        """Handle an error that the user's sampler or processor raised for this sequence."""
         ...
 
 
-Members = Sequence[Member | None]  # by row of a pass; None where a slot is free
+Members = Sequence[Member | None]  # by row of a pass; None for a free slot
 
 
 class Single(NamedTuple):
     """The member of a step of one sequence."""
 
     picker: Picker
-    text: Text = Text()
+    history: TokenHistory = TokenHistory()
     base: int = 0
 
     def fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Tell, before anything is read, what memory a model needs at a context, and what would fit here."""
+"""Estimate the memory that a model needs at a context, and the context that fits, before weights are read."""
 
 import bisect
 from collections.abc import Iterator, Mapping
@@ -14,22 +14,22 @@ from ..machine import memory
 from ..machine.memory import IGNORE, check_room, ignored, in_gb
 from .graph_memory import fill, nbytes, plain_nbytes, scratch
 
-STEP = 2048  # rows of a prompt that are read at a time, where nothing else is said
-LOOPED = (3, 6)  # numbers of rows that are looked at where a layer is a loop over them
-VERIFIED = 4  # rows of a cycle, which a recurrent layer keeps
-SLACK = 1.4  # times the scratch that a graph tells, for MLX runs ahead: measured 0.7 to 1.3
-RESERVED_TOKENS = 4096  # most new tokens that a cache takes room for at once; more is added as it is needed
-UNCHECKED = 4096  # positions that a load leaves room for and a generation does not ask for
-LONGEST = 2**22  # positions; no longer context is looked for
-GRAIN = 256  # by which buffers grow, and contexts are tried
-FEWEST = 16  # rows of a prompt from which longer contexts are told
-NARROW = 256  # columns; narrower models have more heads for their width
-SMALLER = (8, 4)  # kv_bits that a refusal tries
+CHUNK = 2048  # default tokens per prefill chunk
+LOOPED = (3, 6)  # two numbers of rows from which a layer that loops over rows is extrapolated
+VERIFIED = 4  # rows of a cycle; a recurrent layer keeps a tape of them
+SLACK = 1.4  # factor of the scratch estimated from a graph: measured 0.7 to 1.3
+RESERVED_TOKENS = 4096  # maximum new tokens that a cache reserves in advance
+UNCHECKED = 4096  # positions that a load leaves memory for, so that a generation need not check
+LONGEST = 2**22  # positions; maximum of the search for a context
+GRAIN = 256  # positions by which buffers grow and contexts are searched
+FEWEST = 16  # minimum rows per chunk when a longer context is estimated
+NARROW = 256  # minimum width in `_upper_bound`: narrower models have more heads per column
+SMALLER = (8, 4)  # kv_bits that a refusal suggests
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes at one context: the target's weights and its heads', the caches of both, and what a pass holds beside."""
+    """Bytes at one context: weights of the target and the heads, caches of both, and temporary arrays of a pass."""
 
     weights: int
     heads: int
@@ -48,83 +48,71 @@ class Needs:
 
 @dataclass(frozen=True)
 class Budget:
-    """The context that a load is to leave room for.
+    """The context that a load must leave memory for.
 
-    context: positions; 0 asks for the weights alone.
-    step:    rows of a prompt that are read at a time.
-    layout:  arguments of `make_prompt_cache`; a kv_group_size of None is the largest that fits.
-    ignore:  refuse nothing.
+    context: positions; 0 checks the weights alone.
+    step:    tokens per prefill chunk.
+    layout:  arguments of `make_prompt_cache`; a kv_group_size of None is the largest that fits the head size.
+    ignore:  skip the check.
     """
 
     context: int = 0
-    step: int = STEP
+    step: int = CHUNK
     layout: Mapping[str, Any] = field(default_factory=dict)
     ignore: bool = False
 
     def check(self, model: Target, path: Path) -> None:
-        """Raise ValueError where `model`, whose weights at `path` have not been read, does not fit this machine.
-
-        Also where it cannot have caches of that layout.
-        """
+        """Raise ValueError if `model`, loaded lazily from `path`, does not fit this machine or support the layout."""
         have, cache = memory.available(), make_prompt_cache(model, **self.layout)
         weights = nbytes(model.parameters())
-        rough = weights + _rough(model, cache, self.context, min(self.step, self.context))
-        if rough <= have.bytes or self.ignore or ignored():
+        bound = weights + _upper_bound(model, cache, self.context, min(self.step, self.context))
+        if bound <= have.bytes or self.ignore or ignored():
             return
-        found = needs(model, self.context, step=self.step, **self.layout)
+        found = needs(model, self.context, chunk=self.step, **self.layout)
         if found.total <= have.bytes:
             return
         asked = f" with max_context={self.context}" if self.context else ""
         what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
-        there = f"{in_gb(have.bytes)} GB available ({have.limit})"
-        raise ValueError(f"{path}: {found} needed{asked}, {there}; {what}; {IGNORE}=1 insists")
+        limit = f"{in_gb(have.bytes)} GB available ({have.limit})"
+        raise ValueError(f"{path}: {found} needed{asked}, {limit}; {what}; {IGNORE}=1 insists")
 
 
-def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Needs:
-    """Estimate what `model` takes with `context` positions, of which a prompt is read `step` at a time.
+def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> Needs:
+    """Estimate the memory of `model` with `context` positions and prefill chunks of `chunk` tokens.
 
-    model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
-    layout: `make_prompt_cache`'s arguments. Raises its ValueError.
+    model: also lazy or without weights. layout: arguments of `make_prompt_cache`, whose ValueError is raised.
     """
     cache, heads = make_prompt_cache(model, **layout), nbytes(model.get("mtp", []))
-    beside = _beside(model, cache, context, min(step, context)) if context else ()
-    return Needs(nbytes(model.parameters()) - heads, heads, *beside)
+    sizes = _caches_and_scratch(model, cache, context, min(chunk, context)) if context else ()
+    return Needs(nbytes(model.parameters()) - heads, heads, *sizes)
 
 
-def _beside(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
-    """Estimate the bytes of the target's caches, of the heads', and of what reading the last `rows` holds beside.
-
-    Where a CPU runs a recurrence row by row, two small numbers of rows tell what more of them take.
-    """
+def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
+    """Estimate the bytes of the target's caches, of the heads' caches, and of temporary arrays of the last `rows`."""
     full, kv, head_kv = _filled(model, cache, context)
+    # A CPU runs a recurrence row by row: its graph is too large for many rows.
     if any(c.is_state for c in full.layers) and mx.default_device() == mx.cpu and rows > LOOPED[-1]:
-        few, more = (scratch(model, full, context, n) for n in LOOPED)
-        held = few + (more - few) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
+        small, large = (scratch(model, full, context, n) for n in LOOPED)
+        held = small + (large - small) * (rows - LOOPED[0]) // (LOOPED[1] - LOOPED[0])
     else:
         held = scratch(model, full, context, rows)
     return kv, head_kv, int(SLACK * held) + _logits(model)
 
 
-def _rough(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Bound `_beside` from the model's width alone: where there is as much nobody has to look closer.
-
-    Scores of a head to every 8 columns, a wide row between layers, and keys and values as wide as the model.
-    """
+def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
+    """Return an upper bound of the sum of `_caches_and_scratch`: a head per 8 columns, keys as wide as the model."""
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
-    held = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
-    return 4 * width * (rows * (held // 8 + 256) + 2 * layers * held) + _logits(model)
+    positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
+    return 4 * width * (rows * (positions // 8 + 256) + 2 * layers * positions) + _logits(model)
 
 
 def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
-    """Count the bytes of the target's and the heads' caches at `context` positions, laid out as `cache`."""
+    """Return the bytes of the target's and the heads' caches at `context` positions in the layout of `cache`."""
     return _filled(model, cache, context)[1:]
 
 
 def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCache, int, int]:
-    """Fill a cache of the same layout to `context` positions; count the bytes of the target's, and of the heads'.
-
-    While nothing is drafted the target's hidden rows wait for the heads, in place of their keys and values.
-    """
+    """Return a cache of the same layout at `context` positions, and the bytes of its target's and heads' caches."""
     full = cache.like_new()
     full.quantize_at(context - 1)
     hidden = fill(model, full, context, VERIFIED)
@@ -135,54 +123,52 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
         before = cache.like_new()
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
-    waiting = hidden * min(context, cache.reach or context) if cache.heads else 0
-    return full, kv, max(head_kv, waiting)
+    # Paused heads have pending hidden rows instead of keys and values.
+    pending = hidden * min(context, cache.reach or context) if cache.heads else 0
+    return full, kv, max(head_kv, pending)
 
 
 def _logits(model: Target) -> int:
-    """Count the bytes of a cycle's logits, log-probabilities, masks and orders."""
+    """Return the bytes of a cycle's logits, logprobs, masks and sorted orders."""
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
-def largest_context(model: Target, budget: int, *, step: int = STEP, **layout: Any) -> int:
-    """Find the most positions, in steps of GRAIN, whose `needs` are within `budget` bytes; 0 where none is."""
-    return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), step)
+def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, **layout: Any) -> int:
+    """Return the maximum number of positions, a multiple of GRAIN, whose `needs` are at most `budget` bytes; or 0."""
+    return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), chunk)
 
 
-def _largest(model: Target, cache: PromptCache, room: int, step: int) -> int:
-    """Find the most positions of a cache's layout whose needs beside the weights are within `room` bytes."""
-    near, far = (_beside(model, cache, n * step, step)[2] for n in (2, 66))
+def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
+    """Return the maximum number of positions in a cache's layout that need at most `room` bytes without weights."""
+    near, far = (_caches_and_scratch(model, cache, n * chunk, chunk)[2] for n in (2, 66))
 
     def total(context: int) -> int:
-        beyond = context - 2 * step  # from where on what is held grows by the position
-        held = near + beyond * (far - near) // (64 * step) if beyond > 0 else near * context // (2 * step)
+        beyond = context - 2 * chunk  # from there on scratch grows with the position
+        held = near + beyond * (far - near) // (64 * chunk) if beyond > 0 else near * context // (2 * chunk)
         return sum(kv_bytes(model, cache, context)) + held
 
     context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), room, key=total)
-    while context and sum(_beside(model, cache, context, min(step, context))) > room:
-        context = context * 15 // 16 // GRAIN * GRAIN  # what is held does not grow evenly
+    while context and sum(_caches_and_scratch(model, cache, context, min(chunk, context))) > room:
+        context = context * 15 // 16 // GRAIN * GRAIN  # scratch does not grow evenly
     return context
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """Name what would fit: a shorter context, a longer one with quantized caches; nothing where weights do not."""
-    plain = largest_context(model, budget, step=asked.step, **asked.layout)
+    """Yield what would fit: a shorter context, or one with quantized caches; nothing if the weights do not fit."""
+    plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
     if asked.layout.get("kv_bits") is not None or model.NO_KV_BITS is not None:
         return
     for bits in SMALLER:
-        found = largest_context(model, budget, step=asked.step, **{**asked.layout, "kv_bits": bits})
+        found = largest_context(model, budget, chunk=asked.step, **{**asked.layout, "kv_bits": bits})
         context = min(asked.context, found)
         if context > 1.1 * plain:
             yield f"{context} with kv_bits={bits}"
 
 
 def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> int:
-    """Return max_tokens (-1: no limit), or what `max_context` leaves after `held` tokens and `prompt` more.
-
-    Raises ValueError where they are too many.
-    """
+    """Return max_tokens, or for -1 (no limit) what `max_context` leaves; raises ValueError if that is exceeded."""
     if max_context is None:
         return max_tokens
     if max_context < 1:
@@ -194,30 +180,31 @@ def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> 
     return left if max_tokens == -1 else max_tokens
 
 
-def check_prompt(model: Target, cache: PromptCache, prompt: int, max_tokens: int, step: int, *, ignore: bool) -> None:
-    """Raise ValueError where reading `prompt` tokens into `cache` and writing `max_tokens` does not fit this machine.
+def check_prompt(
+    model: Target, cache: PromptCache, prompt: int, max_tokens: int, chunk: int, *, ignore: bool
+) -> None:
+    """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` does not fit this machine.
 
-    Of no limit, -1, one token is asked for. A model that is loaded has room for UNCHECKED positions.
+    A max_tokens of -1, no limit, counts as one token. Up to UNCHECKED positions nothing is checked.
     """
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
         return
-    rows = min(step, prompt)
-    if _rough(model, cache, context, rows) <= memory.available().bytes + cache.nbytes:
+    rows = min(chunk, prompt)
+    if _upper_bound(model, cache, context, rows) <= memory.available().bytes + cache.nbytes:
         return
-    needed = sum(_beside(model, cache, context, rows)) - cache.nbytes
+    needed = sum(_caches_and_scratch(model, cache, context, rows)) - cache.nbytes
     already = f" after {cache.offset} in the cache" if cache.offset else ""
     what = f"prompt: {prompt} tokens{already} and max_tokens={max_tokens}:"
-    step = max(rows, FEWEST)
-    check_room(what, needed, ignore=False, largest=lambda room: _largest(model, cache, room + cache.nbytes, step))
+    chunk = max(rows, FEWEST)
+    check_room(what, needed, ignore=False, largest=lambda room: _largest(model, cache, room + cache.nbytes, chunk))
 
 
 def make_room(
-    model: Target, cache: PromptCache, prompt: int, most: int, step: int, max_context: int | None, *, check: bool
+    model: Target, cache: PromptCache, prompt: int, limit: int, chunk: int, max_context: int | None, *, check: bool
 ) -> int:
-    """Reserve the positions of `prompt` tokens and at most `most` new ones (-1: no limit); return how many new ones
-    the context allows. Raises ValueError where memory is short, if that is to be checked."""
-    most = within(max_context, cache.offset, prompt, most)
-    check_prompt(model, cache, prompt, most, step, ignore=not check)
-    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if most == -1 else min(most, RESERVED_TOKENS)))
-    return most
+    """Reserve positions for a prompt and new tokens; return the limit of these as `within` does, or raise."""
+    limit = within(max_context, cache.offset, prompt, limit)
+    check_prompt(model, cache, prompt, limit, chunk, ignore=not check)
+    cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if limit == -1 else min(limit, RESERVED_TOKENS)))
+    return limit

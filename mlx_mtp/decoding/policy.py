@@ -1,4 +1,4 @@
-"""Choose who decides what the cycles of a generation draft, and whether they are replayed."""
+"""Create a generation's control of draft lengths and its replay of recorded cycles, and store measured costs."""
 
 from typing import Any
 
@@ -17,14 +17,11 @@ from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
-LOOKUP_DRAFTS = 15  # with the newest token 16 rows: more neither kernels nor rings take (kernels/README.md)
+LOOKUP_DRAFTS = 15  # maximum: kernels and rings take 16 rows (kernels/README.md)
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
-    """Choose the most drafts of prompt lookup, 0 for none. plain: nothing may be drafted; asked: None leaves it open.
-
-    Raises ValueError where it is asked for and nothing can be drafted.
-    """
+    """Return the maximum drafts of prompt lookup, or 0; ValueError if `asked` (prompt_lookup) cannot be satisfied."""
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed is False")
@@ -32,17 +29,21 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
 
 
 class Learned:
-    """The costs known of a model's cycles on this machine, of built and of replayed ones."""
+    """The measured costs of a model's cycles on this machine, of built (False) and of replayed cycles (True).
+
+    kernels: the report's lines of the kernels that are on; other kernels have other costs.
+    together, together_replayed: the costs of cycles of several sequences, by their number.
+    """
 
     def __init__(self, kernels: tuple[str, ...], built: RememberedCosts, replayed: RememberedCosts):
-        self.kernels = kernels  # the report's lines; others have other costs
+        self.kernels = kernels
         self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
-        self.together: dict[int, Costs] = {}  # of cycles of so many texts
+        self.together: dict[int, Costs] = {}
         self.together_replayed: dict[int, Costs] = {}
 
     def recall(self, *, replayed: bool) -> Costs | None:
-        """Recall what earlier generations measured, here or in another process."""
+        """Return what earlier generations measured, in this or another process; None if nothing."""
         if replayed not in self.costs:
             self.costs[replayed] = self.remembered[replayed].recall()
         return self.costs[replayed]
@@ -60,7 +61,7 @@ def kernels_of(model: Target) -> tuple[str, ...]:
 
 
 def learned(model: Target) -> Learned:
-    """Return the costs known of a model with its kernels, found once: a fingerprint takes as long as some cycles."""
+    """Return the measured costs of a model with its present kernels, kept in its runtime."""
     runtime, lines = model.runtime, kernels_of(model)
     if runtime.learned is None or runtime.learned.kernels != lines:
         shapes, kernels = shapes_of(model), "; ".join(lines)
@@ -72,7 +73,7 @@ def learned(model: Target) -> Learned:
 def control_for(
     model: Target, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
 ) -> Controller | Fixed:
-    """Make the control of a generation with at most k drafts of the heads, or max_lookup of the text's, a cycle."""
+    """Return the control of a generation with at most k drafts, or max_lookup of a lookup, per cycle."""
     if adaptive and (k or max_lookup):
         known = learned(model).recall(replayed=_replayed(compiled))
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, source=source_of(model))
@@ -80,20 +81,21 @@ def control_for(
 
 
 def source_of(model: Target) -> str:
-    """Name what drafts for a model, as plans do."""
+    """Return the name of a model's drafter in plans."""
     drafter = drafter_of(model)
     return drafter.source if drafter else Plan().source
 
 
 def _replayed(compiled: Compiled | None) -> bool:
-    """Tell whether cycles are replayed from the first on."""
+    """Return whether cycles are replayed from the first one on."""
     return compiled is not None and bool(compiled.choice.verdict) and not compiled.choice.tried
 
 
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
-    """Make what replays a generation's cycles; None where they run a caller's code or mlx-lm's caches, or it may not.
+    """Return a generation's replay of recorded cycles; None if every cycle is built.
 
-    asked: None means on a GPU, unless a replay trial has found building quicker on this machine with this model.
+    Cycles that run a caller's code or mlx-lm's caches are built. asked: the option `compile_cycles`; None means on a
+    GPU, unless a replay trial found that building is faster with this model on this machine.
     """
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
@@ -111,15 +113,15 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
 
 
 def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
-    """Keep what a generation measured for the next ones."""
+    """Store what a generation measured, for later generations."""
     if model.ranks and model.ranks.rank:
-        return  # rank 0 has decided, and keeps what it measured
+        return  # rank 0 stores what it measured
     known, kept = learned(model), set()
     if isinstance(control, Controller) and control.costs.pace is not None:
         kept.add(replayed := _replayed(compiled))
         known.costs[replayed] = control.costs
-    if compiled is not None and compiled.found():
-        kept.add(False)  # it is the file of built cycles that says whether replaying is faster
+    if compiled is not None and compiled.decided():
+        kept.add(False)  # the file of built cycles also stores whether replaying is faster
     recorder = model.runtime.recorder
     faster = recorder.verdict if recorder else known.remembered[False].recall_compiled()
     for replayed in kept:

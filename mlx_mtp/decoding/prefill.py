@@ -1,21 +1,20 @@
-"""Read the prompt, into the target's caches and the MTP heads'."""
+"""Prefill a prompt in chunks, into the target's caches and the MTP heads'."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..cache.mark import Mark
 from ..cache.prompt_cache import PromptCache
-from ..cache.reread import take_over, unread
+from ..cache.reread import adopt, empty_like
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
+from .history import TokenHistory
 from .members import Single
 from .pick import pick
 from .run import NONE_ACCEPTED, Run
 from .sampling import Picker
-from .text import Text
 
 T = TypeVar("T")
 
@@ -26,19 +25,19 @@ def prefill(
     prompt: list[int],
     *,
     heads: bool,
-    step: int,
+    chunk: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> mx.array:
-    """Read the prompt in chunks of `step`, with `heads` into theirs too; return the last chunk's hidden rows.
+    """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows.
 
-    Heads with a window wait until the first token is out: `PromptCache.reach` bounds what they read of a prompt.
+    heads: also prefill the MTP heads. Heads with a window read only the last `PromptCache.reach` rows, later.
     """
     hidden = model.no_hidden()
     done = 0
     while done < len(prompt):
         if progress:
             progress(done, len(prompt))
-        hidden, read = read_chunk(model, cache, prompt[done : done + step], heads=heads, step=step)
+        hidden, read = read_chunk(model, cache, prompt[done : done + chunk], heads=heads, chunk=chunk)
         done += read
     if progress:
         progress(len(prompt), len(prompt))
@@ -46,18 +45,29 @@ def prefill(
 
 
 def read_chunk(
-    model: Target, cache: PromptCache, chunk: list[int], *, heads: bool, step: int
+    model: Target, cache: PromptCache, tokens: list[int], *, heads: bool, chunk: int
 ) -> tuple[mx.array, int]:
-    """Read a chunk of the prompt, or its beginning where the caches must change; return hidden rows, and how many.
+    """Prefill tokens of a prompt; return the hidden rows and the number of tokens read.
 
-    Kernels to blame for what fails are switched off, and the chunk is read again.
+    Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
+    it are switched off and the tokens are read again. heads: also prefill the MTP heads, `chunk` rows at a time.
     """
     fallback = Fallback(model)
     while True:
         cache.quantize_at(cache.offset)
         mark = cache.mark()
+        n = int(min(len(tokens), cache.room(cache.offset)))
         try:
-            return _read_chunk(model, cache, mark, chunk, heads=heads, step=step)
+            hidden = _append(model, cache, tokens[:n])
+            if heads and cache.reach is None:
+                drafter = drafter_of(model)
+                assert drafter
+                drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=chunk)
+            run_first(model)
+            mark.release()  # buffers are then written in place
+            evaluated(mx.eval, hidden, cache.arrays)
+            mx.clear_cache()
+            return hidden, n
         except TROUBLE as e:
             vote(model, e)
             fallback.take(e, mark.length)
@@ -65,39 +75,19 @@ def read_chunk(
             cache.restore(mark)
             cache.settle(cache.tokens[: mark.length])
             if lost:
-                read_again(model, cache, heads=heads, step=step)
+                read_again(model, cache, heads=heads, chunk=chunk)
 
 
-def _read_chunk(
-    model: Target, cache: PromptCache, mark: Mark, chunk: list[int], *, heads: bool, step: int
-) -> tuple[mx.array, int]:
-    """Read a chunk as `read_chunk` does; `mark`, made before it, is released when buffers are about to be written."""
-    chunk = chunk[: int(min(len(chunk), cache.room(cache.offset)))]
-    hidden = _read_whole(model, cache, chunk)
-    if heads and cache.reach is None:
-        drafter = drafter_of(model)
-        assert drafter
-        drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=step)
-    run_first(model)
-    mark.release()
-    evaluated(mx.eval, hidden, cache.arrays)
-    mx.clear_cache()
-    return hidden, len(chunk)
-
-
-def read_again(model: Target, cache: PromptCache, *, heads: bool, step: int) -> mx.array:
-    """Read again all tokens that a cache, at rest, holds: its arrays were lost with a graph that failed.
-
-    Returns the last hidden rows.
-    """
-    fresh = unread(cache)
-    hidden = prefill(model, fresh, cache.tokens, heads=heads, step=step)
-    take_over(cache, fresh)
+def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
+    """Prefill again all tokens of a cache whose arrays a failed graph has lost; return the last hidden rows."""
+    fresh = empty_like(cache)
+    hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
+    adopt(cache, fresh)
     return hidden
 
 
 def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
-    """Return evaluate(*args); raises GraphFailed for what MLX raises."""
+    """Return evaluate(*args); raises GraphFailed instead of MLX's errors."""
     try:
         return evaluate(*args)
     except (RuntimeError, ValueError) as e:
@@ -105,7 +95,7 @@ def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
 
 
 def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
-    """Return work(*args), which builds graphs and evaluates them; it is called again without refused kernels."""
+    """Return work(*args), which builds and evaluates graphs; repeat it without kernels that are refused or fail."""
     fallback = Fallback(model)
     while True:
         try:
@@ -116,28 +106,28 @@ def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
 
 
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:
-    """Choose the first new token behind the last of a prompt's hidden rows [1, L, H]."""
+    """Return the run, unevaluated, that chooses the token after a prompt from its hidden rows [1, L, H]."""
     row = hidden[:, -1:]
-    member = Single(picker, Text(cache.tokens if picker.processors else ()))
+    member = Single(picker, TokenHistory(cache.tokens if picker.processors else ()))
     tokens, logprobs = pick(model, row, cache.offset, None, (member,))
     return Run.of(row, tokens, NONE_ACCEPTED, None, logprobs)
 
 
 def test_heads(model: Target) -> None:
-    """Do what a load put off until the heads are needed; it warns of heads that look wrong."""
+    """Run the self-test of the heads that the load postponed; it warns if the heads look wrong."""
     if model.runtime.untested is not None:
         model.runtime.untested()
         model.runtime.untested = None
 
 
-def _read_whole(model: Target, cache: PromptCache, chunk: list[int]) -> mx.array:
-    """Put a chunk of the prompt into the target's caches; an interruption leaves all of it or nothing."""
+def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
+    """Append all tokens to the target's caches, or none after an interruption; return the hidden rows."""
     mark = cache.mark()
     try:
-        hidden = model.hidden(mx.array(chunk)[None], cache.layers)
+        hidden = model.hidden(mx.array(tokens)[None], cache.layers)
         cache.push(hidden)
     except BaseException:
         cache.restore(mark)
         raise
-    cache.tokens = cache.tokens + chunk
+    cache.tokens = cache.tokens + tokens
     return hidden

@@ -1,7 +1,7 @@
-"""Choose the prefill chunk of a model on a GPU, so that no chunk takes long: macOS ends commands of several seconds.
+"""Choose the prefill chunk of a model on a GPU: macOS ends GPU commands that take several seconds.
 
-Chunk boundaries decide the bits of 16-bit text. The size is therefore chosen when a model is loaded, stays the same
-for the rest of the process, and is remembered for this machine, model and format of keys and values.
+Chunk boundaries influence the rounding of 16-bit results. The size is therefore chosen once, when a model is loaded,
+and stored for this machine, model and format of keys and values.
 """
 
 import json
@@ -24,29 +24,30 @@ from .policy import shapes_of
 from .prefill import read_chunk
 
 CHUNKS = (2048, 1024, 512, 256)  # tokens
-ON_CPU = 256  # tokens: short chunks are faster there, and soon interrupted
-MOST_SECONDS = 2.0  # of a chunk at the longest context; macOS ends a command after about five
+ON_CPU = 256  # tokens; on a CPU short chunks are faster and can be interrupted sooner
+MOST_SECONDS = 2.0  # maximum of a chunk at the longest context; macOS ends a command after about five
 SAMPLE = 256  # rows that are timed
-RUNS = 2  # timed ones, after one that compiles
-LONGEST = 131_072  # positions, of a model that states none
-SPAN = 1 << 16  # positions: beyond every window, so that what the caches still grow by is proportional
+RUNS = 2  # timed runs, after one that compiles
+LONGEST = 131_072  # positions of a model that does not state its maximum
+SPAN = 1 << 16  # positions, more than any window: from there on caches grow by a constant per position
 LOST = "the prefill chunk cannot be kept for the next load"
 PRODUCTS = {"Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM"}  # their first input is [..., K]
 
-_chosen: dict[str, int] = {}  # by the facts of a choice; a process never changes one
+_chosen: dict[str, int] = {}  # by `_facts`; a choice is final for this process
 
 
 def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = False) -> int | None:
     """Return the tokens per prefill chunk of a loaded model; None on a CPU, where every model has ON_CPU.
 
-    On several ranks all of them call this, and rank 0's choice holds. layout: arguments of `make_prompt_cache`.
-    lazy: the weights are not to be read; without an earlier choice the smallest chunk is taken.
+    All ranks call this and get rank 0's choice. layout: arguments of `make_prompt_cache`. lazy: do not read the
+    weights; without a stored choice, return the smallest chunk.
     """
     if mx.default_device() == mx.cpu:
         return None
     facts, ranks = _facts(model, layout), model.ranks
     key, file = json.dumps(facts, sort_keys=True), RememberedFile("chunks", facts, LOST)
-    found = _agreed(ranks, _chosen.get(key) or _recalled(file))
+    known = _chosen.get(key) or file.recall().get("chunk")
+    found = _agreed(ranks, known if known in CHUNKS else None)
     if found is None and lazy:
         found = CHUNKS[-1]
     elif found is None:
@@ -60,43 +61,40 @@ def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = Fals
 
 
 def largest_chunk(seconds: float, growth: float) -> int:
-    """Choose the largest chunk that takes at most MOST_SECONDS at the longest context, the smallest if none does.
+    """Return the largest chunk that takes at most MOST_SECONDS at the longest context; the smallest if none does.
 
-    seconds: of SAMPLE rows at the beginning. growth: of a row's work from there to the longest context.
+    seconds: of the first SAMPLE rows of a prompt. growth: factor of a row's work from there to the longest context.
     """
     row = seconds / SAMPLE * growth
     return next((chunk for chunk in CHUNKS if chunk * row <= MOST_SECONDS), CHUNKS[-1])
 
 
 def sample_seconds(model: Target, blank: PromptCache) -> float:
-    """Time the first SAMPLE rows of a prompt on the device; the fastest of RUNS."""
+    """Return the seconds of prefilling the first SAMPLE rows of a prompt on the device, the minimum of RUNS."""
     tokens, spent = [7 * i % model.vocab_size for i in range(SAMPLE)], []
     for _ in range(1 + RUNS):
         cache, tic = blank.like_new(), time.perf_counter()
         while cache.offset < SAMPLE:
             rest = tokens[cache.offset :]
-            read_chunk(model, cache, rest, heads=bool(cache.heads) and model.runtime.untested is None, step=SAMPLE)
+            read_chunk(model, cache, rest, heads=bool(cache.heads) and model.runtime.untested is None, chunk=SAMPLE)
         spent.append(time.perf_counter() - tic)
     return min(spent[1:])
 
 
 def growth(model: Target, blank: PromptCache, context: int) -> float:
-    """Estimate a row's multiply-adds at the end of `context` positions over those within the first SAMPLE rows."""
+    """Return the ratio of a row's multiply-adds at `context` positions to those within the first SAMPLE rows."""
     first = multiply_adds(model, blank, SAMPLE, SAMPLE)
     if not first:
         return 1.0
     if not blank.is_mlx_lm:
         return max(1.0, multiply_adds(model, blank, context, SAMPLE) / first)
     twice = multiply_adds(model, blank, 2 * SAMPLE, 2 * SAMPLE)
-    attention = max(0, twice - 2 * first) / 2  # of SAMPLE rows, each of which sees SAMPLE positions
+    attention = max(0, twice - 2 * first) / 2  # of SAMPLE rows that attend to SAMPLE positions
     return 1 + attention * (context / SAMPLE - 1) / first
 
 
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
-    """Count the multiply-adds of products and attention in reading the last `rows` of `context` positions.
-
-    From the graph's shapes alone. mlx-lm's own caches are taken to be empty. 0 where MLX cannot export the graph.
-    """
+    """Return the multiply-adds of products and attention in the graph of `graph_of`; 0 if MLX cannot export it."""
     full = blank.like_new()
     full.quantize_at(context - 1)
     fill(model, full, context, 1)
@@ -116,17 +114,17 @@ def _of_operation(event: dict) -> int:
 
 
 def longest_context(model: Target, blank: PromptCache) -> int:
-    """Return the most positions that the model is made for and that the GPU's memory holds beside it."""
-    own, most = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
-    if most is None:
-        return own
+    """Return the maximum number of positions that the model supports and that fit in the GPU's memory with it."""
+    supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
+    if memory is None:
+        return supported
     short, long = (sum(kv_bytes(model, blank, positions)) for positions in (SPAN, 2 * SPAN))
     per_position = max(1, long - short) / SPAN
-    return min(own, max(UNCHECKED, int((most - nbytes(model.parameters())) / per_position)))
+    return min(supported, max(UNCHECKED, int((memory - nbytes(model.parameters())) / per_position)))
 
 
 def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what a choice depends on."""
+    """Return all facts that a choice of the chunk depends on, the key of its file."""
     ranks, kept = model.ranks, {name: value for name, value in layout.items() if value is not None}
     if "kv_bits" not in kept:
         kept.pop("quantized_kv_start", None)
@@ -137,10 +135,5 @@ def _facts(model: Target, layout: Mapping[str, Any]) -> dict[str, Any]:
     return {**machine(), **versions, **own}
 
 
-def _recalled(file: RememberedFile) -> int | None:
-    found = file.recall().get("chunk")
-    return found if found in CHUNKS else None
-
-
 def _agreed(ranks: Any, value: Any) -> Any:
-    return ranks.told(value) if ranks else value
+    return ranks.broadcast(value) if ranks else value

@@ -1,54 +1,56 @@
-"""Bring the caches of a generation to rest, and go on behind the tokens that were shown where a graph has failed."""
+"""Bring the caches of a generation to rest at the last yielded token, and resume there after a failed graph."""
 
 from functools import partial
 
 from ..tuning.kernel_fallback import Trouble
-from .cycle import Decoder, Flight, follow, give_way
+from .cycle import Decoder, Flight, disable_kernels, submit_first
 from .prefill import first_run, read_again
 from .run import Run
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
-    """Go on behind the tokens that were shown, without the kernels to blame for an error; return the first cycle.
-
-    Its token has been shown, unless it is a prompt's first one.
-    """
+    """Return a new first `Flight`, after the last yielded token and without the kernels that caused an error."""
     try:
-        give_way(d, error)
+        disable_kernels(d, error)
     except Exception:
-        d.newest.failed = False  # the error ends the answer, and nothing is read again
+        d.submitted.failed = False  # the error ends the generation: `settle` must not prefill again
         raise
     settle(d)
-    known = len(d.text.tokens) > d.shown.base + d.rows
-    if not known:
-        return follow(d, partial(first_run, d.model, d.cache, d.shown.run.hidden, d.picker))
-    row = newest_row(d)
-    first = follow(d, lambda: row)
-    d.text.extend(row.read()[0][0])
+    if len(d.history.tokens) <= d.emitting.base + d.emitted:
+        return submit_first(d, partial(first_run, d.model, d.cache, d.emitting.run.hidden, d.picker))
+    row = last_row(d)
+    first = submit_first(d, lambda: row)
+    d.history.extend(row.read()[0][0])
     d.clock.restart()
     return first
 
 
-def newest_row(d: Decoder) -> Run:
-    """Return the row that has chosen the token shown last, of a text that has been brought to rest."""
-    row, token = d.shown.run.hidden[:, d.rows - 1 : d.rows], d.text.tokens[d.shown.base + d.rows]
+def last_row(d: Decoder) -> Run:
+    """Return the run of the one row that chose the last yielded token; the caches must be at rest."""
+    row, token = d.emitting.run.hidden[:, d.emitted - 1 : d.emitted], d.history.tokens[d.emitting.base + d.emitted]
     return Run.of_row(row, int(token))
 
 
 def settle(d: Decoder) -> None:
-    """Bring the caches to rest: drop a cycle that was not submitted, take back rows that were not shown."""
-    cache, shown, newest = d.cache, d.shown, d.newest
-    if newest.failed:
-        newest.after = newest.before
-    lost = newest.failed and newest.after.caches is None
-    rest = shown.after if shown is newest else newest.before
-    cache.restore(newest.after)  # keys and values as the device has them: a cycle after it was only built
-    rest.release()  # of the moment behind the tokens shown: states alone, rows that came later stay and are covered
-    cache.restore(rest)
-    if d.rows:
-        cache.push(shown.run.hidden[:, : d.rows])
-    else:  # a plain row that was read comes out of the states again
-        cache.restore_states(shown.before)
-    cache.settle(d.text.tokens[: shown.base + d.rows].tolist())
+    """Bring the caches to rest: they then contain every token but the last one yielded.
+
+    1. Restore the arrays that the last submitted cycle left; a cycle that was only built is dropped.
+    2. Roll back to the end of the emitting cycle, with a mark that no longer holds keys and values: recurrent states
+       and positions return to it. Keys and values of later rows stay in the buffers, to be overwritten.
+    3. Roll back to the last yielded token. If a failed graph has lost the arrays, prefill all tokens again.
+    """
+    cache, emitting, submitted = d.cache, d.emitting, d.submitted
+    if submitted.failed:
+        submitted.after = submitted.before
+    lost = submitted.failed and submitted.after.caches is None
+    end = emitting.after if emitting is submitted else submitted.before
+    cache.restore(submitted.after)
+    end.release()
+    cache.restore(end)
+    if d.emitted:
+        cache.push(emitting.run.hidden[:, : d.emitted])
+    else:  # no token of this cycle was yielded, so that its first row is rolled back too
+        cache.restore_states(emitting.before)
+    cache.settle(d.history.tokens[: emitting.base + d.emitted].tolist())
     if lost:
-        read_again(d.model, cache, heads=d.k > 0, step=d.chunk)
+        read_again(d.model, cache, heads=d.k > 0, chunk=d.chunk)

@@ -1,9 +1,8 @@
-"""Record a step once (`mx.compile`) and replay it: the host walks a list of primitives and runs no Python.
+"""Record a step once (`mx.compile`) and replay it: the host then submits a list of primitives and runs no Python.
 
-A recorded step depends on its `Kind`; all else is its input. Positions that the host bounds are bounded by the end of
-a buffer's STEP, so that one record serves every step until there, in this conversation and in others, whoever the
-sequences of a pool are. What happens rarely stays outside: buffers grow, idle heads wake up and read. So does what is
-drafted from text that the host has read.
+A recorded step depends on its `Kind`; everything else is its input. Host-side positions are rounded up to the end of
+a buffer block (`round_up`), so that one record serves every step up to there, in any conversation and with any
+sequences of a pool. Not recorded: growing buffers, prefilling a paused drafter, and drafters that are not `in_step`.
 """
 
 import threading
@@ -19,7 +18,7 @@ from mlx.utils import tree_flatten
 from ..cache.growing import round_up
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
-from ..kernels import source_held
+from ..kernels import source_bytes
 from ..layers.target import Target
 from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
@@ -31,19 +30,19 @@ from .sampling import Picker, Sampling
 from .stats import Stats
 from .step import step
 
-OFTEN = 2  # times that a kind of step has come when it is recorded: one that comes once is not worth it
-KEPT = 32  # kinds recorded in a thread, of one sequence and of several
-HELD = 80 * 2**20  # bytes of launches' sources in all that is recorded: each kind holds 13 MB of Step-3.5's on a GPU
-HELD_TOGETHER = 3 * HELD  # the same of steps of several: few are too few where sequences come and go
-THREADS = 4  # whose records are kept: what MLX compiles in one thread, others cannot call
-COUNTED = 256  # kinds whose occurrences are counted
+OFTEN = 2  # occurrences of a kind of step before it is recorded
+KEPT = 32  # maximum recorded kinds per thread, of one sequence and of pools each
+HELD = 80 * 2**20  # maximum bytes of kernel sources in all records: one of Step-3.5 holds 13 MB on a GPU
+HELD_TOGETHER = 3 * HELD  # the same for pools, whose kinds multiply as sequences join and leave
+THREADS = 4  # maximum threads with records: a function that MLX compiles in one thread cannot be called in another
+COUNTED = 256  # maximum kinds whose occurrences are counted
 
 
 class Kind(NamedTuple):
-    """All that a recorded step depends on besides the values of its inputs.
+    """The key of a recorded step: all that it depends on besides the values of its inputs.
 
-    drafts: whether the drafter has a part in it. rows: of the run before. end: a bound of all positions. form: of the
-    caches. shapes: of all their arrays. pick: how tokens are chosen, in each row alike.
+    drafts: whether the drafter is part of it. rows: of the previous run. end: upper bound of all positions. form,
+    shapes: of the caches and their arrays. pick: sampling options, logprobs and draft sampling of all sequences.
     """
 
     plan: Plan
@@ -56,7 +55,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: tuple[Sampling, bool, str]) -> "Kind":
-        """Name the step of a frame, and give its caches room, all at once, so that they have one end."""
+        """Return the kind of a frame's step, after growing its caches to the same end."""
         end, caches = _end(frame, rows), frame.cache.stepped
         for c in caches:
             c.hold(end)
@@ -65,7 +64,7 @@ class Kind(NamedTuple):
 
 
 def rounded(frame: Frame, rows: int) -> Frame:
-    """Bound positions by the end of a STEP, built or replayed, so that both have the same bits."""
+    """Return the frame with positions rounded up to the end of a block: built and replayed steps have equal bits."""
     return frame._replace(base=_end(frame, rows) - rows - frame.plan.k - 1)
 
 
@@ -78,13 +77,13 @@ def recorded(
     kind: Kind,
     run: Run,
     arrays: CacheArrays,
-    guesses: Drafts,
-    most: mx.array | None = None,
+    drafts: Drafts,
+    limits: mx.array | None = None,
     *,
     keys: list[mx.array],
     starts: Any,
 ) -> tuple[Run, CacheArrays]:
-    """Take the step of a kind on caches of its own, which stand in for those of some conversations."""
+    """Run the step of a kind on caches made of the input arrays; `mx.compile` records this function."""
     model = model_ref()
     assert model is not None
     cache = kind.form.made(model)
@@ -94,23 +93,13 @@ def recorded(
     base = kind.end - kind.rows - kind.plan.k - 1
     drafter = drafter_of(model) if kind.drafts else None
     frame = Frame(model, cache, kind.plan, drafter, [Single(picker) for picker in pickers], base)
-    return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*guesses), most)
-
-
-class Bounds(NamedTuple):
-    """What may be kept recorded of one type of kinds: so many in a thread, and bytes of sources that all hold."""
-
-    kinds: int
-    held: int
+    return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts), limits)
 
 
 class Record(NamedTuple):
-    """A step that MLX records when it is first called.
+    """A compiled step, which MLX records at its first call. held: [bytes of the kernel sources it then holds]."""
 
-    held: one entry, the bytes of launches' sources that it holds from then on.
-    """
-
-    take: Callable
+    step: Callable
     held: list[int]
 
     @classmethod
@@ -120,17 +109,18 @@ class Record(NamedTuple):
 
 
 def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
-    """Take a step while MLX records it, and note what its launches hold."""
-    before = source_held()
+    """Run a step while MLX records it, and store the bytes of its kernels' sources in `held`."""
+    before = source_bytes()
     found = step(*args, **more)
-    held[:] = [source_held() - before]
+    held[:] = [source_bytes() - before]
     return found
 
 
 class Recorder:
-    """The recorded steps of one model by thread, the one used last at the end, and whether replaying them is faster.
+    """The recorded steps of one model by thread, in order of last use.
 
-    They hold the model's parameters: those of a model that has changed are let go when it next generates.
+    verdict: whether replaying is faster than building; None before a trial. Records hold the model's parameters:
+    `fit` drops those of a changed model.
     """
 
     def __init__(self):
@@ -143,64 +133,58 @@ class Recorder:
         return Recorder, ()  # a copy of the model records its own
 
     def drop(self) -> None:
-        """Drop what was recorded, which holds the launches of a graph that failed."""
+        """Drop all records, which hold the launches of a graph that failed."""
         self.cycles.clear()
 
     def fit(self, model: Target) -> None:
-        """Forget what was recorded of another state of the model, or for another device."""
+        """Drop all records if the model, its kernels, its drafter or the device has changed since they were made."""
         state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]
         if len(state) != len(self._state) or not all(map(_same, state, self._state)):
             self.cycles.clear()
             self._state = state
 
-    def find(self, model: Target, kind: Kind, record: Callable, most: Bounds) -> tuple[Callable | None, bool]:
-        """Find the step of a kind, None where it has not come often enough here, and whether this call records it.
+    def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
+        """Return the recorded step of a kind, None before it occurred OFTEN in this thread; and whether it is new.
 
-        record: the function of (weak reference to the model, kind, arrays ...) that is recorded. most: that is kept
-        of kinds of this type.
+        record: the function of (weak reference to the model, kind, arrays ...) to record. held: maximum bytes of
+        sources in all records of the kind's cache form.
         """
-        thread = threading.current_thread()  # no number, which another thread may have when this one has ended
+        thread = threading.current_thread()  # not its number, which a later thread can have
         found = self.cycles.pop(key := (thread, kind), None)
         if found is not None:
             self.cycles[key] = found
-            return found.take, False
+            return found.step, False
         if len(self.seen) > COUNTED:
             self.seen.clear()
         self.seen[key] += 1
         if self.seen[key] < OFTEN:
             return None, False
         self.cycles[key] = found = Record.of(partial(record, weakref.ref(model), kind))
-        while oldest := self._beyond(key, most):
+        while oldest := self._excess(key, held):
             self.seen[oldest] = 0
             del self.cycles[oldest]
-        return found.take, True
+        return found.step, True
 
-    def _beyond(self, new: tuple[threading.Thread, Any], most: Bounds) -> tuple[threading.Thread, Any] | None:
-        """Find the kind of a type to let go of beside a new one: who was used longest ago, if they are too many.
-
-        The new one is thought to hold as much as any.
-        """
+    def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
+        """Return the key of the least recently used record of the new one's cache form if there are too many."""
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
-        if len(here) > most.kinds:
+        if len(here) > KEPT:
             return here[0]
-        sizes = [self.cycles[key].held[0] for key in alike]
-        many = len(alike) > THREADS * most.kinds or (len(alike) > 1 and sum(sizes) + max(sizes) > most.held)
+        sizes = [self.cycles[key].held[0] for key in alike]  # the new one's is 0: assume the largest
+        many = len(alike) > THREADS * KEPT or (len(alike) > 1 and sum(sizes) + max(sizes) > held)
         return alike[0] if many else None
 
 
 class Compiled:
-    """The replay of one generation's cycles, of those that can be. shapes: kinds that it has recorded."""
+    """The replay of one generation's cycles."""
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
-        self.recorder, self.choice, self.shapes = recorder, choice, 0
-        self._spoilt = 0  # coming cycles whose time holds a recording, or a build for want of one
+        self.recorder, self.choice = recorder, choice
+        self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Find what does as `step` does with this frame behind `rows` rows; None where that is to be built.
-
-        stats: counts what is recorded for that.
-        """
+        """Return the recorded step of a frame after a run of `rows` rows; None if it must be built."""
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]
         pick = first.options, first.logprobs, first.draft_sampling
@@ -208,33 +192,31 @@ class Compiled:
         if frame.plan.p_min or foreign or not self.choice.on or not all(c.parts for c in cache.stepped):
             return None
         kind = Kind.of(frame, rows, pick)
-        most = Bounds(KEPT, HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER)
-        known = self.shapes
-        found = self.recall(frame.model, kind, recorded, most)
-        stats.replays(0, self.shapes - known)
+        held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
+        found = self.recall(frame.model, kind, recorded, held, stats)
         keys = [(member.picker if member else first).key for member in frame.members]
         return found and partial(found, keys=keys, starts=cache.starts)
 
-    def recall(self, model: Target, kind: Any, record: Callable, most: Bounds) -> Callable | None:
-        """Find the step of a kind as `Recorder.find` does, or record it."""
-        found, new = self.recorder.find(model, kind, record, most)
-        self.shapes += new
-        self._spoilt = 2 if new or not found else self._spoilt
+    def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
+        """Return the step of a kind as `Recorder.find` does; `stats` counts it if it is new."""
+        found, new = self.recorder.find(model, kind, record, held)
+        stats.count_replays(0, int(new))
+        self._untimed = 2 if new or not found else self._untimed
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
-        """Tell the replay trial a cycle's seconds and return them; None where a recording, or its want, is in them.
+        """Report a cycle's seconds to the replay trial and return them; None for cycles near a recording.
 
-        rows: how many the cycle verified, or what else makes two cycles alike.
+        rows: the number of verified rows, or another key of cycles that can be compared.
         """
-        if self._spoilt:
-            self._spoilt -= 1
+        if self._untimed:
+            self._untimed -= 1
             return None
         self.choice.observe((plan, rows), replayed, seconds)
         return seconds
 
-    def found(self) -> bool:
-        """Tell whether the replay trial has ended in this generation, and give the recorder its verdict."""
+    def decided(self) -> bool:
+        """Return whether the replay trial has ended in this generation; if so, pass its verdict to the recorder."""
         if not self.choice.tried or self.choice.verdict is None:
             return False
         self.recorder.verdict = self.choice.verdict
@@ -244,7 +226,7 @@ class Compiled:
 
 
 def _state(model: Target) -> list:
-    """List what recorded steps hold of a model: parameters, modules' kinds, and which kernels are on."""
+    """Return what recorded steps depend on in a model: its parameters, module types, and kernels that are on."""
     found = [array for _, array in tree_flatten(model.parameters())]  # type: ignore[union-attr]
     for module in model.modules():
         found.append(type(module))

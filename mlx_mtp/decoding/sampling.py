@@ -1,7 +1,7 @@
 """Choose the target's tokens from its logits: processors on each row's own history, then the sampler.
 
-Draws are keyed by position: with a seed the token at position t depends on the text before it and on nothing
-else, so the same seed gives the same text whatever was drafted.
+The random key of a draw depends on its position only: with a seed, the token at position t depends on the tokens
+before it and on nothing else, so that a seed gives the same tokens with any drafts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from ..kernels.draw_top import draw_top_ref
 from ..layers.target import Target
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 DRAFT_SAMPLING = ("greedy", "coupled")
-MOST_TOP = 64  # of a row's logits that a model's `choice` gives without computing the others
+MOST_TOP = 64  # maximum number of greatest logits that a model's `choice` returns without writing the others
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,7 @@ class Sampling:
         ranges = {
             "temp": (self.temp >= 0, "0 or more"),
             "top_p": (0 <= self.top_p <= 1, "between 0 and 1"),
-            "top_k": (
-                0 <= self.top_k < vocab_size,
-                f"0 (off) to {vocab_size - 1}, below the vocabulary's size",
-            ),
+            "top_k": (0 <= self.top_k < vocab_size, f"0 (off) to {vocab_size - 1}, below the vocabulary's size"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "min_tokens_to_keep": (
                 1 <= self.min_tokens_to_keep <= vocab_size,
@@ -58,28 +54,28 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn: at temperature 0, and where 1 / temp would overflow in 16 bits."""
+        """Whether the likeliest token is taken: at temperature 0, or if 1 / temp would overflow in 16 bits."""
         return self.temp < 1 / 65504
 
     @property
     def unfiltered(self) -> bool:
-        """Whether draws are by temperature alone."""
+        """Whether no option but the temperature changes the distribution."""
         return self.top_k == 0 and not 0 < self.top_p < 1 and self.min_p == 0 and self.xtc_probability == 0
 
     @property
     def top(self) -> int:
-        """Count the greatest logits that, with the sum of all, are enough to draw from; 0: all are needed."""
+        """Number of greatest logits that, with the sum of all, are enough for a draw; 0 if all are needed."""
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 
     def scores(self, logprobs: mx.array, coin: mx.array) -> mx.array:
-        """Filter logprobs [1, V] and divide by the temperature; their softmax is drawn from. coin: XTC's key."""
+        """Return the filtered logprobs [1, V] over the temperature, the logits of a draw. coin: random key of XTC."""
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
             logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
-            # mlx-lm's filter always applied (probability 1); the coin is ours because ours is keyed.
+            # mlx-lm's filter with probability 1; the coin is drawn here, with a key of the position.
             cut = apply_xtc(logprobs, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
             logprobs = mx.where(mx.random.uniform(key=coin) < self.xtc_probability, cut, logprobs)
         if self.top_k > 0:
@@ -87,28 +83,23 @@ class Sampling:
         return logprobs.astype(mx.float32) * (1.0 / self.temp)
 
     def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Draw one token [1] from logprobs [1, V]."""
+        """Return one drawn token [1] of logprobs [1, V]."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         coin, dice = mx.random.split(key)
         return gumbel_max(self.scores(logprobs, coin), dice)
 
-    def draw_top(self, logprobs: mx.array, tokens: mx.array, key: mx.array, vocab_size: int) -> mx.array:
-        """Draw as `draw` does, from the top_k greatest logprobs [1, n] of a row, sorted, and their tokens [1, n]."""
-        top = logprobs, tokens, mx.zeros(1)
-        return draw_top_ref(top, key, 0, **self.filters, vocab_size=vocab_size)
-
     @property
     def filters(self) -> dict[str, float]:
-        """What narrows a draw from the greatest logits, by keyword."""
+        """The keyword arguments of `draw_top` kernels."""
         return {"temp": self.temp, "top_p": self.top_p, "min_p": self.min_p}
 
 
 @dataclass
 class Picker:
-    """How the target's token is chosen in every row of a verify.
+    """Chooses the target's token in every row of a verify.
 
-    sampler:    the user's own, logprobs [1, V] -> token [1], drawing from MLX's random state; None means `options`.
+    sampler:    the user's, logprobs [1, V] -> token [1], drawing from MLX's random state; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses key + t.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
@@ -123,34 +114,26 @@ class Picker:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens are the likeliest, and no more is asked."""
+        """Whether the likeliest tokens are taken, without processors or logprobs."""
         return self.sampler is None and self.options.greedy and not self.processors and not self.logprobs
 
     def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
-        """Choose tokens of hidden rows [1, M, H], without their logits where the model can; see `__call__`."""
-        choice = model.choice(hidden) if self._needs_no_logits else None
+        """Return `__call__`'s result for hidden rows [1, M, H], without their logits if the model supports it."""
+        o, raw = self.options, self.sampler is None and not self.processors and not self.logprobs
+        choice = model.choice(hidden) if raw and (o.greedy or o.unfiltered or o.top > 0) else None
         if choice is None:
             return self(model.logits(hidden)[0], position, history, drafts)
-        return self._chosen(choice, position, model.vocab_size), None
-
-    @property
-    def _needs_no_logits(self) -> bool:
-        if self.sampler is not None or self.processors or self.logprobs:
-            return False
-        return self.options.greedy or self.options.unfiltered or self.options.top > 0
-
-    def _chosen(self, choice: Any, position, vocab_size: int) -> mx.array:
-        if self.options.greedy:
-            return choice.greedy()
-        if self.options.unfiltered:
-            return choice.draw(self.key, position, self.options.temp)
-        top = choice.top(self.options.top)
-        return choice.draw_top(top, self.key, position, **self.options.filters, vocab_size=vocab_size)
+        if o.greedy:
+            return choice.greedy(), None
+        if o.unfiltered:
+            return choice.draw(self.key, position, o.temp), None
+        top = choice.top(o.top)
+        return choice.draw_top(top, self.key, position, **o.filters, vocab_size=model.vocab_size), None
 
     def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
-        """Choose tokens [M] int32 from logits [M, V] for positions position..; and logprobs [M, V] or None.
+        """Return tokens [M] int32 for positions `position`.., chosen from logits [M, V]; and logprobs [M, V] or None.
 
-        Row i is conditioned on `history`, token ids [T] (read only by processors) and the first i drafts.
+        history: token ids [T] before the rows. Processors of row i read it and the first i drafts.
         """
         if self.plain:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
@@ -174,7 +157,7 @@ class Picker:
 
 @contextmanager
 def random_state(key: mx.array) -> Iterator[None]:
-    """Let what draws from MLX's random state of this thread begin at `key`, uint32 [2]; bring back what it was."""
+    """Set this thread's MLX random state to `key`, uint32 [2], and restore the former state at the end."""
     state = _random_state()
     before, state[0] = state[0], key
     try:
@@ -184,40 +167,39 @@ def random_state(key: mx.array) -> Iterator[None]:
 
 
 def _random_state() -> list[mx.array]:
-    """Find the list that holds this thread's key: `mx.random.state` can be iterated over, but takes no new value."""
+    """Return the list that contains this thread's key: `mx.random.state` itself does not support assignment."""
     items: Any = iter(mx.random.state)  # type: ignore[call-overload]
     return items.__reduce__()[1][0]
 
 
 def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
-    """Draw a token, int32 [1], from softmax(scores [1, V]).
+    """Return a token, int32 [1], drawn from softmax(scores [1, V]).
 
-    A token's noise depends on the key alone, so that rows with like probabilities mostly give the same token, at
-    least as often as (1 - TV) / (1 + TV) (Daliri, Musco and Suresh, arXiv 2408.07978). Kernels draw with the same
-    noise; mx.random.categorical, by one number and a sum over the tokens in order, has no such bound.
+    A token's noise depends on the key alone. Two rows with total variation distance TV therefore give the same token
+    with probability (1 - TV) / (1 + TV) or more (Daliri, Musco and Suresh, arXiv 2408.07978). Kernels draw with the
+    same noise; mx.random.categorical, which sums probabilities in order, has no such bound.
     """
     noise = mx.random.gumbel(scores.shape, key=key)
     return mx.argmax(scores.astype(mx.float32) + noise, axis=-1).astype(mx.int32)
 
 
 def whole_row(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
-    """Put values [1, n] of tokens [1, n] into a row [1, vocab_size] that is -infinity elsewhere."""
+    """Return a row [1, vocab_size] with `values` [1, n] at `tokens` [1, n] and -infinity elsewhere."""
     row = mx.full((1, vocab_size), -float("inf"), values.dtype)
     return mx.put_along_axis(row, tokens, values, axis=-1)
 
 
 def key_at(key: mx.array, position: Any) -> mx.array:
     """Return the key, uint32 [2], of the draw at a position: an integer, or int32 [] or [1]."""
-    step = mx.array(position).reshape(1).astype(mx.uint32)
-    return key + mx.pad(step, (1, 0))
+    return key + mx.pad(mx.array(position).reshape(1).astype(mx.uint32), (1, 0))
 
 
 def random_key(seed: int | None) -> mx.array:
-    """Make a base key, uint32 [2], from the seed, or from MLX's random state of this thread where there is none."""
+    """Return a base key, uint32 [2], made from the seed, or drawn from this thread's MLX random state if None."""
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
-        # Computed here: what the thread draws next is not in this turn.
+        # Evaluated here: the thread's next draw happens outside of this turn.
         drawn, _ = (np.array(array) for array in (key, *_random_state()))
         return mx.array(drawn)
-    # Hashed, so that neighbouring seeds do not share keys at neighbouring positions.
+    # Hashed: otherwise neighbouring seeds would share keys at neighbouring positions.
     return mx.random.split(mx.random.key(seed))[0]

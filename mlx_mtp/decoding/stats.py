@@ -1,4 +1,4 @@
-"""Count what a generation did: cycles, drafts kept per depth, what the host waited for, where time went."""
+"""Count the cycles, accepted drafts per depth, host waits and times of a generation."""
 
 import time
 from collections import Counter
@@ -11,31 +11,28 @@ import mlx.core as mx
 from .summary import paused, percentages, shares
 
 TIMED_EVERY = 16
-LARGEST, ASKED = (
-    ("num_draft_tokens", "peak_memory"),
-    ("phases", "max_tokens", "paused", "crowded", "whole"),
-)  # fields that are not summed up
+# Fields of which `add` keeps the maximum, and fields that it does not add.
+LARGEST, NOT_ADDED = ("num_draft_tokens", "peak_memory"), ("phases", "max_tokens", "paused", "crowded", "whole")
 
 
 @dataclass
 class Stats:
     """Counters of one generation; times in seconds.
 
-    drafted, accepted: per depth, the heads' drafts verified and those that were right (with all before them).
+    drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted.
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
-    lengths:       cycles by the number of drafts that they verified.
-    waits:         host reads in cycles: one of each, and one more where the heads' confidence is read (p_min).
-    built_late:    cycles that were built when the tokens of the one before had arrived, by the reason; the first one,
-                   before which the prompt's token goes out, is not counted.
-    compiled_cycles: cycles that were replayed; compiled_shapes: those recorded for that, each once.
-    prefill_time:  until the first token had arrived, the heads' reading of the prompt included.
-    decode_time:   spent in cycles after that; the caller's own time between two tokens is left out.
-    wait_time:     the part of it in which the host waited for the device.
-    peak_memory:   most bytes that MLX held, the weights included, since the generation began.
-    paused:        why the next cycle does not draft although it might; "" where it does, or must not.
-    phases:        set it to have `draft_time`: every 16th cycle is then computed in two halves, with a wait for each.
-    crowded:       set it while others' cycles run in between, so that nothing is learned from the time of this one's.
-    whole:         counters of several texts, of which this is one: cycles and drafts are counted there, too.
+    lengths:       number of cycles by the number of drafts that they verified.
+    waits:         host reads in cycles: one per cycle, and one more if the drafts' confidence is read (p_min).
+    built_late:    cycles built after the previous cycle was read, by reason; the first cycle is not counted.
+    compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
+    prefill_time:  seconds until the first token arrived, including the heads' prefill of the prompt.
+    decode_time:   seconds of cycles after that, without the caller's time between two tokens.
+    wait_time:     the part of decode_time in which the host waited for the device.
+    peak_memory:   maximum bytes that MLX held, including the weights, since the generation began.
+    paused:        why the next cycle does not draft although it could; "" otherwise.
+    phases:        set to True to measure `draft_time`: every 16th cycle is then computed in two timed halves.
+    crowded:       set to True while cycles of other generations run in between, so that cycles are not timed.
+    whole:         counters of several sequences, which also count the cycles and drafts of this one.
     """
 
     phases: bool = False
@@ -67,38 +64,38 @@ class Stats:
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens per second until the first token."""
+        """Prompt tokens per second of prefill_time."""
         return self.prompt_tokens / self.prefill_time if self.prefill_time else 0.0
 
     @property
     def generation_tps(self) -> float:
-        """Tokens per second of wall time since the first token had arrived, the caller's time included."""
+        """Tokens per second of wall time since the first token arrived, including the caller's time."""
         elapsed = time.perf_counter() - self._first_token
         return self.generation_tokens / elapsed if self.generation_tokens else 0.0
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Tokens that one verify yields on average, the target's own included; 1.0 is plain decoding."""
+        """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding."""
         return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
 
     @property
     def drafts_per_cycle(self) -> float:
-        """Drafts of the heads that a cycle verifies on average; fewer than num_draft_tokens where that pays."""
+        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it."""
         return sum(self.drafted) / self.cycles if self.cycles else 0.0
 
     @property
     def by_depth(self) -> list[float | None]:
-        """Per depth, the share of the heads' drafts that were accepted; None where nothing was drafted."""
+        """Per depth, the accepted share of the heads' drafts; None for depths without drafts."""
         return shares(self.drafted, self.accepted)
 
     @property
     def acceptance(self) -> list[float]:
-        """The same of the depths that were drafted alone, which are the first ones."""
+        """The shares of `by_depth` without the depths that had no drafts."""
         return [share for share in self.by_depth if share is not None]
 
     @property
     def summary(self) -> str:
-        """What drafting did, in words: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
+        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
         if not self.num_draft_tokens and not self.lookups:
             return "plain decoding"
         if not self.cycles:
@@ -113,12 +110,12 @@ class Stats:
 
     @property
     def host_ms(self) -> float:
-        """Milliseconds of a cycle, on average, in which the host did not wait: it built and submitted graphs."""
+        """Mean milliseconds per cycle in which the host did not wait: it built and submitted graphs."""
         return 1000 * (self.decode_time - self.wait_time) / self.cycles if self.cycles else 0.0
 
     @property
     def draft_time(self) -> float:
-        """The heads' part of `decode_time`, by the shares of the cycles that were timed in halves (see `phases`)."""
+        """The heads' part of `decode_time`, estimated from the cycles timed in halves (see `phases`)."""
         return self.decode_time * self._halves[0] / (sum(self._halves) or 1.0)
 
     @property
@@ -127,7 +124,7 @@ class Stats:
         return self.decode_time - self.draft_time
 
     def add(self, other: "Stats") -> None:
-        """Add another generation's counters; `paused` is the one that was added last."""
+        """Add another generation's counters to these; `paused` becomes the other's."""
         self.paused = other.paused
         for name, theirs in vars(other).items():
             mine = getattr(self, name)
@@ -135,10 +132,11 @@ class Stats:
                 setattr(self, name, max(mine, theirs))
             elif isinstance(mine, list):
                 setattr(self, name, [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)])
-            elif name not in ASKED and not name.startswith("_"):
+            elif name not in NOT_ADDED and not name.startswith("_"):
                 setattr(self, name, mine + theirs)
 
     def start(self) -> None:
+        """Reset the counts per depth and start the time of the prefill."""
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         if self.whole is None:
             mx.reset_peak_memory()
@@ -147,12 +145,11 @@ class Stats:
             self.whole._deepen(self.num_draft_tokens)
         self._began = time.perf_counter()
 
-    def notes_memory(self) -> None:
-        """Note what MLX holds at most, before another generation begins anew with that."""
+    def note_peak_memory(self) -> None:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())
 
     def time_phases(self, run: Any) -> None:
-        """Every so often compute a cycle here and now, drafts first, to learn what each half costs."""
+        """Every TIMED_EVERY cycles, evaluate the drafts and the verify of a run separately and time both."""
         if not self._first_token or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
             return
         for half, array in enumerate((run.drafts, run.packed)):
@@ -160,21 +157,21 @@ class Stats:
             mx.eval(array)
             self._halves[half] += time.perf_counter() - tic
 
-    def begins(self) -> None:
-        """Note that the first token has arrived."""
+    def note_first_token(self) -> None:
+        """End the prefill's time: the first token has arrived."""
         self._first_token = time.perf_counter()
         self.prefill_time = self._first_token - self._began
 
-    def spends(self, seconds: float, waited: float) -> None:
-        """Count a read for which the host waited, and a cycle's seconds; of several texts each has all of them."""
+    def add_time(self, seconds: float, waited: float) -> None:
+        """Count one host read, its wait, and a cycle's seconds; in a pool each sequence counts the whole cycle."""
         self.waits += 1
         self.decode_time += seconds
         self.wait_time += waited
 
-    def counts(self, drafted: int, accepted: int, source: str) -> None:
-        """Count a cycle that verified so many drafts from `source`, and those that were right."""
+    def count_cycle(self, drafted: int, accepted: int, source: str) -> None:
+        """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them."""
         if self.whole is not None:
-            self.whole.counts(drafted, accepted, source)
+            self.whole.count_cycle(drafted, accepted, source)
         self.cycles += 1
         self.lengths[drafted] += 1
         if source == "lookup":
@@ -188,24 +185,24 @@ class Stats:
             self.accepted[depth] += depth < accepted
 
     def _deepen(self, depths: int) -> None:
-        """Lengthen the counts to at least this many depths."""
+        """Extend the counts to at least `depths` depths."""
         for counts in (self.drafted, self.accepted):
             counts += [0] * (depths - len(counts))
 
-    def pauses(self, reason: str) -> None:
-        """Note why the next cycle does not draft, "" where it may."""
+    def note_pause(self, reason: str) -> None:
+        """Store why drafting is paused, "" if it is not."""
         self.paused = reason
         if self.whole is not None:
-            self.whole.pauses(reason)
+            self.whole.note_pause(reason)
 
-    def replays(self, cycles: int, shapes: int = 0) -> None:
-        """Count cycles that were replayed, or kinds of them that were recorded."""
+    def count_replays(self, cycles: int, shapes: int = 0) -> None:
+        """Count replayed cycles, and newly recorded kinds of steps."""
         if self.whole is not None:
-            self.whole.replays(cycles, shapes)
+            self.whole.count_replays(cycles, shapes)
         self.compiled_cycles += cycles
         self.compiled_shapes += shapes
 
-    def yields(self) -> None:
-        """Note that a token goes to the caller."""
+    def count_token(self) -> None:
+        """Count a token that is yielded to the caller."""
         self.generation_tokens += 1
-        self.notes_memory()
+        self.note_peak_memory()

@@ -1,53 +1,63 @@
-"""Run one step of n sequences as a pure function of arrays: propose drafts, verify them in one pass, accept.
+"""Run a step of n sequences as a pure function of arrays: propose drafts, verify them in one pass, accept.
 
-One sequence is n = 1. All have R rows, whatever they accept or may draft: what is drafted for one beyond its own
-share is verified and not accepted. This one function is what runs where a step is built, and what `mx.compile`
-records where steps are replayed. Its two halves are for those who look at the drafts in between: steps that read the
-drafter's confidence, and the profile. Whatever drafts is behind the interface of `drafters/drafter.py`.
+One sequence is n = 1. Every sequence has R rows, whatever it accepted: drafts beyond a sequence's own limit are
+verified but not accepted. A built step calls `step`; `mx.compile` records the same function for replay. `propose` and
+`verify` are called separately where the host reads the drafts' confidence in between, and by the profiler.
 """
 
 import mlx.core as mx
 
 from ..cache.step_cache import CacheArrays
-from .accept import accept
 from .drafters.drafter import Frame
 from .pick import pick
 from .run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
 
 
 def step(
-    frame: Frame, run: Run, arrays: CacheArrays, guesses: Drafts = NO_DRAFTS, most: mx.array | None = None
+    frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS, limits: mx.array | None = None
 ) -> tuple[Run, CacheArrays]:
-    """Propose, verify and accept behind the rows of `run`; return the next run and the caches' arrays after it.
+    """Propose, verify and accept after the rows of `run`; return the next run and the caches' arrays after it.
 
-    guesses: drafts that were made before the step. most: int32 [n] of drafts that each may accept, None for all.
+    drafts: those made before the step. limits: maximum accepted drafts per sequence, int32 [n]; None for no limit.
     """
-    drafts = propose(frame, run, arrays, guesses)
-    return verify(frame, run, drafts, most), frame.cache.unload()
+    drafts = propose(frame, run, arrays, drafts)
+    return verify(frame, run, drafts, limits), frame.cache.unload()
 
 
-def propose(frame: Frame, run: Run, arrays: CacheArrays, guesses: Drafts = NO_DRAFTS) -> Drafts:
-    """Take the caches' arrays in, let the drafter read the rows of `run` and draft; or take the guesses."""
+def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS) -> Drafts:
+    """Load the caches' arrays; return the drafter's drafts after `run`, or `drafts` if the step has no drafter."""
     frame.cache.load(arrays, frame.base + run.size, frame.base)
     if frame.drafter is None:
-        return guesses
-    drafts = frame.drafter.propose(frame, run, frame.asked)
-    return drafts if frame.asked else guesses
+        return drafts
+    proposed = frame.drafter.propose(frame, run, frame.asked)
+    return proposed if frame.asked else drafts
 
 
-def verify(frame: Frame, run: Run, drafts: Drafts, most: mx.array | None = None) -> Run:
-    """Choose the target's own tokens after the newest one and each draft; count the drafts that equal them."""
-    model, cache, guesses = frame.model, frame.cache, drafts.tokens
+def verify(frame: Frame, run: Run, drafts: Drafts, limits: mx.array | None = None) -> Run:
+    """Return the run of the target's own tokens after the newest token and each draft, with the accepted counts."""
+    model, cache, drafted = frame.model, frame.cache, drafts.tokens
     position, rows = cache.layers[0].offset + 1, run.newest()
-    if guesses is not None:
-        rows = mx.concatenate([rows, guesses], axis=1)
+    if drafted is not None:
+        rows = mx.concatenate([rows, drafted], axis=1)
     hidden = model.hidden(rows, cache.layers)
-    tokens, logprobs = pick(model, hidden, position, guesses, frame.members)
+    tokens, logprobs = pick(model, hidden, position, drafted, frame.members)
     accepted = NONE_ACCEPTED if len(frame.members) == 1 else mx.zeros(len(frame.members), mx.int32)
-    if guesses is not None:
-        accepted = accept(guesses, tokens)
-    if most is not None:
-        accepted = mx.minimum(accepted, most)
-    if guesses is not None or most is not None:
+    if drafted is not None:
+        accepted = accept(drafted, tokens)
+    if limits is not None:
+        accepted = mx.minimum(accepted, limits)
+    if drafted is not None or limits is not None:
         cache.rollback(drafts.k - accepted)
-    return Run.of(hidden, tokens, accepted, guesses, logprobs)
+    return Run.of(hidden, tokens, accepted, drafted, logprobs)
+
+
+def accept(drafts: mx.array, tokens: mx.array) -> mx.array:
+    """Return the length of the longest prefix of drafts [..., k] that equals tokens [..., k+1], int32 [...].
+
+    `tokens[..., i]` is drawn from the target with the user's sampler, after the drafts before it. The output is the
+    drafts that equal their draws and the first draw that differs (or the bonus token): exactly the target's draws,
+    for any sampler. A greedy draft is accepted with probability p(draft), as in rejection sampling (Leviathan et al.,
+    arXiv 2211.17192, with q a point mass).
+    """
+    matches = tokens[..., : drafts.shape[-1]] == drafts
+    return mx.cumprod(matches.astype(mx.int32), axis=-1).sum(axis=-1)

@@ -85,21 +85,15 @@ def _with_storage(text: str) -> str:
             if plain and (variables := declarators(declaration)):
                 pieces.append(text[last : found.start(1)])
                 for type_, variable, extents in variables:
-                    pieces.append(_reference(type_, variable, extents, " + ".join(sizes) or "0"))
+                    memory, address = f"threadgroup {variable}_memory", " + ".join(sizes) or "0"
+                    pieces.append(f"using {variable}_memory = {type_} {extents}; ")
+                    pieces.append(f"{memory}& {variable} = *({memory}*)({address}); ")
                     sizes.append(f"(sizeof({type_} {extents}) + 15) / 16 * 16")
-                pieces += [_checked_size(sizes), "\n" * text.count("\n", found.start(1), stop)]
+                message = f"a kernel has {MOST_THREADGROUP_BYTES} bytes of threadgroup memory"
+                pieces.append(f'static_assert({" + ".join(sizes)} <= {MOST_THREADGROUP_BYTES}, "{message}");')
+                pieces.append("\n" * text.count("\n", found.start(1), stop))
                 last = stop + 1
     return "".join([*pieces, text[last:]])
-
-
-def _reference(type_: str, name: str, extents: str, address: str) -> str:
-    memory = f"threadgroup {name}_memory"
-    return f"using {name}_memory = {type_} {extents}; {memory}& {name} = *({memory}*)({address}); "
-
-
-def _checked_size(sizes: list[str]) -> str:
-    message = f"a kernel has {MOST_THREADGROUP_BYTES} bytes of threadgroup memory"
-    return f'static_assert({" + ".join(sizes)} <= {MOST_THREADGROUP_BYTES}, "{message}");'
 
 
 def _with_made_vectors(text: str) -> str:

@@ -130,13 +130,16 @@ def library_text() -> str:
 
 @functools.cache
 def _parsed(spaces: Spaces) -> Path:
-    """Precompile Metal's declarations and MLX's preamble for all texts, in the cache; return the file."""
-    command, text = _command(spaces), to_opencl(preamble_text())
+    return precompiled("front-end", _command(spaces), LIBRARY, to_opencl(preamble_text()))
+
+
+def precompiled(name: str, command: list[str], headers: str, preamble: str) -> Path:
+    """Precompile Metal's headers and MLX's preamble for all texts, in the cache; return the file."""
     version = version_of(zig(), "clang")
-    target = cache_directory() / f"front-end-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
+    target = cache_directory() / f"{name}-{digest(preamble, command[1:], version, directory_digest(STRICT))}.pch"
     if not target.exists():
         with unfinished(target) as work:
             # Without a generic space clang refuses constructors of MLX's complex numbers; our kernels use none.
             output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
-            run([*command, *output], f"{LIBRARY}{text}", "preamble")
+            run([*command, *output], f"{headers}{preamble}", "preamble")
     return target

@@ -14,8 +14,7 @@ class EmulatorOptions:
 
     `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
     barriers with `mem_flags::mem_none` then order memory. `order` of threads and threadgroups is "forward", "reverse"
-    or
-    a seed of at least 2. A thread may run `max_steps` blocks of code. `fp_contract` is clang's option.
+    or a seed of at least 2. A thread may run `max_steps` blocks of code. `fp_contract` is clang's option.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()

@@ -10,9 +10,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .compile import cache_directory, digest, directory_digest, unfinished, version_of
 from .dialect import closing, kernels, to_opencl
-from .opencl import LIBRARY, STRICT, TOLERANT, Diagnostic, expanded, language, preamble_text, run, zig
+from .opencl import LIBRARY, STRICT, Diagnostic, expanded, language, preamble_text, precompiled, run
 from .options import CompileError
 
 WORDS = 128  # registers per thread
@@ -119,12 +118,4 @@ def _with_entry(source: str, words: int) -> str:
 
 @functools.cache
 def _parsed() -> Path:
-    """Precompile Metal's definitions and MLX's preamble for all texts, in the cache; return the file."""
-    text, command = _compiled(preamble_text()), _command()
-    version = version_of(zig(), "clang")
-    target = cache_directory() / f"registers-{digest(text, command[1:], version, directory_digest(STRICT))}.pch"
-    if not target.exists():
-        with unfinished(target) as work:
-            output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
-            run([*command, *output], f"{LIBRARY}{DEFINITIONS}{text}", "preamble")
-    return target
+    return precompiled("registers", _command(), f"{LIBRARY}{DEFINITIONS}", _compiled(preamble_text()))

@@ -81,8 +81,7 @@ def quantized_matvec(
     """Multiply x (M, K) by the rows of a quantized (N, K) matrix with `kernel`; return (M, N) and the traffic.
 
     `kernel` is qmv_fast, qmv, qmv_quad or qmv_wide; ValueError for another. Without biases the format is mxfp4, mxfp8
-    or
-    nvfp4, by bits and group size.
+    or nvfp4, by bits and group size.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
@@ -235,10 +234,8 @@ def gemv(
     """Multiply each row of x (M, K) by the transpose of w (N, K), and add bias (N,) as addmm does.
 
     Returns (M, N) and the traffic of M one-row launches along the grid's last axis. "mem_none" is allowed because
-    MLX's
-    kernel relies on it if K >= 16 N. For N = 1 MLX runs it only with a bias, and with matrix and vector exchanged,
-    which
-    does not change the products. A shuffle counts as two collectives.
+    MLX's kernel relies on it if K >= 16 N. For N = 1 MLX runs it only with a bias, and with matrix and vector
+    exchanged, which does not change the products. A shuffle counts as two collectives.
     """
     (m, k), n = x.shape, w.shape[0]
     tiled, options = tile(k, n), options or EmulatorOptions()

@@ -1,13 +1,13 @@
-"""Run the verify's Metal kernels, one module per op: the reference in plain MLX ops and the public function.
+"""Run the Metal kernels of a verify, one module per op: the reference in plain MLX ops and the public function.
 
-The public function runs the kernel on Metal and the reference elsewhere. Bodies are in `kernels/*.metal`.
+The public function runs the kernel on Metal, else the reference. The bodies are in `kernels/*.metal`.
 """
-# ruff: noqa: F401 what is imported here is what callers import from here
+# ruff: noqa: F401 callers import these names from here
 
-from ._first_launch import KernelRefused, Refusal, forget_new, launched, out_of_memory, ran, run_again, run_new
+from ._first_launch import KernelRefused, Refusal, all_ran, drop_new, launched, out_of_memory, run_again, run_new
 from ._quantized import Quantized, served, splits
 from ._routing import Routing, route_ref
-from ._source import on_metal, padded, source_held
+from ._source import on_metal, padded, source_bytes
 from .add_norm import add_norm, add_norm_ref
 from .delta_inputs import DeltaInputs, Gates, delta_inputs, delta_inputs_ref
 from .draw_top import draw_top

@@ -1,7 +1,7 @@
-"""Run a kernel on its own the first time it is launched, before a model's graph depends on it.
+"""Run a kernel alone at its first launch, before a model's graph depends on it.
 
-MLX compiles a launch's text when it evaluates the graph, so a text that Metal refuses takes the whole graph with it,
-and the caches that the graph writes in place. A launch on zeros compiles the same text and costs nothing else.
+MLX compiles a launch's text when it evaluates the graph. A text that Metal refuses therefore fails the whole graph,
+with the caches that it writes in place. A launch on zeros compiles the same text.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-Key = tuple[str, tuple[object, ...]]  # kernel, and what it ran with: template arguments, and threads of a group
+Key = tuple[str, tuple[object, ...]]  # kernel; its variant: template arguments and threadgroup size
 SHORT_OF_MEMORY = re.compile(r"malloc|allocate|out of memory|insufficient memory", re.IGNORECASE)
 
 
@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
 class KernelRefused(RuntimeError):
     """Kernels were refused, and no graph was evaluated.
 
-    refusals: of this process, none where only another rank has some. voted: every rank has raised this.
+    refusals: of this process; empty if only another rank has some. voted: every rank has raised this.
     """
 
     def __init__(self, refusals: list[Refusal], *, voted: bool = False):
@@ -36,7 +36,7 @@ class KernelRefused(RuntimeError):
 
     @classmethod
     def of(cls, refusal: Refusal) -> "KernelRefused":
-        """Make the exception of one refusal, which is of its error's class too."""
+        """Return the exception of one refusal; it is also an instance of its error's class."""
         return _both(type(refusal.error))([refusal])
 
 
@@ -44,14 +44,16 @@ class KernelRefused(RuntimeError):
 def _both(kind: type[Exception]) -> type[KernelRefused]:
     try:
         return type(kind.__name__, (KernelRefused, kind), {})
-    except TypeError:  # a class that holds more than its arguments
+    except TypeError:  # a class with a memory layout of its own
         return KernelRefused
 
 
 class Launch(NamedTuple):
-    """A launch without its arrays. inputs: (shape, dtype) of each array, numbers as they are. maker, call: of MLX.
+    """A launch without its arrays.
 
-    ran: all that the kernel's text has run with.
+    inputs: (shape, dtype) of each array, numbers unchanged. maker, call: MLX's function, and the kernel that it
+    returned.
+    ran: every variant with which the kernel's text has run.
     """
 
     key: Key
@@ -63,16 +65,16 @@ class Launch(NamedTuple):
 
     @property
     def text(self) -> tuple[Key, int]:
-        """What tells it from other launches: its key, and the kernel's text."""
+        """The key and the identity of the kernel's text, which together distinguish launches."""
         return self.key, id(self.ran)
 
     @property
     def current(self) -> bool:
-        """Whether there is a GPU, and `mx.fast.metal_kernel` is what it was: graphs are recorded without either."""
+        """Whether there is a GPU and `mx.fast.metal_kernel` is not replaced; graphs are also recorded otherwise."""
         return mx.metal.is_available() and self.maker is mx.fast.metal_kernel
 
     def run(self) -> Exception | None:
-        """Evaluate the launch on zeros; return what MLX raises, None where it runs."""
+        """Evaluate the launch on zeros; return the exception that MLX raises, None if it runs."""
         try:
             inputs = [mx.zeros(*given) if isinstance(given, tuple) else given for given in self.inputs]
             mx.eval(self.call(inputs=inputs, **self.how))
@@ -83,24 +85,24 @@ class Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """A thread's launches that are new."""
+    """A thread's new launches."""
 
     def __init__(self):
         self.new: dict[tuple[Key, int], Launch] = {}
 
 
 _thread = _Thread()
-_known: dict[tuple[Key, int], Launch] = {}  # all that have run
-listeners: list[list[Key]] = []  # of `launched`, the innermost last
+_known: dict[tuple[Key, int], Launch] = {}  # launches that have run
+listeners: list[list[Key]] = []  # lists of nested `launched`, the innermost last
 
 
 def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
-    """Whether a launch like this one is noted already: one of each runs, a model has one a layer."""
+    """Return whether an equal launch is noted already; a model has one per layer, and one of them is enough."""
     return not listeners and (key, id(ran)) in _thread.new
 
 
 def note(launch: Launch) -> None:
-    """Note a launch that is new, or that a listener collects."""
+    """Note a launch that has not run, or add it to the list of `launched`."""
     if listeners:
         listeners[-1].append(launch.key)
     elif getattr(launch.call, "runs_at_once", False):
@@ -112,7 +114,7 @@ def note(launch: Launch) -> None:
 
 @contextmanager
 def launched() -> Iterator[list[Key]]:
-    """Yield the list to which each launch inside, none of which counts as one that has to run, adds its key."""
+    """Yield a list to which each launch inside adds its key; these launches need not run."""
     listeners.append([])
     try:
         yield listeners[-1]
@@ -121,7 +123,7 @@ def launched() -> Iterator[list[Key]]:
 
 
 def run_new() -> None:
-    """Run the launches of this thread that are new. Raises KernelRefused for those that do not run."""
+    """Run this thread's new launches. Raises KernelRefused for those that fail."""
     if not _thread.new:
         return
     new, _thread.new = _thread.new, {}
@@ -138,8 +140,8 @@ def run_new() -> None:
         raise KernelRefused(refusals)
 
 
-def ran() -> None:
-    """Note that this thread has evaluated all that it launched."""
+def all_ran() -> None:
+    """Note that this thread has evaluated all its launches."""
     for launch in _thread.new.values():
         launch.ran.add(launch.key[1])
         _known[launch.text] = launch
@@ -147,16 +149,16 @@ def ran() -> None:
 
 
 def run_again() -> list[Refusal]:
-    """Run every launch that has run before; return those that do not run any more."""
+    """Run every launch that has run before; return those that now fail."""
     found = [(launch.key, launch.run()) for launch in _known.values() if launch.current]
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]
 
 
-def forget_new() -> None:
-    """Note that what this thread launched was not evaluated."""
+def drop_new() -> None:
+    """Drop this thread's new launches, which were not evaluated."""
     _thread.new = {}
 
 
 def out_of_memory(message: str) -> bool:
-    """Tell whether an exception's message is about memory that there is not, so that it says nothing of a kernel."""
+    """Return whether the message of an exception is about missing memory, not about a kernel."""
     return SHORT_OF_MEMORY.search(message) is not None

@@ -1,4 +1,4 @@
-"""Hand quantized weights to kernels, and launch those that share their order of sums."""
+"""Pass quantized weights to kernels, and launch the kernels that share an order of sums."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from ._source import DTYPES, launch, row_groups
 
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
-SIMDGROUPS = 2  # in a group of threads
-WEIGHTS_ONCE = 12  # rows of x for which the weights are requested once
-MOST_SUMS = 24  # that a lane keeps in registers
-SPLIT_ROWS = 4  # of x in a group where rows are split: their kernel is compiled in any case
-DEVICE = 8  # arrays of fewer elements are not in device memory, where the kernels look for them
+SIMDGROUPS = 2  # per threadgroup
+WEIGHTS_ONCE = 12  # maximum rows of x that share one request of the weights
+MOST_SUMS = 24  # maximum sums in a lane's registers
+SPLIT_ROWS = 4  # rows of x per group if rows are split; this kernel is compiled anyway
+DEVICE = 8  # MLX passes arrays of fewer elements in constant memory, which the kernels cannot read
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights of one or several linears that read the same x, stacked along N.
+    """Weights of one or several linears with the same input x, stacked along N.
 
-    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], biases of affine formats only. ends: where each
-        linear ends along N. bias: [N], added to the rounded product where the op says so.
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], biases in affine formats only. ends: the end of
+    each linear along N. bias: [N], added to the rounded product by some ops.
     """
 
     w: mx.array
@@ -41,7 +41,7 @@ class Quantized:
 
     @property
     def format(self) -> dict[str, Any]:
-        """As MLX's functions take it, by keyword."""
+        """Keyword arguments of MLX's quantization functions."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @property
@@ -50,50 +50,50 @@ class Quantized:
 
     @property
     def kind(self) -> str:
-        """Name what a kernel of these weights is compiled for: the format, and how lanes share a row."""
+        """Describe what a kernel of these weights is compiled for: the format, and how lanes share a row."""
         values, lanes_per_row = lanes(self)
         bias = "" if self.bias is None else " with bias"
         return f"{self.mode} {self.bits}-bit g{self.group_size}, {lanes_per_row} lanes of {values}{bias}"
 
     def dtype(self, x: mx.array) -> mx.Dtype:
-        """The type that MLX computes x times these weights in."""
+        """Return the type in which MLX computes x times these weights."""
         return x.dtype if self.biases is None else mx.result_type(x, self.scales, self.biases)
 
 
 def check_columns(x: mx.array, weights: Quantized) -> None:
-    """Raise ValueError where x [..., K] does not fit the weights."""
+    """Raise ValueError if x [..., K] does not fit the weights."""
     if x.shape[-1] != weights.k:
         raise ValueError(f"x has {x.shape[-1]} columns; the weights have {weights.k}")
 
 
 def served(mode: str, bits: int, group_size: int) -> bool:
-    """Tell whether the kernels know this format."""
+    """Return whether kernels support this format."""
     return bits in BITS.get(mode, ()) and group_size in GROUP_SIZES[mode]
 
 
 def known(x: mx.array, weights: Quantized) -> bool:
-    """Tell whether the kernels know the format, and x is of 16 or 32 bits."""
+    """Return whether kernels support the format and the type of x, which must not be empty."""
     return served(weights.mode, weights.bits, weights.group_size) and weights.dtype(x) in DTYPES and x.size > 0
 
 
 def supported(x: mx.array, weights: Quantized) -> bool:
-    """Tell whether the kernels of one matrix take these."""
+    """Return whether kernels for a single matrix support these."""
     return known(x, weights) and weights.w.ndim == 2
 
 
 def small(weights: Quantized) -> bool:
-    """Tell whether the arrays have so few elements that they would not be in device memory."""
+    """Return whether MLX would not pass arrays of this size in device memory."""
     return min(weights.w.size, weights.scales.size) < DEVICE
 
 
 def packs(bits: int) -> tuple[int, int]:
-    """Count the values of K that a lane of MLX's `qmv` takes at a time, and one of its `qmv_fast`."""
+    """Return the number of values of K that a lane reads at once in MLX's `qmv`, and in its `qmv_fast`."""
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     return pack, pack * (1 if bits == 2 else 2)
 
 
 def lanes(weights: Quantized) -> tuple[int, int]:
-    """Count (values of K that a lane takes at a time, lanes per weight row) of MLX 0.32.4's kernel for one row."""
+    """Return (values of K that a lane reads at once, lanes per weight row) of MLX 0.32.4's kernel for one row."""
     k, bits = weights.k, weights.bits
     if k in (64, 128) and bits in (2, 4, 8):
         return k // 4, 4  # qmv_quad
@@ -102,7 +102,7 @@ def lanes(weights: Quantized) -> tuple[int, int]:
 
 
 def dequantized(weights: Quantized) -> mx.array:
-    """Dequantize the weights to float32, [..., N, K]."""
+    """Return the weights in float32, [..., N, K]."""
     scales, biases = weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
@@ -110,12 +110,16 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def multiplied(x: mx.array, weights: Quantized) -> mx.array:
-    """Multiply x [..., K] in float32, and round once to what MLX computes in: [..., N]."""
+    """Multiply x [..., K] in float32, and round once to the type that MLX computes in: [..., N]."""
     return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.array]:
-    """Name the arrays as kernels do (name_scales with a name), affine ones in `dtype`, or scales twice."""
+    """Return the arrays by their names in kernels, `name`_scales with a name; affine ones in `dtype`.
+
+    In formats without biases the scales stand for them; small arrays are repeated until MLX passes them in device
+    memory.
+    """
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
         scales, biases = scales.astype(dtype), biases.astype(dtype)
@@ -128,13 +132,13 @@ def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.
 
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> dict[str, object]:
-    """Say what every kernel's template does of x, of `dtype`, and the weights."""
+    """Return the template arguments for x of type `dtype` and the weights, common to all kernels."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
     return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "FP": fp}
 
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Cut a flat y, where one linear's rows lie behind another's, into each one's [..., N_p]: views, contiguous."""
+    """Split a flat y, in which the linears follow each other, into views [..., N_p]."""
     if len(weights.ends) == 1:
         return [y.reshape(*x.shape[:-1], weights.ends[0])]
     m, starts = x.size // weights.k, (0, *weights.ends[:-1])
@@ -142,24 +146,23 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
 
 
 def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
-    """Add to each linear's [..., N_p] its part of the bias, in an operation of its own."""
+    """Add its part of the bias to each linear's [..., N_p]."""
     if weights.bias is None:
         return list(products)
     return [y + b for y, b in zip(products, mx.split(weights.bias, list(weights.ends[:-1])), strict=True)]
 
 
 def splits(m: int) -> bool:
-    """Tell whether m rows can be split: those of which a lane keeps more sums than its registers may hold."""
+    """Return whether m rows can be split: whether the sums of a lane may exceed its registers."""
     return m > SPLIT_ROWS
 
 
 def tiles(m: int, split: bool = False) -> tuple[int, int, int]:
-    """Count (groups of m rows of x, rows in each, rows of weights whose sums a lane holds for each): at most 24 sums.
+    """Return (groups of x's m rows, rows in each, weight rows whose sums a lane holds for each).
 
-    Seven to twelve rows are still one group, with half the rows of weights: x is then requested twice as often, but
-    it is small and cached, the weights are neither. Of more a lane would hold 32 sums, or one row of weights at a
-    time, for which all of x is converted again: sixteen rows are two groups of eight. With `split` groups have four
-    rows, each of which requests the weights, for GPUs whose registers are too few for the sums of more.
+    A lane holds at most MOST_SUMS sums. Seven to twelve rows are one group with half the weight rows: x, which is
+    small and cached, is then requested twice as often. More rows are two groups. With `split`, for GPUs with few
+    registers, a group has four rows and requests the weights.
     """
     groups, rows = row_groups(m, SPLIT_ROWS if split else WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2
@@ -176,10 +179,9 @@ def multiply(
     shape: tuple[int, ...] | None = None,
     split: bool = False,
 ) -> mx.array:
-    """Launch `op` over the rows of x [..., K]: y, flat [M * columns]; or of x [1, M, heads, D]: y of `shape`.
+    """Launch `op` on x [..., K]: return y, flat [M * columns]; or on x [1, M, heads, D]: return y of `shape`.
 
-    `more`: the op's inputs behind these, by name; `template`: what it takes besides the weights' format. Each column
-    is made of the same number of weight rows. `split`: as `tiles` has it.
+    `more`, `template`: further inputs and template arguments of the op, by name. `split`: as in `tiles`.
     """
     x = (x if shape else x.reshape(-1, weights.k)).astype(weights.dtype(x))
     m, heads = x.shape[-3 if shape else 0], x.shape[2] if shape else 1

@@ -1,4 +1,4 @@
-"""Choose the experts that rows of router logits visit, their weights, and the pairs in the order of experts."""
+"""Route rows of router logits to experts: choose experts and weights, and sort the pairs by expert."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,18 +9,18 @@ import mlx.core as mx
 from ._source import DTYPES, launch
 
 MOST_EXPERTS, MOST_TOP_K, MOST_ROWS = 512, 32, 16
-FEW_ROWS = 8  # for which kernels have memory of their own size
+FEW_ROWS = 8  # up to this number of rows kernels have less memory
 LANES = 32
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family turns logits into experts and weights.
+    """How a family converts logits to experts and weights.
 
-    kind "sigmoid": in float32; a bias takes part in the selection only; of `n_group` groups the `topk_group` with the
-    greatest sums of their two best stay, and the scores of the others count as 0. "softmax": rounded to the logits'
-    type, also when divided by their sum. `norm` divides by the sum plus `eps`; `scale` multiplies last. Raises
-    ValueError for what no router does.
+    kind "sigmoid": in float32; a bias only affects the selection; of `n_group` groups the `topk_group` with the
+    greatest sums of their two best scores stay, other scores count as 0. "softmax": rounded to the logits' type, also
+    after the division by the sum. `norm` divides by the sum plus `eps`; `scale` multiplies last. Raises ValueError
+    for other combinations.
     """
 
     kind: str
@@ -37,9 +37,8 @@ class Routing:
         if self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
         if not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"topk_group is {self.topk_group}; it must be from 1 to n_group, which is {self.n_group}"
-            )
+            allowed = f"from 1 to n_group, which is {self.n_group}"
+            raise ValueError(f"topk_group is {self.topk_group}; it must be {allowed}")
         if self.kind == "softmax" and (self.n_group, self.eps, self.scale) != (1, 0.0, 1.0):
             raise ValueError("softmax routing has no groups, eps or scale")
 
@@ -52,17 +51,16 @@ class Routing:
         return mx.array([self.eps, self.scale], mx.float32)
 
     def check(self, experts: int) -> None:
-        """Raise ValueError where so many experts cannot be selected from like this."""
+        """Raise ValueError if this routing cannot select from this number of experts."""
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
-            raise ValueError(
-                f"n_group is {self.n_group}; groups of equal size, at least 2, cannot hold {experts} experts"
-            )
+            groups = f"groups of equal size, at least 2, cannot hold {experts} experts"
+            raise ValueError(f"n_group is {self.n_group}; {groups}")
 
 
 class Pairs(NamedTuple):
-    """The (row, expert) pairs, by expert and then by row; see kernels/moe_route.metal."""
+    """The (row, expert) pairs, sorted by expert, then by row; see kernels/moe_route.metal."""
 
     tokens: mx.array
     weights: mx.array
@@ -72,7 +70,7 @@ class Pairs(NamedTuple):
 
 
 def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Route logits [M, E]: experts [M, top_k], their weights in float32, best first, equal ones in MLX's order."""
+    """Return the experts [M, top_k] of logits [M, E], best first, and their float32 weights; ties in MLX's order."""
     k = routing.top_k
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
@@ -91,7 +89,7 @@ def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tupl
 
 
 def _kept(scores: mx.array, routing: Routing) -> mx.array:
-    """The scores, 0 where their group is not among the best."""
+    """Return the scores, with 0 in groups that are not selected."""
     if routing.n_group == 1:
         return scores
     groups = scores.reshape(*scores.shape[:-1], routing.n_group, -1)
@@ -101,19 +99,19 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 
 
 def routable(logits: mx.array, routing: Routing) -> bool:
-    """Tell whether the kernel takes these logits [M, E]."""
+    """Return whether the kernel supports these logits [M, E]."""
     m, experts = logits.shape
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES
 
 
 def room(m: int, top_k: int) -> int:
-    """Choose for how many pairs of m rows a group of threads has memory: one size for few rows, one for more."""
+    """Return the number of pairs of m rows for which a threadgroup has memory: one size up to FEW_ROWS, one above."""
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 
 
 def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
-    """Route logits [M, E] to their pairs, in one launch."""
+    """Return the pairs of logits [M, E], from one launch."""
     m, experts = logits.shape
     pairs = (m * routing.top_k,)
     integers = pairs, mx.int32

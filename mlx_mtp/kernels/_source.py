@@ -1,4 +1,4 @@
-"""Launch the kernels of the `.metal` files, and say where they can run and how rows are shared out."""
+"""Launch the kernels of the `.metal` files, and choose their row counts."""
 
 import functools
 import threading
@@ -12,11 +12,18 @@ from ._first_launch import KernelRefused, Launch, Refusal, is_noted, listeners, 
 from ._text import kernel_text
 from .contraction import SPELLINGS, kernel_spelling
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # that kernels are written for
-COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # numbers of rows with kernels of their own; each is a fraction of a second's
-# compile, those of more than 8 for several sequences only
-BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup takes at once, and how often
-RESERVED = 16384  # bytes that MLX takes room for beside a launch's source (write_signature in its metal_kernel.cpp)
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # supported by kernels
+COMPILED_ROWS = (
+    1,
+    2,
+    4,
+    6,
+    8,
+    12,
+    16,
+)  # compiled row counts; above 8 for several sequences only
+BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup processes at once; maximum number of such blocks
+RESERVED = 16384  # bytes that MLX reserves in addition to a launch's source (write_signature in metal_kernel.cpp)
 Names = tuple[str, ...]
 Maybe = mx.array | None
 INSTALLED, CHECKOUT = Path(__file__).parent / "metal", Path(__file__).parents[2] / "kernels"
@@ -24,7 +31,7 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
 class Launched(threading.local):
-    """A thread's launches. held: bytes that MLX takes for their sources, of all that were ever made."""
+    """A thread's launches. held: bytes that MLX has allocated for the sources of all of them."""
 
     held = 0
 
@@ -32,8 +39,8 @@ class Launched(threading.local):
 _launched = Launched()
 
 
-def source_held() -> int:
-    """Count the bytes that MLX has taken for the sources of this thread's launches, let go of or not."""
+def source_bytes() -> int:
+    """Return the bytes that MLX has allocated for the sources of this thread's launches, freed ones included."""
     return _launched.held
 
 
@@ -46,11 +53,11 @@ def launch(
     grid: tuple[int, int, int],
     group: tuple[int, int, int],
 ) -> list[mx.array]:
-    """Launch the kernel whose body is `<op>.metal`, behind the headers that it includes: its outputs, in their order.
+    """Launch the kernel `<op>.metal`, with the headers that it includes; return its outputs in order.
 
-    inputs: arrays and numbers by the names that the body has for them. outputs: shape and dtype of each, by name.
-    template: dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied first, unless the body
-    reads strides. Raises KernelRefused where MLX does not take it.
+    inputs: arrays and numbers by their names in the body. outputs: shape and dtype of each, by name. template:
+    dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied, unless the body reads strides.
+    Raises KernelRefused if MLX raises an error.
     """
     shapes, dtypes = zip(*outputs.values(), strict=True)
     given, ran = list(inputs.values()), (*template.values(), *group)
@@ -80,7 +87,7 @@ def launch(
 def _made(
     maker: Callable[..., Any], directory: Path, op: str, inputs: Names, outputs: Names, spelling: str
 ) -> tuple[Callable[..., Any], int, set[tuple[object, ...]]]:
-    # The maker is part of the key: the emulator takes the place of mx.fast.metal_kernel for a while.
+    # The maker is part of the cache's key, because the emulator temporarily replaces mx.fast.metal_kernel.
     header, source = kernel_text(directory, op)
     if "CONTRACTION" in header:
         header = f"#define CONTRACTION {SPELLINGS.index(spelling)}\n{header}"
@@ -91,25 +98,32 @@ def _made(
 
 @functools.cache
 def constants(dtype: mx.Dtype, *values: float) -> mx.array:
-    """Make an array [len(values)] of the values, once: a launch of every layer of every step reads it."""
+    """Return an array [len(values)] of the values, created once; launches of every layer and step read it."""
     return mx.array(values, dtype)
 
 
+def check_tape(tape: Any, accepted: Maybe) -> None:
+    """Raise ValueError if only one of a tape and its number of accepted rows is given."""
+    if (tape is None) != (accepted is None):
+        given = "tape" if accepted is None else "accepted"
+        raise ValueError(f"only {given} is given; tape and accepted go together")
+
+
 def floats(*arrays: mx.array) -> bool:
-    """Tell whether all are of types that kernels are written for."""
+    """Return whether kernels support the types of all arrays."""
     return all(array.dtype in DTYPES for array in arrays)
 
 
 def padded(m: int) -> int:
-    """Find for how many rows the kernel is compiled that serves m of them: the last row then stands for more."""
+    """Round m up to a compiled row count; the kernel repeats the last row to fill it."""
     return next((rows for rows in COMPILED_ROWS if rows >= m), m)
 
 
 def row_groups(m: int, most: int = 5) -> tuple[int, int]:
-    """Count (groups, rows that each is compiled for): the fewest groups of at most `most` rows that hold m >= 1 rows.
+    """Return (groups, compiled rows of each): the fewest groups of at most `most` rows for m >= 1 rows.
 
-    A thread keeps sums of that many rows in registers, 5 where each has four rows of unquantized weights.
-    The last group begins at m - rows, so it may share rows with the one before; only its own are its to store.
+    `most` is limited by a thread's registers. The last group starts at m - rows, so it may share rows with the one
+    before; it stores only the others.
     """
     assert m >= 1, f"{m} rows"
     groups = -(-m // most)
@@ -117,5 +131,5 @@ def row_groups(m: int, most: int = 5) -> tuple[int, int]:
 
 
 def on_metal() -> bool:
-    """Tell whether kernels can run: there is Metal, and the default device is the GPU."""
+    """Return whether kernels can run: Metal is available, and the GPU is the default device."""
     return mx.metal.is_available() and mx.default_device() == mx.gpu

@@ -1,26 +1,26 @@
 """Add a residual and take the sum's RMS norm in one launch.
 
-Squares are summed as MLX's kernel sums them, so that each row has the same bits whatever the others are.
+Squares are summed in the order of MLX's kernel, so a row's bits do not depend on other rows.
 """
 
 import mlx.core as mx
 
 from ._source import constants, floats, launch, on_metal
 
-READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values in a chunk; threads of MLX's group and chunks of each, at most
+READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values per chunk; MLX's maximum threads; chunks per thread
 
 
 def add_norm_ref(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Compute `add_norm` by MLX's own ops."""
+    """Compute `add_norm` with MLX's own ops."""
     h = x + r
     return h, mx.fast.rms_norm(h, weight, eps)
 
 
 def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Compute h = x + r and mx.fast.rms_norm(h, weight, eps): (h, normed), both [..., H].
+    """Return h = x + r and mx.fast.rms_norm(h, weight, eps), both [..., H].
 
-    x, r: [..., H] of one of float16, bfloat16 and float32. weight: [H]; with x it decides the dtype of `normed`.
-    Raises ValueError where x and r, or weight and H, do not match.
+    x, r: [..., H] of one of float16, bfloat16 and float32. weight: [H]; the type of the norm is that of x and weight.
+    Raises ValueError if x and r, or weight and H, do not match.
     """
     if x.shape != r.shape:
         raise ValueError(f"x has shape {x.shape} and r {r.shape}; they must have the same")

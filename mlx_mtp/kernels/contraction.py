@@ -1,18 +1,18 @@
-"""Choose how kernels spell the multiply-adds of MLX's own sums (`kernels/contraction.h`), for each op.
+"""Choose, per op, how kernels write the multiply-adds of MLX's own sums (`kernels/contraction.h`).
 
-MLX's library is compiled before it is installed, these kernels when they run. The two compilers may fuse products and
-sums differently, and then hardly a row has MLX's bits. A kernel trial finds the spelling that has them.
+MLX's library is compiled before its installation, these kernels at run time. The two compilers may fuse products and
+sums differently, and then few rows have MLX's bits. A kernel trial finds the spelling that has them.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-AS_COMPILED = "AS_COMPILED"  # the compiler's choice, right where it makes the same one in MLX's library
-EXPLICIT = ("SEPARATE", "FUSED", "FUSED_ACROSS")  # the same with every compiler; the likeliest first
-SPELLINGS = (AS_COMPILED, *EXPLICIT)  # numbered as in `kernels/contraction.h`
+AS_COMPILED = "AS_COMPILED"  # the compiler's choice; right if it was the same for MLX's library
+EXPLICIT = ("SEPARATE", "FUSED", "FUSED_ACROSS")  # independent of the compiler; the likeliest first
+SPELLINGS = (AS_COMPILED, *EXPLICIT)  # their numbers are those of `kernels/contraction.h`
 # The files whose spelling a trial of the op decides. Trials of heads and experts compare no products with MLX's, so
-# their files have the spelling of those that compute the same products.
+# their files have the spelling of the ops with the same products.
 KERNELS = {
     "verify_qmm": ("verify_qmm", "verify_head", "moe_glu", "moe_relu2", "moe_down"),
     "verify_qmm_heads": ("verify_qmm_heads",),
@@ -24,7 +24,7 @@ KERNELS = {
 }
 FOLLOWS = {"verify_head": "verify_qmm", "verify_moe": "verify_qmm"}
 
-_taken: dict[str, list[str]] = {}  # by op, the op that has taken one last at the end; of each op the last is in use
+_taken: dict[str, list[str]] = {}  # spellings by op, the latest op last; the last of an op is in use
 _in_use: dict[str, str] = {}  # by file
 
 
@@ -44,7 +44,7 @@ def kernel_spelling(kernel: str) -> str:
 
 
 def spelling(op: str) -> str:
-    """Return the spelling in use for an op: its own or, before a trial of it, the one that an op has taken last."""
+    """Return the spelling in use for an op: its own or, before its trial, the latest one of any op."""
     op = FOLLOWS.get(op, op)
     return kernel_spelling(KERNELS[op][0]) if op in KERNELS else AS_COMPILED
 
@@ -58,12 +58,12 @@ def take(op: str, spelling: str) -> None:
 
 
 def is_taken(op: str) -> bool:
-    """Return whether a trial of the op, or what an earlier process remembered of one, has decided its spelling."""
+    """Return whether a trial of the op, now or in an earlier process, has decided its spelling."""
     return op in _taken
 
 
 def others(op: str) -> list[str]:
-    """List the spellings to try where the one in use is wrong: all that the op has not given up, likeliest first."""
+    """Return the other spellings to try for an op, without those it has given up, the likeliest first."""
     if op not in KERNELS:
         return []
     order = dict.fromkeys((_latest(), *EXPLICIT, AS_COMPILED))
@@ -82,5 +82,5 @@ def spelled(op: str, spelling: str) -> Iterator[None]:
 
 
 def _latest() -> str:
-    """Return the spelling that an op has taken last."""
+    """Return the latest spelling that an op has taken."""
     return next(reversed(_taken.values()))[-1] if _taken else AS_COMPILED

@@ -1,8 +1,7 @@
-"""Compute what a gated-delta layer's recurrence reads of new rows: convolution, norms of q and k, gates, in a launch.
+"""Compute the inputs of a gated-delta layer's recurrence: convolution, norms of q and k, and gates, in one launch.
 
-Rows are summed as MLX's depthwise kernel does: in float32, from the oldest tap on, rounded once. All behind the sums
-rounds as MLX's ops do: SiLU, norm and beta in the rows' types, the decay g in float32. The depthwise kernel and the
-norm are not in MLX's wheel: tests compare these with formulations of their own.
+Rows are summed as in MLX's depthwise kernel: in float32, from the oldest tap on, rounded once. Everything after the
+sums is rounded as in MLX's ops: SiLU, norm and beta in the rows' types, the decay g in float32.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ SIMDGROUPS = 4
 
 
 class Gates(NamedTuple):
-    """a and b [B, T, Hv] or, in groups, [B, T, G, Hv/G] of the rows; A_log and dt_bias [Hv] of the layer."""
+    """a and b of the rows, [B, T, Hv] or, in groups, [B, T, G, Hv/G]; A_log and dt_bias [Hv] of the layer."""
 
     a: mx.array
     b: mx.array
@@ -26,7 +25,7 @@ class Gates(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; the decay g and beta [B, T, Hv]; the rows for the next call."""
+    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; g and beta [B, T, Hv]; rows: the next call's `before`."""
 
     q: mx.array
     k: mx.array
@@ -46,7 +45,7 @@ def delta_inputs_ref(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Compute `delta_inputs` by plain ops, with sums in float32."""
+    """Compute `delta_inputs` with plain ops, with sums in float32."""
     if accepted is not None:
         kept = accepted[:, None] + mx.arange(weight.shape[1] - 1)
         before = mx.take_along_axis(before, kept[..., None], axis=1)
@@ -69,7 +68,7 @@ def _grouped(x: mx.array) -> mx.array:
 
 
 def _scales(head_dim: int) -> tuple[float, float]:
-    """Of q and k after an RMS norm: unit lengths, and in q the recurrence's scale."""
+    """Return the factors of q and k after an RMS norm: to unit length, and for q also the recurrence's scale."""
     return (head_dim**-0.5) ** 2, head_dim**-0.5
 
 
@@ -83,18 +82,18 @@ def delta_inputs(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Compute q, k, v and the gates of new rows of B texts, which follow the first `accepted` rows of a tape.
+    """Return q, k, v and the gates of new rows of B sequences, which follow the first `accepted` rows of a tape.
 
-    SiLU of a causal depthwise convolution over them is cut into q and k, normed to unit length per head and q scaled
-    by head_dim ** -0.5, and v.
+    The SiLU of a causal depthwise convolution is split into q, k and v; q and k are normed to unit length per head,
+    and q is scaled by head_dim ** -0.5.
 
     x: [B, T, C] float16, bfloat16 or float32; or [B, T, G, C/G], the heads in G groups, each with its q, k and v.
     before: [B, taps-1+P, C], the rows before and on the tape of P rows, q, k and v of all heads; rows after the
         accepted may hold anything. weight: [C, taps, 1]. Both of x's dtype.
-    gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) of b's.
-    accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view.
-
-    Raises ValueError where `before` has too few rows, a tape and no `accepted`, or x not the heads' channels.
+    gates: of any of these dtypes; g = exp(-exp(A_log) softplus(a + dt_bias)) is float32, beta = sigmoid(b) has b's
+    dtype.
+    accepted: [B] int32, from 0 to P. None: there is no tape, P = 0. Any array may be a view. Raises ValueError if
+    `before` has too few rows or a tape without `accepted`, or x does not have the heads' channels.
     """
     tape = before.shape[1] - (weight.shape[1] - 1)
     if tape < 0 or (tape > 0 and accepted is None):

@@ -1,4 +1,4 @@
-"""Draw a token of each row from the first n of its logits, as from the whole row, without writing that."""
+"""Draw a token of each row from its n greatest logits, with the result of a draw from the whole row."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from .verify_head import MOST_TOP, Top, draw_ref
 def draw_top_ref(
     top: Top, key: mx.array, position: Any, *, temp: float, top_p: float, min_p: float, vocab_size: int
 ) -> mx.array:
-    """Filter the first n of each row, put them into rows that are -infinity elsewhere, and draw from those."""
+    """Filter the n greatest logits of each row, put them into a row of -infinity, and draw from that."""
     values, tokens, total = top
     logprobs = values - total[:, None]
     if 0 < top_p < 1:
@@ -29,15 +29,13 @@ def draw_top_ref(
 def draw_top(
     top: Top, key: mx.array, position: Any, *, temp: float, top_p: float = 1.0, min_p: float = 0.0, vocab_size: int
 ) -> mx.array:
-    """Draw a token [M] int32 of each row from the n greatest logits of `vocab_size`, all rows in one launch.
+    """Return a token [M] int32 for each row, drawn from the n greatest of `vocab_size` logits, in one launch.
 
-    top: as `verify_head_top` returns it, n at most 64 for the kernel: values [M, n] float32, sorted, their
-        tokens [M, n] int32, and the logsumexp [M] of all logits.
-    key, position: as in `verify_head_draw`, whose noise of a token this one's is, too.
+    top: as `verify_head_top` returns it: values [M, n] float32, sorted, their tokens [M, n] int32, and the logsumexp
+        [M] of all logits; the kernel supports n up to 64.
+    key, position: as in `verify_head_draw`; a token gets the same noise.
     top_p, min_p: mlx-lm's filters, top_p first, of probabilities at temperature 1; 1 (or 0) and 0 for none.
-
-    On Metal sums of probabilities are in the order of tokens, one after the other. Elsewhere the reference, whose
-    draws are the same. Raises ValueError for temp <= 0.
+    The reference draws the same tokens; on Metal probabilities are summed in their order. ValueError for temp <= 0.
     """
     values, tokens, total = top
     if temp <= 0:

@@ -1,14 +1,14 @@
-"""Run the gated delta rule over a tape: the accepted rows of the last verify again, then this one's, in one launch.
+"""Run the gated delta rule: the accepted rows of the last verify's tape again, then new rows, in one launch.
 
-Its bits are those of one row at a time through the kernel that mlx-lm runs for a single row of the same shapes: for
-Dk = 128 and scalar float32 gates the one that packs eight rows of a state into a simdgroup, else one row to each.
+The bits are those of mlx-lm's kernel on one row at a time: for Dk = 128 and scalar float32 gates the one that packs
+eight rows of a state into a simdgroup, else the one with a row per simdgroup.
 """
 
 import mlx.core as mx
 
-from ._source import Maybe, constants, floats, launch, on_metal
+from ._source import Maybe, check_tape, constants, floats, launch, on_metal
 
-Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # as NAMES
+Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # in the order of NAMES
 NAMES = ("k", "v", "g", "beta")
 
 
@@ -28,7 +28,7 @@ def gated_delta_verify_ref(
 
 
 def _after(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> mx.array:
-    """The state after one row: k [B, Hk, Dk], v [B, Hv, Dv], g [B, Hv] or [B, Hv, Dk], beta [B, Hv]."""
+    """Return the state after one row: k [B, Hk, Dk], v [B, Hv, Dv], g [B, Hv] or [B, Hv, Dk], beta [B, Hv]."""
     k = mx.repeat(k.astype(mx.float32), state.shape[1] // k.shape[1], axis=1)[:, :, None]
     state = state * (g[..., None, None] if g.ndim == 2 else g[:, :, None]).astype(mx.float32)
     delta = (v.astype(mx.float32) - (state * k).sum(-1)) * beta.astype(mx.float32)[..., None]
@@ -45,26 +45,23 @@ def _supported(q: mx.array, rows: Rows, state: mx.array, tape: Rows | None) -> b
 def gated_delta_verify(
     q: mx.array, rows: Rows, state: mx.array, *, tape: Rows | None = None, accepted: Maybe = None, last: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Read the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
+    """Process the first `accepted` rows of a tape, then new rows; return y and a state.
 
     q: [B, T, Hk, Dk]. rows: k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv];
         float16, bfloat16 or float32, g and beta of any of them.
     state: [B, Hv, Dv, Dk] float32, before the tape.
-    tape: P rows as `rows`, of which those after the accepted may hold anything. None: no tape.
-    accepted: [B], or [1] for all, int32, from 0 to P; given where there is a tape.
+    tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
+    accepted: [B], or [1] for all, int32, from 0 to P; ValueError unless it is given exactly if a tape is.
 
-    Returns y [B, T, Hv, Dv] in q's dtype and the state after the accepted rows, with `last` after all rows.
-    Raises ValueError where only one of `tape` and `accepted` is given.
+    y is [B, T, Hv, Dv] of the new rows, in q's dtype; the state is the one before them, with `last` after them.
     """
-    if (tape is None) != (accepted is None):
-        given = "tape" if accepted is None else "accepted"
-        raise ValueError(f"only {given} is given; tape and accepted go together")
+    check_tape(tape, accepted)
     if not (on_metal() and _supported(q, rows, state, tape)):
         return gated_delta_verify_ref(q, rows, state, tape=tape, accepted=accepted, last=last)
     (B, Hv, Dv, Dk), g = state.shape, rows[2]
     packed = Dk == 128 and Dv % 8 == 0 and g.ndim == 3 and g.dtype == mx.float32
     if tape is None or accepted is None:
-        tape, accepted = rows, mx.array([0])  # none of these rows counts
+        tape, accepted = rows, mx.array([0])  # none of these rows is accepted
     taped = {f"tape_{name}": x for name, x in zip(NAMES, tape, strict=True)}
     inputs = {"state": state, **taped, "accepted": accepted, "last": constants(mx.int32, int(last)), "q": q}
     y, state = launch(

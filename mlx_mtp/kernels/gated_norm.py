@@ -1,7 +1,7 @@
-"""Take the RMS norm of each head times its gate, silu(z), in one launch.
+"""Compute the RMS norm of each head times its gate, silu(z), in one launch.
 
-Squares are summed as MLX's kernel sums them, and each operation rounds as MLX's: the norm to the type of y and the
-weight, the gate and the product to float32, the result to y's.
+Squares are summed in the order of MLX's kernel, and each operation is rounded as MLX's: the norm to the type of y and
+the weight, the gate and the product to float32, the result to y's type.
 """
 
 import mlx.core as mx
@@ -13,18 +13,17 @@ SIMDGROUPS = 4
 
 
 def gated_norm_ref(y: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Compute `gated_norm` by MLX's own ops."""
+    """Compute `gated_norm` with MLX's own ops."""
     z = z.reshape(y.shape)
     normed = mx.fast.rms_norm(y, weight, eps).astype(mx.float32)
     return (nn.silu(z.astype(mx.float32)) * normed).astype(y.dtype)
 
 
 def gated_norm(y: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Compute mx.fast.rms_norm(y, weight, eps) * silu(z), the product in float32: [B, T, H, D] in y's dtype.
+    """Return mx.fast.rms_norm(y, weight, eps) * silu(z), the product in float32: [B, T, H, D] in y's dtype.
 
-    y: [B, T, H, D], z: [B, T, G, H D / G], its heads in groups of whole ones; float16, bfloat16 or float32, each its
-        own, and views if need be. weight: [D].
-    Raises ValueError where y and z, or weight and D, do not match.
+    y: [B, T, H, D]. z: [B, T, G, H D / G], the same heads in G groups. Each float16, bfloat16 or float32, and
+        possibly a view. weight: [D]. Raises ValueError if y and z, or weight and D, do not match.
     """
     if y.ndim != 4 or z.ndim != 4 or y.shape[:2] != z.shape[:2] or y.size != z.size or z.shape[3] % y.shape[3]:
         raise ValueError(f"y has shape {y.shape} and z {z.shape}; they must be the same heads, [B, T, heads, values]")

@@ -1,15 +1,15 @@
-"""Run Mamba2's recurrence over a tape: the accepted rows of the last verify again, then this one's, in one launch.
+"""Run Mamba2's recurrence: the accepted rows of the last verify's tape again, then new rows, in one launch.
 
-Its bits are those of one row at a time through the kernel that mlx-lm runs for a single row.
+The bits are those of mlx-lm's kernel on one row at a time.
 """
 
 import mlx.core as mx
 
-from ._source import Maybe, constants, floats, launch, on_metal
+from ._source import Maybe, check_tape, constants, floats, launch, on_metal
 
-Rows = tuple[mx.array, mx.array, mx.array]  # as NAMES
+Rows = tuple[mx.array, mx.array, mx.array]  # in the order of NAMES
 NAMES = ("x", "B", "dt")
-LANES, SIMDGROUPS = 32, 8  # that share a row of the state; in a group of threads
+LANES, SIMDGROUPS = 32, 8  # per row of the state; per threadgroup
 
 
 def mamba2_verify_ref(
@@ -36,7 +36,7 @@ def mamba2_verify_ref(
 
 
 def _after(state: mx.array, A_log: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-    """The state after one row: x [1, H, Dh], B [1, G, Ds], dt [1, H]."""
+    """Return the state after one row: x [1, H, Dh], B [1, G, Ds], dt [1, H]."""
     B = mx.repeat(B.astype(mx.float32), state.shape[1] // B.shape[1], axis=1)[:, :, None]
     decay = mx.exp(-mx.exp(A_log.astype(mx.float32)) * dt)
     return decay[..., None, None] * state + (x.astype(mx.float32) * dt[..., None])[..., None] * B
@@ -46,7 +46,7 @@ def _supported(C: mx.array, rows: Rows, state: mx.array, A_log: mx.array, D: mx.
     x, B, dt = rows
     same = all(a.dtype == b.dtype and a.shape[2:] == b.shape[2:] for a, b in zip(rows, tape or rows, strict=True))
     typed = floats(x, A_log) and x.dtype == B.dtype == C.dtype == D.dtype and dt.dtype == state.dtype == mx.float32
-    known = x.dtype != mx.float32 or state.shape[3] > LANES  # else compilers fuse mlx-lm's kernel in another order
+    known = x.dtype != mx.float32 or state.shape[3] > LANES  # else compilers fuse mlx-lm's kernel differently
     whole = x.shape[0] == 1 and state.shape[3] % LANES == 0 and x.shape[2] % B.shape[2] == 0
     return same and typed and known and whole
 
@@ -62,27 +62,21 @@ def mamba2_verify(
     accepted: Maybe = None,
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Read the first `accepted` rows of a tape, then new ones: their outputs and the state before or after them.
+    """Process the first `accepted` rows of a tape, then new rows; return y and a state.
 
-    The rule: state = exp(-exp(A_log) dt) state + x dt B; y = state C + D x.
+    For each row: state = exp(-exp(A_log) dt) state + x dt B; y = state C + D x.
 
     C: [1, T, G, Ds]. rows: x [1, T, H, Dh] and B [1, T, G, Ds], of float16, bfloat16 or float32 like C and D [H];
-        dt [1, T, H] float32, behind its softplus. A_log: [H]. Any array may be a view.
-    state: [1, H, Dh, Ds] float32, before the tape.
-    tape: P rows as `rows`, of which those after the accepted may hold anything. None: no tape.
-    accepted: [1] int32, from 0 to P; given where there is a tape.
-
-    Returns y [1, T, H, Dh] in x's dtype and the state after the accepted rows, with `last` after all rows.
-    Raises ValueError where only one of `tape` and `accepted` is given.
+        dt [1, T, H] float32, after its softplus. A_log: [H]. Any array may be a view.
+    state: [1, H, Dh, Ds] float32, before the tape. y: [1, T, H, Dh] in x's dtype.
+    tape, accepted [1], last: as in `gated_delta_verify`.
     """
-    if (tape is None) != (accepted is None):
-        given = "tape" if accepted is None else "accepted"
-        raise ValueError(f"only {given} is given; tape and accepted go together")
+    check_tape(tape, accepted)
     if not (on_metal() and _supported(C, rows, state, A_log, D, tape)):
         return mamba2_verify_ref(C, rows, state, A_log, D, tape=tape, accepted=accepted, last=last)
     x, (_, H, Dh, Ds) = rows[0], state.shape
     if tape is None or accepted is None:
-        tape, accepted = rows, constants(mx.int32, 0)  # none of these rows counts
+        tape, accepted = rows, constants(mx.int32, 0)  # none of these rows is accepted
     inputs = {"state": state, **{f"tape_{name}": a for name, a in zip(NAMES, tape, strict=True)}}
     inputs |= {"accepted": accepted, "last": constants(mx.int32, int(last)), **dict(zip(NAMES, rows, strict=True))}
     y, state = launch(

@@ -1,6 +1,6 @@
-"""Norm each head of queries and keys, rotate them to their positions, and put heads first, in one launch.
+"""Norm each head of queries and keys, rotate them to their positions, and move heads first, in one launch.
 
-Squares are summed, and angles computed, as MLX's two kernels do; a row has the same bits whatever the others are.
+Squares are summed and angles computed as in MLX's two kernels; a row's bits do not depend on other rows.
 """
 
 import math
@@ -18,10 +18,10 @@ Heads = tuple[mx.array, mx.array]  # queries [B, Hq, L, D], keys [B, Hk, L, D]
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """What a rotary module asks of mx.fast.rope; `mscale` multiplies what is rotated.
+    """The arguments of mx.fast.rope; `mscale` multiplies the rotated values.
 
-    dims: how many values of a head are rotated, even. Either `base` or `freqs` [dims / 2]. scale: of positions.
-    Raises ValueError for other dims, or not one of base and freqs.
+    dims: number of rotated values of a head, even. Either `base` or `freqs` [dims / 2]. scale: of positions.
+    Raises ValueError for other dims, or unless one of base and freqs is given.
     """
 
     dims: int
@@ -42,7 +42,7 @@ class Rope:
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
-        """Read that of `nn.RoPE` or of one of mlx-lm's, also one that shares its angles; None for another module."""
+        """Return the Rope of `nn.RoPE`, of mlx-lm's rotary modules or of one that shares angles; None for others."""
         kind = getattr(module, "plain", type(module))
         match kind.__module__, kind.__name__:
             case "mlx.nn.layers.positional_encoding", "RoPE":
@@ -61,7 +61,7 @@ class Rope:
         if self.freqs is not None:
             return self.freqs.astype(mx.float32)
         assert self.base is not None
-        (base,) = struct.unpack("f", struct.pack("f", self.base))  # as MLX keeps it
+        (base,) = struct.unpack("f", struct.pack("f", self.base))  # in MLX's precision
         return mx.array([math.log2(base)], mx.float32)
 
 
@@ -76,7 +76,7 @@ def norm_rope_ref(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Compute `norm_rope` by MLX's own ops."""
+    """Compute `norm_rope` with MLX's own ops."""
     D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys
@@ -103,15 +103,13 @@ def norm_rope(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Norm queries and keys where there are weights, and rotate them: [B, Hq, L, D] and [B, Hk, L, D].
+    """Norm queries and keys if weights are given, and rotate them; return [B, Hq, L, D] and [B, Hk, L, D].
 
-    q: [B, L, Hq, D or more], k: [B, L, Hk, D or more], float16, bfloat16 or float32, of any strides: the first
-        D = `head_dim` values of a head count. None: all of k's.
-    rope.freqs and the weights may be views, too.
-    offset: the position of row 0, an int or an integer array of one value; or of B, one for each of as many texts.
-    q_weight, k_weight: [D], both or none.
-
-    Raises ValueError where shapes do not match, or only one weight is given.
+    q: [B, L, Hq, D or more], k: [B, L, Hk, D or more], float16, bfloat16 or float32, with any strides; only the first
+        D = `head_dim` values of a head are used. None: all of k's.
+    offset: the position of row 0, an int or an integer array of one value, or of B, one per sequence.
+    q_weight, k_weight: [D], both or none; like rope.freqs they may be views.
+    Raises ValueError if shapes do not match, or only one weight is given.
     """
     D = k.shape[-1] if head_dim is None else head_dim
     weights = [weight for weight in (q_weight, k_weight) if weight is not None]

@@ -1,4 +1,4 @@
-"""Attend from a few queries to a KV cache in one pass, each in the bits that it has alone."""
+"""Attend from a few queries to a KV cache in one pass; each query has the bits that it has alone."""
 
 import math
 from typing import NamedTuple
@@ -8,23 +8,23 @@ import mlx.core as mx
 from ._quantized import DEVICE
 from ._source import Maybe, constants, floats, launch, on_metal, padded
 
-Stored = mx.array | tuple[mx.array, ...]  # keys or values: as they are, or what mx.quantize makes of them
+Stored = mx.array | tuple[mx.array, ...]  # keys or values: unquantized, or the results of mx.quantize
 
 NAMES = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
-FIRST_CHUNKS = 1024  # positions that have the smallest chunks
-LEAST_CHUNK, MOST_LEAST, MOST_CHUNK = 32, 256, 512  # positions of one
-GROUPS = 64  # of threads, at least, where there are FIRST_CHUNKS positions: for GPUs of many cores
-SPLIT_BLOCKS = 4  # of 8 rows in a group of threads where rows are split
-MEMORY = 32768  # bytes that a group of threads may share
+FIRST_CHUNKS = 1024  # first positions, in the smallest chunks
+LEAST_CHUNK, MOST_LEAST, MOST_CHUNK = 32, 256, 512  # positions per chunk
+GROUPS = 64  # threadgroups at FIRST_CHUNKS positions, enough for a GPU with many cores
+SPLIT_BLOCKS = 4  # maximum blocks of 8 rows per threadgroup if rows are split
+MEMORY = 32768  # bytes of threadgroup memory
 
 
 class Chunks(NamedTuple):
-    """Cut positions into chunks, one to a group of threads: `least` each below FIRST_CHUNKS, and for each doubling
-    of the position twice as many, up to `most`. See kernels/chunks.h.
+    """Sizes of the chunks of positions, one per threadgroup: `least` positions up to FIRST_CHUNKS, doubling with each
+    doubling of the position, up to `most`. See kernels/chunks.h.
 
-    A constant of the model, by its KV heads and window. It depends neither on the length, which grows within an
-    answer and differs between a plain step and a verify, nor on the GPU, so bits do not. Few positions get many
-    groups, for the cores; many get large chunks, whose sums are a small part of what is written and read.
+    They depend on the model's KV heads and window only, so that bits depend neither on the length, which differs
+    between a plain step and a verify, nor on the GPU. Small chunks give short sequences enough threadgroups; large
+    chunks keep the partial results of long ones few.
     """
 
     least: int
@@ -32,13 +32,13 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, kv_heads: int, window: int | None = None) -> "Chunks":
-        """Choose chunks that make GROUPS groups of FIRST_CHUNKS positions, or of a window, as far as can be."""
+        """Return the sizes that give about GROUPS threadgroups for FIRST_CHUNKS positions, or for a window."""
         least = min(window or FIRST_CHUNKS, FIRST_CHUNKS) * kv_heads // GROUPS
         least = min(max(1 << least.bit_length() >> 1, LEAST_CHUNK), MOST_LEAST)
         return cls(least, MOST_CHUNK if window is None else least)
 
     def up_to(self, limit: int) -> int:
-        """Count the chunks of positions below `limit`."""
+        """Return the number of chunks of the positions below `limit`."""
         count, begin, size, end = 0, 0, self.least, FIRST_CHUNKS
         while size < self.most and limit > end:
             count, begin, size, end = count + (end - begin) // size, end, 2 * size, 2 * end
@@ -50,7 +50,7 @@ def _parts(stored: Stored) -> tuple[mx.array, ...]:
 
 
 def _plain(stored: Stored, group_size: int, bits: int | None) -> mx.array:
-    """Keys or values in float32."""
+    """Return keys or values in float32."""
     w, *rest = _parts(stored)
     if not rest:
         return w.astype(mx.float32)
@@ -59,7 +59,7 @@ def _plain(stored: Stored, group_size: int, bits: int | None) -> mx.array:
 
 
 def _visible(offset: mx.array, rows: int, slots: int, window: int | None, start: int | mx.array) -> mx.array:
-    """Boolean [N, L, S]: the slots that each text's queries see."""
+    """Return a boolean [N, L, S]: the slots that each sequence's queries attend to."""
     offset = mx.array(offset).reshape(-1, 1, 1)
     start = start.reshape(-1, 1, 1) if isinstance(start, mx.array) else start
     queries, slot = offset + mx.arange(rows)[:, None], mx.arange(slots)
@@ -84,7 +84,7 @@ def verify_attention_ref(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Compute `verify_attention` by a mask over the whole buffers, in float32, rounded before the gate."""
+    """Compute `verify_attention` with a mask over the whole buffers, in float32, rounded before the gate."""
     k, v = (_plain(x, group_size, bits) for x in (keys, values))
     if cache_rows is not None:
         k, v = k[cache_rows], v[cache_rows]
@@ -97,7 +97,7 @@ def verify_attention_ref(
         extra = sinks.astype(mx.float32).reshape(1, Hkv, -1, 1, 1)
         scores = mx.concatenate([mx.broadcast_to(extra, (*scores.shape[:-1], 1)), scores], axis=-1)
     p = mx.softmax(scores, axis=-1)[..., -S:]
-    # A slot that no query sees may hold anything, and 0 times an infinity is not 0.
+    # A slot that no query attends to may hold anything, and 0 times infinity is not 0.
     v = mx.where(mx.any(mask, axis=-2)[..., None], v[:, :, None], 0.0)
     y = (p @ v).reshape(N, Hq, L, Dv).swapaxes(1, 2).astype(q.dtype)
     if gate is not None:
@@ -106,11 +106,11 @@ def verify_attention_ref(
 
 
 def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, int]]:
-    """Choose (groups that share out R rows, template) by registers and shared memory. No bits depend on it.
+    """Return (threadgroups that share R rows, template) for the registers and shared memory; no bits depend on it.
 
-    With `split` a group has at most SPLIT_BLOCKS blocks of 8 rows, and each group asks for keys and values.
+    With `split` a threadgroup has at most SPLIT_BLOCKS blocks of 8 rows, and each requests keys and values.
     """
-    wide = Dv > 256  # whose columns are dealt to fewer threads: a GPU may refuse a group of 512
+    wide = Dv > 256  # fewer threads share its columns, because a GPU may refuse a threadgroup of 512
     parts = 8 if wide and Dv % 64 == 0 else 4 if Dv > 192 else 2
     blocks, most = -(-rows // 8), 16 if Dv <= 192 else 2 if wide else 8
     most = min(most, SPLIT_BLOCKS) if split else most
@@ -121,7 +121,7 @@ def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, in
 
 
 def attention_splits(rows: int, Dv: int) -> bool:
-    """Tell whether R rows of a KV head can be split: a thread may not have registers for them together."""
+    """Return whether R rows of a KV head can be split: whether they may exceed the registers of a thread."""
     return geometry(rows, Dv)[1]["BLOCKS"] > SPLIT_BLOCKS
 
 
@@ -130,7 +130,7 @@ def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
 
 
 def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
-    """Whether the kernel takes these: whole blocks of 32 dimensions, one type, a known format."""
+    """Return whether the kernel supports these: blocks of 32 dimensions, one type, a known format."""
     k, v = _parts(keys), _parts(values)
     widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
     stored = k + v if bits is None else k[1:] + v[1:]
@@ -152,18 +152,17 @@ def _check(
     heads, kv_heads = q.shape[1], k[0].shape[1]
     if len(k) != (1 if bits is None else 3) or len(v) != len(k):
         raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
-    texts = len(q)
-    if (cache_rows is None and texts != len(k[0])) or heads % kv_heads:
-        raise ValueError(
-            f"q has shape {q.shape}, keys {k[0].shape}; a cache for each text, and whole groups of heads"
-        )
-    for name, of_texts in (("offset", offset), ("start", start), ("cache_rows", cache_rows)):
-        if isinstance(of_texts, mx.array) and of_texts.shape != (texts,):
-            raise ValueError(f"{name} has shape {of_texts.shape}; {texts} texts need {(texts,)}")
+    count = len(q)
+    if (cache_rows is None and count != len(k[0])) or heads % kv_heads:
+        needed = "a cache for each text, and whole groups of heads"
+        raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; {needed}")
+    for name, given in (("offset", offset), ("start", start), ("cache_rows", cache_rows)):
+        if isinstance(given, mx.array) and given.shape != (count,):
+            raise ValueError(f"{name} has shape {given.shape}; {count} texts need {(count,)}")
     if q.shape[-1] != _width(k, bits):
         raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
     rows, width = q.shape[2], _width(v, bits)
-    shapes = (texts, rows, heads), (texts, rows, heads * width), (texts, rows, heads, width)
+    shapes = (count, rows, heads), (count, rows, heads * width), (count, rows, heads, width)
     if gate is not None and gate.shape not in shapes:
         raise ValueError(f"gate has shape {gate.shape}; it must be {shapes[0]}, {shapes[1]} or {shapes[2]}")
 
@@ -174,32 +173,32 @@ def merge(
     rows: int,
     dtype: mx.Dtype,
     *,
-    texts: int = 1,
+    sequences: int = 1,
     sinks: Maybe = None,
     gate: Maybe = None,
 ) -> mx.array:
-    """Launch the merge: [N, L, Hq * Dv] of `dtype`, from the partial results of `rows` = L queries of N `texts`.
+    """Launch the merge of partial results: return [N, L, Hq * Dv] of `dtype` for L = `rows` queries of N `sequences`.
 
-    partials: [N * Hkv, chunks, R, Dv] float32, the sums of p v of each chunk; R = G * L, row g * L + i, Hq = Hkv * G.
-    ml: [N * Hkv, chunks, R, 2] float32, a chunk's largest score and its sum of p, 0 where a row sees nothing.
-    sinks: [Hq]. gate: logits, [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv] of any strides, which is not copied.
+    partials: [N * Hkv, chunks, R, Dv] float32, each chunk's sums of p v; R = G * L, row g * L + i, Hq = Hkv * G.
+    ml: [N * Hkv, chunks, R, 2] float32, each chunk's largest score and sum of p, 0 if a row attends to none of it.
+    sinks: [Hq]. gate: logits [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv] with any strides, which is not copied.
     """
     pairs, _, R, Dv = partials.shape
-    heads = pairs // texts * R // rows
-    shape = texts, rows, heads
+    heads = pairs // sequences * R // rows
+    shape = sequences, rows, heads
     gated = 0 if gate is None else 1 if gate.size == math.prod(shape) else 2
     inputs = {"partials": partials, "ml": ml, "sinks": ml if sinks is None else sinks}
     inputs["gate"] = constants(dtype, *[0.0] * DEVICE) if gate is None else gate.astype(dtype).reshape(*shape, -1)
-    inputs["shares"] = constants(mx.int32, texts, gated)
-    y, template = ((texts, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
-    grid, group = (Dv, texts * heads, rows), (32, 1, 1)
+    inputs["shares"] = constants(mx.int32, sequences, gated)
+    y, template = ((sequences, rows, heads * Dv), dtype), {"T": dtype, "SINKS": sinks is not None}
+    grid, group = (Dv, sequences * heads, rows), (32, 1, 1)
     return launch("attention_merge", inputs, {"y": y}, template=template, grid=grid, group=group)[0]
 
 
 def attention_served(
     q: mx.array, keys: Stored, values: Stored, *, group_size: int = 64, bits: int | None = None
 ) -> bool:
-    """Tell whether `verify_attention` gives rows their own bits: its reference on Metal does not, and is slow."""
+    """Return whether `verify_attention` gives rows their own bits; its reference, on Metal, does not and is slow."""
     return not on_metal() or _supported(q, keys, values, group_size, bits)
 
 
@@ -220,21 +219,20 @@ def verify_attention(
     bits: int | None = None,
     split: bool = False,
 ) -> mx.array:
-    """Attend from L neighbouring queries of each of N texts to KV buffers that have their own rows: [N, L, Hq * Dv].
+    """Attend from L consecutive queries of N sequences to KV buffers that contain their rows: [N, L, Hq * Dv].
 
     q: [N, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
-    keys, values: [C, Hkv, S, D] and [C, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) of what mx.quantize makes.
-    cache_rows: int32 [N], which of the C caches each text has; without it C = N, and each has its own.
-    offset: int32 [N], the position of each text's first query, and `limit` >= offset + L. Position p is in slot p,
+    keys, values: [C, Hkv, S, D] and [C, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) the results of mx.quantize.
+    cache_rows: int32 [N], the index of each sequence's cache among C; without it C = N, in the same order.
+    offset: int32 [N], the position of each sequence's first query; `limit` >= offset + L. Position p is in slot p,
         with a `window` in slot p % S, S >= window + L - 1.
-    start: positions below are not seen, but by themselves; of all texts, or int32 [N]. sinks: [Hq], logits that join
-        each softmax.
+    start: queries do not attend to earlier positions other than their own; one for all, or int32 [N]. sinks: [Hq],
+        logits that join each softmax.
     gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
-    On Metal a row's bits are those of its query alone, whatever the other texts are and hold, and keys and values are
-    asked for once for all queries and heads of a KV head (of up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split`
-    at most 32); elsewhere the reference.
-    Raises ValueError where heads, widths, gate, parts, or numbers of texts do not fit.
+    On Metal a row has the bits of its query alone, whatever the other sequences are, and keys and values are
+    requested once for all queries and heads of a KV head (up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split` at
+    most 32); elsewhere the reference runs. Raises ValueError if shapes do not match.
     """
     k, v = _parts(keys), _parts(values)
     _check(q, k, v, offset, start, cache_rows, gate, bits)
@@ -246,7 +244,7 @@ def verify_attention(
     R, cut = Hq // Hkv * L, Chunks.of(Hkv, window)
     chunks = cut.up_to(limit)
     if window is not None:
-        chunks = min(chunks, (window + L - 3) // cut.least + 2)  # that window + L - 1 neighbours are in, at most
+        chunks = min(chunks, (window + L - 3) // cut.least + 2)  # those of window + L - 1 consecutive positions
     _, chosen = geometry(Hq // Hkv * padded(L), Dv, split)
     groups = -(-R // (8 * chosen["BLOCKS"]))
     threads = 32 * Dv // (8 * chosen["PARTS"])
@@ -259,4 +257,4 @@ def verify_attention(
     template: dict[str, object] = {"T": q.dtype, "D": D, "DV": Dv, "BITS": bits or 0, "GROUP": group_size, **chosen}
     grid, group = (threads * chunks, N * Hkv, groups), (threads, 1, 1)
     partials, ml = launch("verify_attention", inputs, outputs, template=template, grid=grid, group=group)
-    return merge(partials, ml, L, q.dtype, texts=N, sinks=sinks, gate=gate)
+    return merge(partials, ml, L, q.dtype, sequences=N, sinks=sinks, gate=gate)

@@ -1,23 +1,23 @@
-"""Multiply rows with an unquantized matrix, each in the bits that MLX gives it alone: routers, LM heads."""
+"""Multiply rows with an unquantized matrix (routers, LM heads); each row has the bits that MLX gives it alone."""
 
 import mlx.core as mx
 
 from ._source import DTYPES, Maybe, launch, on_metal, row_groups
 
-FEW_ROWS, MOST_ROWS = 8, 16  # of a few 5 share a request of the weights; of more, each time of fewer weights, 16
-MOST_SUMS = 32  # that a thread keeps in registers, and one for a lane
-DOT_THREADS = 256  # half of those of MLX's dot product
-DOT_BLOCK = 16384  # past it MLX's dot product has partial sums in several threadgroups
+FEW_ROWS, MOST_ROWS = 8, 16  # up to 8 rows, 5 share a request of the weights; above, 16 share one of fewer weights
+MOST_SUMS = 32  # maximum sums in a thread's registers
+DOT_THREADS = 256  # half of MLX's dot product's
+DOT_BLOCK = 16384  # above this K MLX's dot product has partial sums in several threadgroups
 
 
 def verify_gemv_ref(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
-    """Multiply by plain MLX, which accumulates in float32, and add the bias to the rounded product."""
+    """Compute `verify_gemv` with MLX's matmul, which sums in float32; the bias is added to the rounded product."""
     y = x @ w.T
     return y if bias is None else y + bias
 
 
 def _tile(k: int, n: int) -> tuple[int, int, int, int]:
-    """MLX's choice for one row: lanes and simdgroups along K, simdgroups along N, rows of w per thread."""
+    """Return MLX's choice for one row: lanes and simdgroups along K, simdgroups along N, rows of w per thread."""
     rows = 1 if n < 4 else 4
     if k <= 64:
         return 4, 1, 1, rows
@@ -27,7 +27,7 @@ def _tile(k: int, n: int) -> tuple[int, int, int, int]:
 
 
 def _spread(n: int, simds_n: int, rows: int) -> tuple[int, int]:
-    """Choose simdgroups along N and rows of w per thread, which change no bits: 64 groups from 128 rows of w on."""
+    """Return simdgroups along N and rows of w per thread, for many threadgroups; no bits depend on them."""
     return (1 if n < 1024 else simds_n), (2 if 128 <= n < 256 else rows)
 
 
@@ -62,18 +62,18 @@ def _dtype(x: mx.array, w: mx.array, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, w: mx.array, bias: Maybe = None) -> bool:
-    """Tell whether the kernels take the product: a float type, nothing empty, for N = 1 without a bias K <= 16384."""
+    """Return whether the kernels support the product: a float type, nothing empty, no dot product of K > 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums
 
 
 def verify_gemv(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
-    """Multiply x [..., K] with the transpose of w [N, K], and add bias [N]: [..., N], rows with bits of their own.
+    """Multiply x [..., K] with the transpose of w [N, K], and add bias [N]: [..., N].
 
-    On Metal those are the bits of MLX's `x @ w.T` (with a bias `addmm`) for one row and a `w` stored row by row, so
-    they do not depend on the number of rows. float16, bfloat16 or float32, to which all are promoted as matmul does;
-    elsewhere, and where `supported` says no, the product is MLX's own. Raises ValueError for shapes that do not fit.
+    On Metal each row has the bits of MLX's `x @ w.T` (with a bias `addmm`) for that row alone and a `w` stored row by
+    row. Types are float16, bfloat16 or float32, promoted as in matmul. Elsewhere, and where `supported` is False, MLX
+    computes the product. Raises ValueError for shapes that do not match.
     """
     if w.ndim != 2:
         raise ValueError(f"w has shape {w.shape}; it must be (N, K)")

@@ -1,8 +1,8 @@
-"""Take an LM head straight to tokens, a draw, or the first n; no logits are written.
+"""Compute tokens, draws, or the n greatest logits of an LM head, without writing all logits.
 
-Of each tile of the vocabulary a threadgroup keeps the first n, greatest first and of equal ones the lowest index, and
-a second launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`; a NaN is never chosen (so on
-Metal's argmax; on a CPU's the first NaN is) unless nothing is greater than -infinity, where the token is 0.
+A threadgroup keeps the n greatest logits of its tile of the vocabulary, of equal ones the lowest index, and a second
+launch merges the tiles. Logits have the bits of `verify_qmm` and `verify_gemv`. A NaN is never chosen, as in Metal's
+argmax (a CPU's chooses the first one); if nothing is greater than -infinity, the token is 0.
 """
 
 from typing import Any
@@ -19,15 +19,15 @@ Top = tuple[mx.array, mx.array, mx.array]
 Noise = tuple[mx.array, mx.array, mx.array]  # key, position and 1 / temp
 
 MOST_TOP = 64
-DENSE_ROWS = 16  # that a thread keeps sums of in registers; of quantized weights it has other sums besides
-LOGITS = 4096  # that a group of threads keeps
-SIMDGROUPS = 8  # in a group of threads
+DENSE_ROWS = 16  # rows whose sums a thread keeps for unquantized weights; quantized ones need more sums per row
+LOGITS = 4096  # maximum logits in a threadgroup's memory
+SIMDGROUPS = 8  # per threadgroup
 UNREAD = (mx.uint32, 0, 0), (mx.uint32, 0), (mx.float32, 0.0)  # the Noise where nothing is drawn
-LEAST_COLUMNS = 8  # of fewer a bias is not in device memory
+LEAST_COLUMNS = 8  # MLX passes a smaller bias in constant memory
 
 
 def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
-    """Compute logits [M, N] of x [M, K] by MLX's own product."""
+    """Compute logits [M, N] of x [M, K] with MLX's own product."""
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
     w, scales, biases = weights.w, weights.scales, weights.biases
@@ -36,7 +36,7 @@ def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
 
 
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
-    """Draw from each row i of logits [M, N] as mx.random.categorical does, by half of the key of position + i."""
+    """Draw from each row i of logits [M, N] as mx.random.categorical does, with half of the key of position + i."""
     first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
     for i, row in enumerate(logits.astype(mx.float32) * (1.0 / temp)):
         dice = mx.random.split(key + mx.pad(first + i, (1, 0)))[1]
@@ -45,7 +45,7 @@ def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
-    """Find the first n of logits [M, N], values and tokens, and the logarithm of the sum of all exponentials."""
+    """Return the n greatest logits of each row, their tokens, and the logsumexp of all, for logits [M, N]."""
     logits = logits.astype(mx.float32)
     order = mx.argsort(-logits, axis=-1)[:, :n]  # stable: of equal ones the lowest index
     values = mx.take_along_axis(logits, order, axis=-1)
@@ -57,12 +57,12 @@ def verify_head_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.arr
 
 
 def tile(n: int) -> int:
-    """Choose how many weight rows make a tile, of which the first n are kept."""
+    """Return the number of weight rows in a tile, of which the n greatest logits are kept."""
     return 128 if n <= 8 else 256 if n <= 16 else 512
 
 
 def _product(x: mx.array, weights: Weights) -> tuple[str, dict, dict]:
-    """The kernel for these weights, and what is its own of its inputs and template arguments."""
+    """Return the kernel for these weights, and its own inputs and template arguments."""
     if isinstance(weights, mx.array):
         template = {"T": x.dtype, "LANES": 4 if weights.shape[1] <= 64 else 32}
         return "verify_head_dense", {"w": weights.astype(x.dtype)}, template
@@ -80,7 +80,7 @@ def _verify_head_metal(
     with_sum: bool = False,
     split: bool = False,
 ) -> list[mx.array]:
-    """Find values and tokens [M, n] of each row's first n; behind the values the logsumexp where it is asked for."""
+    """Return values and tokens [M, n] of each row's n greatest logits; with_sum: the logsumexp follows the values."""
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
     registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
@@ -113,7 +113,7 @@ def _dtype(x: mx.array, weights: Weights, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
-    """Tell whether the kernels choose: a float type that a bias does not change, and eight tokens or more."""
+    """Return whether the kernels support these: a float type that a bias does not change, and at least 8 tokens."""
     if _columns(weights) < LEAST_COLUMNS or x.size == 0:
         return False
     if isinstance(weights, mx.array):
@@ -135,10 +135,10 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
 
 
 def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:
-    """Choose the greatest logit's token [M] int32 for each row x [M, K]; of equal ones the lowest.
+    """Return the token [M] int32 of the greatest logit of each row x [M, K]; of equal ones the lowest.
 
     weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]; split: as in `verify_qmm`. Where `supported`
-    says no, and without Metal, MLX's own product and argmax. Raises ValueError for shapes that do not fit.
+    is False, and without Metal, MLX's own product and argmax run. Raises ValueError for shapes that do not match.
     """
     _check(x, weights, bias)
     if not (on_metal() and supported(x, weights, bias)):
@@ -156,11 +156,11 @@ def verify_head_draw(
     *,
     split: bool = False,
 ) -> mx.array:
-    """Draw a token [M] int32 from softmax(logits / temp) of each row x [M, K]; row i's by position + i.
+    """Return a token [M] int32 for each row i of x [M, K], drawn from softmax(logits / temp) at position + i.
 
-    key: uint32 [2]; a row is drawn with the second half of the split of key + [0, position + i], from whose bits the
-        noise of each token is that of mx.random.gumbel. position: an integer or int32 [] or [1].
-    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not fit and for temp <= 0.
+    key: uint32 [2]; row i uses the second half of the split of key + [0, position + i], and the noise of each token
+        is that of mx.random.gumbel. position: an integer or int32 [] or [1].
+    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for temp <= 0.
     """
     _check(x, weights, bias)
     if temp <= 0:
@@ -172,13 +172,11 @@ def verify_head_draw(
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
-    """Find the n greatest logits of each row x [M, K], and the logsumexp of all of them.
+    """Return the n greatest logits [M, n] float32 of each row x [M, K], sorted, their tokens, and a logsumexp.
 
-    Returns values [M, n] float32, sorted, tokens [M, n] int32, of equal values the lower token first, and the
-    logsumexp [M] float32.
-
-    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not fit and for an n that is not
-    between 1 and 64 or exceeds N.
+    The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
+    weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or
+    N, or below 1.
     """
     _check(x, weights, bias)
     if not 1 <= n <= min(MOST_TOP, _columns(weights)):

@@ -1,8 +1,7 @@
-"""Compute absorbed multi-head latent attention, the latent read once as keys and once as values.
+"""Compute absorbed multi-head latent attention: one latent serves as keys and as values of all heads.
 
-All rows of all heads share one latent. Three launches: scores of every row and key; weights and their sums with the
-values, a chunk of keys at a time; the merge of the chunks. A row's bits are those that it has alone.
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+Three launches: the scores of every row and key; softmax weights and their sums with the values, per chunk of keys;
+the merge of the chunks. A row has the bits that it has alone. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 import mlx.core as mx
@@ -11,10 +10,10 @@ from ._quantized import DEVICE
 from ._source import Maybe, constants, floats, launch, on_metal
 from .verify_attention import Chunks, merge
 
-Parts = tuple[mx.array, mx.array]  # of queries or keys: for the latent, and rotated
-MOST_CHUNK = 256  # keys whose weights share a largest score, so that their values fit in MEMORY
-MEMORY = 32768  # bytes that a group of threads may share
-SIMDGROUPS = 16  # most in a group of threads
+Parts = tuple[mx.array, mx.array]  # queries or keys: latent part, rotated part
+MOST_CHUNK = 256  # maximum keys per chunk, so that their values fit in MEMORY
+MEMORY = 32768  # bytes of threadgroup memory
+SIMDGROUPS = 16  # maximum per threadgroup
 
 
 def verify_latent_attention_ref(
@@ -28,7 +27,7 @@ def verify_latent_attention_ref(
     start: int | mx.array = 0,
     chosen: Maybe = None,
 ) -> mx.array:
-    """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over the positions it sees."""
+    """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over its visible positions."""
     dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
     q, q_pe, latent, k_pe = (x.astype(mx.float32) for x in (q, q_pe, latent, k_pe))
     scores = scale * (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2))
@@ -37,12 +36,12 @@ def verify_latent_attention_ref(
     if chosen is not None:
         seen &= mx.put_along_axis(mx.zeros((L, S), mx.bool_), chosen, mx.array(True), axis=-1)
     weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
-    # Zero times what a row does not see must be zero; where it does see it, its scores are not finite either.
+    # A row's zero weights must give 0 for values that are not finite; where it sees them, its scores are not finite.
     return (weights @ mx.where(mx.isfinite(latent), latent, 0.0)).astype(dtype)
 
 
 def _keys(dtype: mx.Dtype) -> int:
-    """Keys of a tile, all of whose values a group of threads holds."""
+    """Return the number of keys in a tile, whose values a threadgroup holds."""
     return 16 if dtype.size == 2 else 8
 
 
@@ -53,13 +52,13 @@ def _simdgroups(rows: int, of: int) -> int:
 def _scores_metal(
     q: Parts, keys: Parts, offset: mx.array, scale: float, limit: int, start: int | mx.array, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
-    """Score blocks of 8 keys [blocks, heads * L, 8], and find the largest of each tile [tiles, heads * L].
+    """Return scores in blocks of 8 keys [blocks, heads * L, 8], and the largest of each tile [tiles, heads * L].
 
-    limit: of positions, or how many are `chosen`.
+    limit: upper bound of positions, or the number of `chosen` slots.
     """
     (_, heads, L, dv), dr, dtype = q[0].shape, q[1].shape[-1], q[0].dtype
     size, rows = _keys(dtype), heads * L
-    together, apart = (rows, 1) if chosen is None else (heads, L)  # rows that look at the same keys
+    together, apart = (rows, 1) if chosen is None else (heads, L)  # rows with the same keys
     fragments = 4 if together >= 256 else 2
     tiles, simdgroups = -(-limit // size), _simdgroups(together, 8 * fragments)
     first = start if isinstance(start, mx.array) else constants(mx.int32, start)
@@ -80,7 +79,7 @@ def _scores_metal(
 def _values_metal(
     scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
-    """Sum weighted values by chunk [1, chunks, rows, Dv], and find largest scores and weights' sums [..., 2]."""
+    """Return weighted sums of values per chunk [1, chunks, rows, Dv], and their scores and weights for `merge`."""
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     cut = Chunks.of(dv // width)._replace(most=MOST_CHUNK)
@@ -102,7 +101,7 @@ def _values_metal(
 
 
 def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, chosen: Maybe) -> bool:
-    """Whether the kernels take these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
+    """Return whether the kernels support these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
     dv, dr = q.shape[-1], q_pe.shape[-1]
     fits = (dv + dr) * _keys(q.dtype) * q.dtype.size < MEMORY
     same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe)) and (chosen is None or chosen.size >= DEVICE)
@@ -111,10 +110,10 @@ def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, ch
 
 def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, limit: int, chosen: Maybe) -> None:
     (_, heads, L, dv), S, dr = q.shape, latent.shape[2], q_pe.shape[-1]
-    wanted = {"q": (1, heads, L, dv), "q_pe": (1, heads, L, dr), "latent": (1, 1, S, dv), "k_pe": (1, 1, S, dr)}
-    for x, (name, want) in zip((q, q_pe, latent, k_pe), wanted.items(), strict=True):
-        if x.shape != want:
-            raise ValueError(f"{name} has shape {x.shape}; it must be {want} here")
+    shapes = {"q": (1, heads, L, dv), "q_pe": (1, heads, L, dr), "latent": (1, 1, S, dv), "k_pe": (1, 1, S, dr)}
+    for x, (name, shape) in zip((q, q_pe, latent, k_pe), shapes.items(), strict=True):
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; it must be {shape} here")
     if chosen is not None and (chosen.ndim != 2 or chosen.shape[0] != L):
         raise ValueError(f"chosen has shape {chosen.shape}; it must be ({L}, slots of each row)")
     if not L <= limit <= S:
@@ -136,15 +135,16 @@ def verify_latent_attention(
     """Attend from L rows to keys [latent, k_pe] and values latent: [1, heads, L, Dv] in q's dtype.
 
     q: [1, heads, L, Dv], q_pe [1, heads, L, Dr]: absorbed queries, float16, bfloat16 or float32.
-    latent: [1, 1, S, Dv], k_pe [1, 1, S, Dr]: whole buffers, in which the rows' own slots are written.
-    offset: [1] int32, the position of the first row; row i sees positions start to offset + i, and at least its own.
+    latent: [1, 1, S, Dv], k_pe [1, 1, S, Dr]: whole buffers that contain the rows' own slots.
+    offset: [1] int32, the position of the first row; row i attends to positions start to offset + i, at least its
+    own.
     limit: upper bound of offset + L, at most S.
-    chosen: integers [L, C], the slots that each row looks at, ascending, of which it sees those that it would see
-        without; None: all. With every slot that it sees first in its list a row has the bits of None.
+    chosen: integers [L, C], ascending: row i attends only to these slots, of those that it otherwise would; None: to
+        all. A row whose list starts with all its slots has the bits of None.
 
-    Values that are not finite count as 0; the weights of rows that see them are not finite.
-    On Metal, where all are of one type, Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the
-    bits that it has alone; else the reference runs. Raises ValueError where the shapes or limit do not fit.
+    Values that are not finite count as 0; the weights of rows that attend to them are not finite. On Metal, if all
+    types are equal, Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the bits that it has
+    alone; else the reference runs. Raises ValueError if shapes or limit do not match.
     """
     _check_shapes(q, q_pe, latent, k_pe, limit, chosen)
     if not (on_metal() and _supported(q, q_pe, latent, k_pe, chosen)):

@@ -1,4 +1,4 @@
-"""Compute the experts of a few rows, from router logits to their sum; each distinct expert is read once."""
+"""Compute the experts of a few rows, from router logits to the weighted sum; each distinct expert is read once."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from ._routing import Pairs, Routing, room, routable, route_metal, route_ref
 from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
 
-COLUMNS = 4  # weight rows of a simdgroup
-VISITS = (1, 4, 8)  # rows that are taken together of those that visit an expert, compiled with all fewer ones
-SPLIT_INNER, SPLIT_DOWN = 2, 4  # of them where rows are split
-INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # in a group of threads
+COLUMNS = 4  # weight rows per simdgroup
+VISITS = (1, 4, 8)  # compiled sizes of a group of rows that visit the same expert
+SPLIT_INNER, SPLIT_DOWN = 2, 4  # the sizes if rows are split
+INNER_SIMDGROUPS, DOWN_SIMDGROUPS = 2, 4  # per threadgroup
 
 
 @dataclass(frozen=True)
 class Experts:
     """The weights of all experts: w [E, N, K * bits / 32], scales and biases [E, N, K / group_size].
 
-    gate and up have one format and [E, I, H], down [E, H, I]. What is between them is silu(gate) * up, without a gate
-    relu(up)². Raises ValueError where they do not fit together.
+    gate and up have one format and [E, I, H], down has [E, H, I]. The activation is silu(gate) * up, without a gate
+    relu(up)². Raises ValueError if they do not match.
     """
 
     gate: Quantized | None
@@ -40,16 +40,16 @@ class Experts:
 
     @cached_property
     def stored(self) -> list[Quantized]:
-        """The matrices that there are."""
+        """The matrices that exist: without `gate` two."""
         return [w for w in (self.gate, self.up, self.down) if w is not None]
 
     @cached_property
     def known(self) -> bool:
-        """Whether the kernels know the formats, and the arrays are in device memory."""
+        """Whether the kernels support the formats, and the arrays are in device memory."""
         return all(served(w.mode, w.bits, w.group_size) and not small(w) for w in self.stored)
 
     def dtype(self, x: mx.array) -> mx.Dtype:
-        """The type that MLX computes the products in."""
+        """Return the type in which MLX computes the products."""
         affine = [(w.scales, w.biases) for w in self.stored if w.biases is not None]
         return mx.result_type(x, *(a for pair in affine for a in pair))
 
@@ -70,7 +70,7 @@ def verify_moe_ref(
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
 ) -> mx.array:
-    """Dequantize the experts, compute in float32, round once before what is shared is added."""
+    """Compute `verify_moe` from dequantized experts in float32, rounded once before the shared part is added."""
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
     up = _of(visited, experts.up) @ rows
@@ -86,26 +86,25 @@ def verify_moe_ref(
 
 
 def _of(visited: mx.array, weights: Quantized) -> mx.array:
-    """The weights of the experts that are visited, [M, top_k, N, K] in float32."""
+    """Return the weights of the visited experts, [M, top_k, N, K] in float32."""
     biases = None if weights.biases is None else weights.biases[visited]
     return dequantized(replace(weights, w=weights.w[visited], scales=weights.scales[visited], biases=biases))
 
 
 def visitors(m: int, most: int = VISITS[-1]) -> int:
-    """Choose how many of m rows are taken together of those that visit an expert: at most `most`."""
+    """Return how large a group of an expert's rows is for m rows: the compiled size, at most `most`."""
     return min(next((rows for rows in VISITS if rows >= m), most), most)
 
 
 def moe_splits(m: int) -> bool:
-    """Tell whether the rows that visit an expert can be split: a lane may not have registers for the sums of more."""
+    """Return whether an expert's rows can be split: whether their sums may exceed a lane's registers."""
     return visitors(m) > SPLIT_INNER
 
 
 def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
-    """What both products are compiled for; ROWS of those that visit an expert are taken together.
+    """Return the template arguments of both products; ROWS of an expert's rows are processed together.
 
-    A lane takes VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv. N is a multiple of 8,
-    which the former needs: gate's and up's N is down's K, and the reverse, so whole groups.
+    A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv; N is a multiple of 8.
     """
     pack, fast = packs(weights.bits)
     values = fast if weights.k % (32 * fast) == 0 else pack
@@ -113,7 +112,7 @@ def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, objec
 
 
 def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None, split: bool) -> mx.array:
-    """Compute what `down` reads: gate, up and their activation of each pair."""
+    """Return `down`'s input: the activation of gate and up for each pair."""
     n, count, op = experts.up.w.shape[1], pairs.tokens.size, "moe_relu2"
     inputs = {**arrays(experts.up, x.dtype, "up"), "x": x}
     if experts.gate is not None:
@@ -161,16 +160,14 @@ def verify_moe(
     shared_gate: mx.array | None = None,
     split: bool = False,
 ) -> mx.array:
-    """Sum what the experts that x [M, H] visits by its logits [M, E] make of it, weighted: [M, H] in x's dtype.
+    """Return the weighted sum of the experts that x [M, H] visits by its logits [M, E]: [M, H] in x's dtype.
 
-    `bias` [E] takes part in a sigmoid's selection; with `limit` silu(gate) is at most that, and up within its
-    negative and it (not without a gate); `shared` [M, H] is added last, times sigmoid(shared_gate [M, 1]) where that
-    is given.
+    `bias` [E] affects a sigmoid's selection; `limit` is the maximum of silu(gate), and up is clipped to -limit..limit
+    (not without a gate); `shared` [M, H] is added last, multiplied with sigmoid(shared_gate [M, 1]) if that is given.
 
-    On Metal, up to 16 rows, 512 experts and 32 for a row take three launches, in which each distinct expert's weights
-    are requested once for every 8 rows that visit it, with `split` for every 2, of `down` 4; a product has the
-    bits of MLX's gather_qmv, and a row those that it has alone. Else it is the reference. Raises ValueError where
-    shapes do not fit.
+    On Metal, up to 16 rows, 512 experts and a top_k of 32 take three launches. Each distinct expert's weights are
+    requested once per 8 rows that visit it (with `split` per 2, of `down` per 4). A product has the bits of MLX's
+    gather_qmv, and a row those that it has alone. Else the reference runs. Raises ValueError if shapes do not match.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]

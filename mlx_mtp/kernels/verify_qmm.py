@@ -1,4 +1,4 @@
-"""Multiply a few rows with quantized weights, per head or activated too, in the bits of MLX's one-row kernels."""
+"""Multiply a few rows with quantized weights, also per head or activated, with the bits of MLX's one-row kernels."""
 
 import math
 
@@ -20,16 +20,16 @@ from ._source import constants, on_metal
 
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Dequantize, multiply in float32, round once, and add the bias to that."""
+    """Dequantize, multiply in float32, round once, then add the bias."""
     return biased(list(mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1)), weights)
 
 
 def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[mx.array]:
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
-    On Metal each row's bits are those of MLX's kernel for one row, and of its addition, and up to 12 rows share one
-    request of the weights, with `split` up to 4. Elsewhere, or for a format that `supported` denies: dequantized and
-    multiplied in float32. Raises ValueError where x has another number of columns.
+    On Metal each row has the bits of MLX's kernel for one row, and of its addition; up to 12 rows share one request
+    of the weights, with `split` up to 4. Elsewhere, or if `supported` is False: dequantized and multiplied in
+    float32. Raises ValueError if x has another number of columns.
     """
     check_columns(x, weights)
     if not (on_metal() and supported(x, weights)):
@@ -43,20 +43,16 @@ def verify_qmm(x: mx.array, weights: Quantized, *, split: bool = False) -> list[
 
 
 def verify_qmm_heads_ref(x: mx.array, weights: Quantized, *, heads_first: bool) -> mx.array:
-    """Dequantize, multiply in float32, round once."""
     rows = x[..., : weights.k].swapaxes(1, 2).astype(mx.float32)
     y = (rows @ dequantized(weights).swapaxes(1, 2)).astype(weights.dtype(x))
     return y if heads_first else y.swapaxes(1, 2)
 
 
 def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, split: bool = False) -> mx.array:
-    """Multiply of each head of x [1, M, H, D >= K] the first K values with its matrix: [1, H, M, N], or without
-    `heads_first` [1, M, H, N].
+    """Multiply the first K values of each head of x [1, M, H, D >= K] with the head's matrix: [1, H, M, N].
 
-    weights: w [H, N, K * bits / 32], scales and biases [H, N, K / group_size]. On Metal each row of a head has the
-    bits of MLX's kernel for one row, and up to 12 rows share one request of the weights, with `split` up to 4.
-    Elsewhere, or for a format that the kernels do not know: dequantized and multiplied in float32. Raises ValueError
-    where shapes do not fit.
+    Without `heads_first` the result is [1, M, H, N]. weights: w [H, N, K * bits / 32], scales and biases
+    [H, N, K / group_size]. Bits, `split` and reference are as in `verify_qmm`. ValueError if shapes do not match.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
@@ -72,7 +68,7 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, spli
 
 
 def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
-    """Compute silu(gate) * up; with a limit silu(gate) is at most that, and up within its negative and it."""
+    """Return silu(gate) * up; with a limit silu(gate) is at most that, and up is clipped to -limit..limit."""
     gate = gate * mx.sigmoid(gate)
     if limit is not None:
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
@@ -80,18 +76,17 @@ def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
-    """Compute silu(gate) * up of products rounded to x's dtype; with a limit both are clamped as Step-3.5 does."""
+    """Return silu(gate) * up of products rounded to x's dtype; with a limit both are clipped as in Step-3.5."""
     gate, up = verify_qmm_ref(x, weights)
     return activated(gate, up, limit)
 
 
 def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, split: bool = False) -> mx.array:
-    """Compute swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
+    """Return swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
-    With `limit` silu(gate) is at most that, and up within its negative and it (Step-3.5). On Metal each row has the
-    bits of MLX's one-row kernels followed by its activation, in one launch unless there is a `weights.bias`;
-    elsewhere the reference. split: as in `verify_qmm`. Raises ValueError where x has another number of columns, or
-    `weights` is not two of one height.
+    `limit`: as in `activated`. On Metal each row has the bits of MLX's one-row kernels followed by its activation, in
+    one launch unless there is a `weights.bias`; elsewhere the reference runs. split: as in `verify_qmm`. Raises
+    ValueError if x has another number of columns, or `weights` are not two linears of equal height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:

@@ -1,9 +1,8 @@
-"""Multiply rows with quantized weights by 8x8 matrix products, for 5 to 16 rows of the fast lane.
+"""Multiply 5 to 16 rows with quantized weights by 8x8 matrix products, for the fast lane.
 
-Fixed is the order of a sum: blocks of 128 values of K in turn to four simdgroups, a block in 16 steps of eight
-products whose sums are paired, then the four simdgroups' sums in turn. So a row's result depends on nothing but that
-row, its weights, and how the GPU sums the eight products of a step: neither on other rows, which are columns of the
-matrix product, nor on their number, nor on what is stacked. It has not the bits of MLX's kernels.
+The order of a sum is fixed: four simdgroups take turns at blocks of 128 values of K; a block is 16 steps of eight
+products, whose sums are paired; then the simdgroups' sums are added in turn. So a row's result depends on that row,
+its weights and the GPU's sum of eight products, not on other rows or stacked linears. It differs from MLX's bits.
 """
 
 import mlx.core as mx
@@ -12,10 +11,10 @@ from ._quantized import Quantized, arrays, biased, check_columns, format_templat
 from ._source import launch, on_metal
 from .verify_qmm import verify_qmm_ref
 
-SIDE = 8  # of a matrix
-MOST_BLOCKS = 2  # of as many rows of x
+SIDE = 8  # rows and columns of a matrix
+MOST_BLOCKS = 2  # maximum blocks of SIDE rows of x per simdgroup
 SPLIT = 4  # simdgroups that share K
-TALL = 2048  # weight rows from which on a simdgroup has two tiles of them, and asks for x half as often
+TALL = 2048  # weight rows from which a simdgroup has two tiles of them, and requests x half as often
 
 verify_qmm_mma_ref = verify_qmm_ref
 
@@ -23,8 +22,8 @@ verify_qmm_mma_ref = verify_qmm_ref
 def verify_qmm_mma(x: mx.array, weights: Quantized) -> list[mx.array]:
     """Multiply x [..., K] with each of the stacked linears, and add `weights.bias`: a list of [..., N_p].
 
-    Sums are of float32. On Metal up to 16 rows share one request of the weights. Elsewhere, or for a format that
-    `supported` denies: dequantized and multiplied in float32. Raises ValueError where x has other columns.
+    Sums are in float32. On Metal up to 16 rows share one request of the weights. Elsewhere, or if `supported` is
+    False: dequantized and multiplied in float32. Raises ValueError if x has another number of columns.
     """
     check_columns(x, weights)
     if not (on_metal() and supported(x, weights)):

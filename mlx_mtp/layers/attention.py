@@ -68,10 +68,8 @@ class CachedAttention(Site):
 
     def truth(self, x: mx.array) -> list[mx.array]:
         self._before(x.dtype)
-        return [self._read(x.astype(mx.float32), self.OFFSET, self._in_float32)]
-
-    def _in_float32(self, *arrays: mx.array, limit: int, **more: Any) -> mx.array:
-        return self.reference(*arrays, **more)
+        x = x.astype(mx.float32)
+        return [self._read(x, self.OFFSET, lambda *arrays, limit, **more: self.reference(*arrays, **more))]
 
 
 class Attention(CachedAttention):

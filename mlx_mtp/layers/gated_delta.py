@@ -65,7 +65,7 @@ class GatedDelta:
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
         """Compute `plain` from the arrays of `grouped` in three launches, one of which also replays the tape."""
         accepted, tape = cache.accepted, None
-        earlier = cache.behind(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
+        earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
         layer = Gates(a, b, self.A_log, self.dt_bias)
         q, k, v, g, beta, rows = delta_inputs(qkv, earlier, self.conv1d.weight, layer, **heads, accepted=accepted)
@@ -141,11 +141,9 @@ def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
         states.append(decayed + key * delta)
         state = states[-1] if count is None else mx.where(count, states[-1], state)
     each = mx.concatenate(states, axis=1) if S <= KEPT else None
-    y = (
-        None
-        if q is None
-        else _queried(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
-    )
+    y = None
+    if q is not None:
+        y = _queried(q.reshape(B, S, Hk, 1, 1, Dk), states, each).reshape(B, S, Hv, Dv).astype(q.dtype)
     return y, state.reshape(B, Hv, Dv, Dk), each
 
 

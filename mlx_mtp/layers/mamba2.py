@@ -1,10 +1,9 @@
 """Run mlx-lm's Mamba2 on a `RecurrentCache`, which can roll back; the arithmetic is mlx-lm's.
 
 Up to STEPPED_ROWS rows (every verify, replay and plain step) use mlx-lm's one-row update in sequence, or one launch
-of
-a kernel with the same bits. So after any verifies and rollbacks the state equals that of the accepted rows processed
-one at a time. (The projections before it may round a row differently in a batch.) More rows, as in a prefill, use
-mlx-lm's chunked form, which makes fewer passes over the state and is equal up to rounding.
+of a kernel with the same bits. So after any verifies and rollbacks the state equals that of the accepted rows
+processed one at a time. (The projections before it may round a row differently in a batch.) More rows, as in a
+prefill, use mlx-lm's chunked form, which makes fewer passes over the state and is equal up to rounding.
 Sources: Mamba-2 (arXiv 2405.21060); mlx-lm's `ssm.py`.
 """
 

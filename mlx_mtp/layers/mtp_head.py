@@ -17,8 +17,7 @@ class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
     `final` is the target's last norm, after which the head's norms are made. `mask_array`: the block needs its mask
-    as
-    an array. A port sets `window`, the positions that the block's attention reads, unless it reads all.
+    as an array. A port sets `window`, the positions that the block's attention reads, unless it reads all.
     """
 
     window: int | None = None

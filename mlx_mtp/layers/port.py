@@ -215,8 +215,7 @@ class Port(HasRuntime, nn.Module):
         """Convert checkpoint tensors to parameters.
 
         If norms are stored zero-centred, mlx-lm adds 1 to the trunk's. It may judge the heads' norms differently, so
-        they
-        bypass it and are shifted here.
+        they bypass it and are shifted here.
         """
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..checkpoint.head_self_test import LEAST
+from ..checkpoint.head_self_test import MIN_AGREEMENT
 from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, Known, Rights, kept, right, shares, suspicions
@@ -186,7 +186,7 @@ def conclude(model: Target, verdict: Verdict) -> None:
     if report.declared and not report.heads:
         broken.append(f"config.json declares {report.declared} MTP heads, none were loaded ({report.source})")
     for depth, share in enumerate(agreement[: max(1, report.heads)], 1):
-        if share < LEAST:
+        if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
             broken.append(f"{head} predicts the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept

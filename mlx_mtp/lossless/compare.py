@@ -1,8 +1,7 @@
 """Compare drafted with plain output, and judge every difference.
 
 The reference is plain decoding, `num_draft_tokens=0`. After a near-tie the drafting run restarts from the plain
-output
-up to that point, so that a near-tie does not hide a later real divergence. After a real divergence it stops.
+output up to that point, so that a near-tie does not hide a later real divergence. After a real divergence it stops.
 """
 
 import itertools

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 watcher: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("watcher", default=None)
 
 
-def tell(what: str, done: int, total: int) -> None:
+def report_progress(what: str, done: int, total: int) -> None:
     """Pass the number of finished units to the callback, if there is one."""
     if show := watcher.get():
         show(what, done, total)

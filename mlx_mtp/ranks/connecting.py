@@ -1,6 +1,6 @@
-"""Watch the other ranks from a process of its own while MLX connects them, for it waits with Python's lock held.
+"""Watch the other ranks from a separate process while MLX connects them, which blocks all Python threads.
 
-Nothing is being written then, so a process that is to end is killed.
+Nothing is written during that time, so the process is killed if a rank is missing.
 """
 
 import contextlib
@@ -19,18 +19,19 @@ from .watch import STARTS, Watch
 
 
 @contextlib.contextmanager
-def watched_from_outside(begun: Watch | None) -> Iterator[None]:
-    """Let a guard take the place of this process's watch, if there is one; in the main thread, which alone may ask
-    for it, signals end the process at once.
+def watched_from_outside(watch: Watch | None) -> Iterator[None]:
+    """Context in which a guard process replaces this process's watch, if any.
+
+    In the main thread, SIGINT and SIGTERM end the process at once; other threads cannot set signal handlers.
     """
-    if begun is None:
+    if watch is None:
         yield
         return
-    ended_by = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in ended_by}
-    with begun.turn:
-        sockets = {rank: peer.socket.fileno() for rank, peer in begun.peers.items()}
-        argv = [sys.executable, "-m", __name__, json.dumps([os.getpid(), begun.rank, begun.limit, sockets])]
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in signals}
+    with watch.turn:
+        sockets = {rank: peer.socket.fileno() for rank, peer in watch.peers.items()}
+        argv = [sys.executable, "-m", __name__, json.dumps([os.getpid(), watch.rank, watch.limit, sockets])]
         options = {"pass_fds": sockets.values(), "stdin": subprocess.DEVNULL, "start_new_session": True}
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen(argv, stdout=2, stderr=2, env=path, **options) as guard:
@@ -43,7 +44,7 @@ def watched_from_outside(begun: Watch | None) -> Iterator[None]:
 
 
 class Guard(Watch):
-    """The watch of another process, which it kills where that one would have ended."""
+    """A watch on behalf of another process, which it kills instead of ending itself."""
 
     def __init__(self, process: int, rank: int, limit: float, sockets: dict[str, int]):
         super().__init__(rank, len(sockets) + 1, ("", 0), limit)
@@ -58,11 +59,11 @@ class Guard(Watch):
             self._end(f"MLX has not connected the ranks within {STARTS * self.limit:g} s")
         super()._listen()
 
-    def _say_alive(self) -> None:
-        """Say so where the process is not stopped."""
+    def _send_alive(self) -> None:
+        """Report this rank as alive unless its process is stopped."""
         state = subprocess.run(["ps", "-o", "stat=", "-p", str(self.process)], capture_output=True, check=False)
         if not state.stdout.startswith(b"T"):
-            super()._say_alive()
+            super()._send_alive()
 
     def _stop(self, code: int) -> NoReturn:
         os.kill(self.process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Talk to the other ranks: hear what rank 0 decides, and check that all ranks hold the same."""
+"""Exchange values between ranks: broadcast rank 0's decisions, and check that all ranks have the same data."""
 
 import hashlib
 import json
@@ -14,10 +14,10 @@ from .launch import launched, rank_file
 
 
 class Ranks:
-    """The processes that hold a model together, of which this one is number `rank` of `size`.
+    """The processes that share a model; this one has index `rank` of `size`.
 
-    Its methods wait for all ranks, each of which has to call the same ones in the same order.
-    stopping: rank 0 sets it, from a signal handler or another thread, to end the text under way on all ranks.
+    Methods wait for all ranks: each must call the same methods in the same order.
+    stopping: rank 0 sets it, from a signal handler or another thread, to end the current sequence on all ranks.
     """
 
     stopping = False
@@ -26,17 +26,17 @@ class Ranks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Return every rank's numbers, int32 and as many from each, in the order of ranks."""
+        """Return the numbers of every rank, in rank order; int32, the same count from each."""
         with in_turn():
-            found: Any = mx.distributed.all_gather(mx.array([numbers], mx.int32), group=self.group).tolist()
-        return found
+            gathered: Any = mx.distributed.all_gather(mx.array([numbers], mx.int32), group=self.group).tolist()
+        return gathered
 
-    def told(self, value: Any = None) -> Any:
-        """Return rank 0's `value`, which JSON can write; what the others pass is not looked at."""
-        return self.all_told(value if self.rank == 0 else None)[0]
+    def broadcast(self, value: Any = None) -> Any:
+        """Return rank 0's `value`, a JSON value; those of other ranks are ignored."""
+        return self.gather_values(value if self.rank == 0 else None)[0]
 
-    def all_told(self, value: Any = None) -> list[Any]:
-        """Return every rank's `value`, which JSON can write, in the order of ranks."""
+    def gather_values(self, value: Any = None) -> list[Any]:
+        """Return the `value` of every rank, a JSON value, in rank order."""
         text = json.dumps(value).encode()
         lengths = [length for (length,) in self.gather([len(text)])]
         with in_turn():
@@ -45,7 +45,7 @@ class Ranks:
         return [json.loads(bytes(row[:length])) for row, length in zip(received, lengths, strict=True)]
 
     def check_alike(self, what: str, value: Any) -> None:
-        """Raise ValueError on every rank where `value`, whose text is compared, is not the same on all."""
+        """Raise ValueError on every rank unless `str(value)` is the same on all. what: its name in the message."""
         digest = hashlib.sha256(str(value).encode()).digest()[:4]
         found = self.gather([int.from_bytes(digest, signed=True)])
         odd = [str(rank) for rank, number in enumerate(found) if number != found[0]]
@@ -55,33 +55,34 @@ class Ranks:
             )
 
     def combined(self, digest: str) -> str:
-        """Make one digest of those, of 64 hexadecimal digits, that the ranks have of their parts."""
+        """Return one digest of all ranks' digests, each of 64 hexadecimal digits."""
         words = [int.from_bytes(bytes.fromhex(digest[i : i + 8]), signed=True) for i in range(0, 64, 8)]
         return hashlib.sha256(str(self.gather(words)).encode()).hexdigest()
 
     def file(self, file: str | Path) -> Path:
-        """Name the file that this rank has in the place of `file`."""
+        """Return the file that this rank uses for `file`."""
         return rank_file(file, self.rank)
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Make the ranks of a group of `mx.distributed`, and watch them from here on where that is possible; None where
-    there is no group, or this process is alone in it.
-    """
+    """Return the ranks of a group of `mx.distributed` and watch them; None for no group or a group of one."""
     if group is None or group.size() == 1:
         return None
-    here = launched()
-    watch.begin(group.rank(), group.size(), here and here.meeting)
+    launch = launched()
+    watch.begin(group.rank(), group.size(), launch and launch.meeting)
     return Ranks(group)
 
 
 def meet() -> Ranks | None:
-    """Wait for the other ranks of this launch; None for a process of its own. Who is missing is said by the watch."""
-    here = launched()
-    if here is None:
+    """Wait for the other ranks of this launch and return them; None for a single process.
+
+    If a rank does not start, the watch ends this process with a message that names it.
+    """
+    launch = launched()
+    if launch is None:
         return None
-    begun = watch.begin(here.rank, here.size, here.meeting)
-    if begun is not None:
-        begun.met.wait()  # who is missing for long ends the process
-    with watched_from_outside(begun):
+    running = watch.begin(launch.rank, launch.size, launch.meeting)
+    if running is not None:
+        running.met.wait()
+    with watched_from_outside(running):
         return ranks_of(mx.distributed.init(strict=True))

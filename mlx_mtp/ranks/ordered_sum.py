@@ -1,7 +1,7 @@
-"""Sum what the ranks have computed in the order of ranks, so that a row's bits depend on that row alone.
+"""Sum the ranks' parts in rank order, so that a row's bits do not depend on the number of rows.
 
-A ring's `all_sum` adds in an order that depends on an element's place in the buffer, and so on how many rows there
-are. Gathering all parts moves as many bytes between two ranks, and size / 2 times as many between more.
+A ring's `all_sum` adds in an order that depends on an element's index in the buffer. Gathering all parts moves the
+same number of bytes between two ranks, and size / 2 times as many between more.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
-    """Sum x [...] over the ranks, in float32: [...], of x's type and the same bits on every rank."""
+    """Return the sum of x over the ranks, added in float32, in x's type and with the same bits on every rank."""
     first, *others = mx.distributed.all_gather(x[None], group=group)
     total = first.astype(mx.float32)
     for part in others:
@@ -20,7 +20,7 @@ def ordered_sum(x: mx.array, group: Any) -> mx.array:
 
 
 class SummedOverRanks:
-    """Mixin in front of a module of which each rank computes a part, in the `ranks_group`."""
+    """Mixin that sums a module's outputs over the ranks of `ranks_group`."""
 
     ranks_group: Any
 
@@ -29,13 +29,13 @@ class SummedOverRanks:
 
 
 def sum_over(module: Any, group: Any) -> None:
-    """Let a module return the sum of what it computes on all ranks."""
+    """Make a module return the sum of its outputs on all ranks."""
     module.ranks_group = group
     module.__class__ = _summed(type(module))
 
 
 def parts_alone(modules: Any) -> list[Any]:
-    """Let modules return their parts again, without a sum; returns those that did not."""
+    """Undo `sum_over` for modules; return those that it was applied to."""
     found = [module for module in modules if isinstance(module, SummedOverRanks)]
     for module in found:
         module.__class__ = type(module).__bases__[1]
@@ -44,5 +44,5 @@ def parts_alone(modules: Any) -> list[Any]:
 
 @cache
 def _summed(kind: type) -> type:
-    """Make one class for all modules of a kind."""
+    """Return the class that sums the outputs of a module class."""
     return type(kind.__name__, (SummedOverRanks, kind), {})

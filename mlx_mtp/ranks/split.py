@@ -1,7 +1,7 @@
-"""Split a target's layers over ranks by mlx-lm's `shard`, before any weight is read; MTP heads stay whole.
+"""Split a target's layers over ranks with mlx-lm's `shard`, before any weight is read; MTP heads are not split.
 
-Of every layer each rank has some of the attention heads, with their keys and values, and a part of each expert or
-MLP. Two sums over the ranks a layer, of its attention and of its MLP, make the rows whole again.
+Each rank has a share of every layer's attention heads, with their keys and values, and of each expert or MLP. Two
+sums over the ranks per layer, after attention and after the MLP, restore the full rows.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from mlx.utils import tree_map
 
 from .ordered_sum import sum_over
 
-MOST_RANKS = 64  # that a message lists
-PLAIN = {  # what computes a rank's part of what mlx-lm's `shard` makes; sums are ours
+MAX_LISTED = 64  # maximum number of ranks that a message lists
+PLAIN = {  # classes of mlx-lm's `shard`, and the class that computes the same without a sum over ranks
     distributed.AllToShardedLinear: nn.Linear,
     distributed.ShardedToAllLinear: nn.Linear,
     distributed.QuantizedAllToShardedLinear: nn.QuantizedLinear,
@@ -23,11 +23,11 @@ PLAIN = {  # what computes a rank's part of what mlx-lm's `shard` makes; sums ar
 }
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_k_heads", "num_v_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
-INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has some of the columns
+INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has a share of the columns
 
 
 class Share(NamedTuple):
-    """Stands for a group of ranks where nothing is computed, as of machines that are not there."""
+    """Stand-in for a group of ranks if nothing is computed, as for `inspect --ranks`."""
 
     ranks: int
 
@@ -39,52 +39,52 @@ class Share(NamedTuple):
 
 
 def split(model: Any, group: Any, name: str) -> None:
-    """Leave each rank its part of the target's layers, not computed yet, and let it sum what the parts compute.
+    """Replace the target's layers by this rank's lazy part, with sums over the ranks.
 
-    name: the model_type, for messages. Raises ValueError where they cannot be split.
+    name: the model_type, for messages. Raises ValueError if the model cannot be split.
     """
     for module in take_part(model, group, name):
         sum_over(module, group)
 
 
 def take_part(model: Any, group: Any, name: str) -> list[Any]:
-    """Leave of the target's layers this rank's part; returns the modules whose results are now parts of sums."""
+    """Replace the target's layers by this rank's part; return the modules whose outputs must be summed over ranks."""
     check_divides(model, group.size(), name)
     for layer in model.layers:
         _repeat_kv_heads(_mixer(layer), group.size())
     model.shard(group)
     modules = [module for layer in model.layers for module in (_mixer(layer), layer.mlp)]
     for module in modules:
-        module.sharding_group = None  # of mlx-lm's own sum
+        module.sharding_group = None  # disables mlx-lm's own sum
         _make_plain(module, first=group.rank() == 0)
-        module.update(tree_map(mx.contiguous, module.parameters()))  # lets go of the others' parts
+        module.update(tree_map(mx.contiguous, module.parameters()))  # frees the other ranks' parts
     return modules
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
-    """Raise ValueError where mlx-lm cannot split the family, or sizes do not divide by the number of ranks."""
+    """Raise ValueError if mlx-lm cannot split the family, or a size cannot be split over this number of ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):
-            fits = (n for n in range(1, MOST_RANKS + 1) if all(_divides(s, n, kv=kv) for _, s, kv in sizes))
+            fits = (n for n in range(1, MAX_LISTED + 1) if all(_divides(s, n, kv=kv) for _, s, kv in sizes))
             allowed = ", ".join(map(str, fits))
             raise ValueError(f"ranks={ranks}: model_type {name!r} has {size} {what}; allowed are {allowed}")
 
 
 def _divides(size: int, ranks: int, *, kv: bool) -> bool:
-    """Tell whether so many ranks can share `size` of something; heads of keys and values may be repeated."""
+    """Return whether a size can be split over ranks. kv: it counts key-value heads, which can be repeated."""
     return size % ranks == 0 or (kv and ranks % size == 0)
 
 
 def _mixer(layer: Any) -> Any:
-    """Return a layer's attention, or what stands in its place."""
+    """Return a layer's attention or linear attention."""
     return layer.linear_attn if getattr(layer, "is_linear", False) else layer.self_attn
 
 
 def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
-    """Yield all that has to divide: (what, size, whether it is heads of keys and values)."""
+    """Yield each size that must be divisible: (name, size, whether it counts key-value heads)."""
     for i, layer in enumerate(model.layers):
         mixer = _mixer(layer)
         for attribute in (name for name in (*HEADS, *KV_HEADS) if hasattr(mixer, name)):
@@ -97,23 +97,19 @@ def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
 
 
 def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
-    """Repeat heads of keys and values where ranks outnumber them, so that each rank has the one that it needs."""
+    """Repeat key-value heads if there are more ranks than heads, so that each rank has the head that it needs."""
     name = next((name for name in KV_HEADS if hasattr(mixer, name)), None)
     if name is None or getattr(mixer, name) % ranks == 0:
         return
     heads = getattr(mixer, name)
     for linear in (mixer.k_proj, mixer.v_proj):
-        linear.update(tree_map(lambda w: _repeated(w, heads, ranks // heads), linear.parameters()))
+        by_head = tree_map(lambda w: mx.unflatten(w, 0, (heads, -1)), linear.parameters())
+        linear.update(tree_map(lambda w: mx.repeat(w, ranks // heads, axis=0).flatten(0, 1), by_head))
     setattr(mixer, name, ranks)
 
 
-def _repeated(w: mx.array, heads: int, times: int) -> mx.array:
-    """Repeat each head's rows of w [heads * D, ...]."""
-    return mx.repeat(w.reshape(heads, -1, *w.shape[1:]), times, axis=0).reshape(-1, *w.shape[1:])
-
-
 def _make_plain(module: Any, *, first: bool) -> None:
-    """Turn linears that mlx-lm has split into MLX's own; a bias of a sum is the `first` rank's alone."""
+    """Convert linears that mlx-lm split to MLX's classes; only the `first` rank keeps a bias of a summed output."""
     for _, linear in module.named_modules():
         if type(linear) in PLAIN:
             if "bias" in linear and not first and "ShardedToAll" in type(linear).__name__:

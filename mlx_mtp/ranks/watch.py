@@ -1,8 +1,8 @@
-"""End this process, with a line that names it, when another rank has died, hangs or never came.
+"""End this process, with a message that names the rank, if another rank has died, hangs or does not start.
 
-A collective that waits for such a rank does not return, and Python's signal handlers wait with it. So a thread of
-each rank keeps a connection to rank 0's, over which both report several times a second that they are alive; rank 0
-sends the others the reason for which it ends.
+A collective that waits for such a rank never returns, and blocks Python's signal handlers. Therefore a thread of each
+rank has a connection to rank 0, over which both report several times a second that they are alive. Rank 0 sends the
+others the reason for which it ends.
 """
 
 import atexit
@@ -15,19 +15,19 @@ import time
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-SECONDS = "MLX_MTP_RANK_SECONDS"  # from the last sign of a rank to the end of all others
+SECONDS = "MLX_MTP_RANK_SECONDS"  # from the last message of a rank to the end of all others
 LIMIT = 20.0  # its default
-STARTS = 3  # times as many seconds until a rank has to be there
-BEAT = 1.0  # seconds
+STARTS = 3  # times the limit: time for a rank to start
+BEAT = 1.0  # timeout of a connection, in seconds
 POLL = BEAT / 4  # seconds between two rounds of reporting and reading
-UNWINDING = 2.0  # seconds that the main thread gets to leave nothing half-written behind
-RESERVE = 8  # polls that the limit has left: up to three until all have noticed, the rest for a busy machine
+UNWINDING = 2.0  # seconds for the main thread to remove unfinished files
+RESERVE = 8  # polls kept free within the limit: up to three for detection, the others for a busy machine
 
 _watch: "Watch | None" = None
 
 
 def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | None":
-    """Begin to watch, once a process; None where `meeting`, rank 0's host and port for it, is not known."""
+    """Return this process's watch, started on the first call; None if `meeting`, rank 0's host and port, is None."""
     global _watch
     if _watch is None and meeting is not None:
         _watch = Watch(rank, size, meeting)
@@ -37,14 +37,14 @@ def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | Non
 
 
 def leave(code: int) -> None:
-    """Let the others know that this process is about to end with an exit code, which is then theirs."""
+    """Report to the other ranks that this process is about to end; an exit code other than 0 ends them too."""
     if _watch is not None:
         _watch.leave(code)
 
 
 def wait_for_reason(error: BaseException) -> None:
-    """Wait, where a collective has failed, until it is known which rank was the cause, which ends this process."""
-    if not (isinstance(error, RuntimeError) and str(error).startswith("[")):  # of MLX
+    """After an error of a collective, wait a few seconds for the watch to name the cause and end this process."""
+    if not (isinstance(error, RuntimeError) and str(error).startswith("[")):  # not an error of MLX
         return
     end = time.monotonic() + BEAT + 3 * UNWINDING
     while _watch is not None and time.monotonic() < end:
@@ -54,19 +54,19 @@ def wait_for_reason(error: BaseException) -> None:
 
 @dataclass
 class Peer:
-    """A connection to another rank. heard: when it was last alive. said: what it has not said to the end yet."""
+    """A connection to another rank. alive: time of its last message. partial: an unfinished line of its messages."""
 
     socket: socket.socket
-    heard: float
-    said: bytes = b""
+    alive: float
+    partial: bytes = b""
 
 
 @dataclass
 class Watch:
     """The connections of this rank: rank 0's to all others, any other's to rank 0.
 
-    limit: seconds from the last sign of a rank until all others have ended. code: with which this one is ended.
-    met: set once all watch each other. turn: who holds it listens.
+    limit: seconds from the last message of a rank until all others have ended. code: exit code of this process once
+    the watch ends it. met: set once all ranks are connected. turn: held by the thread or process that listens.
     """
 
     rank: int
@@ -85,22 +85,22 @@ class Watch:
 
     @property
     def unwinding(self) -> float:
-        """Seconds that the main thread gets before the process ends."""
+        """Seconds for the main thread to clean up before the process ends."""
         return min(UNWINDING, self.limit / 5)
 
     @property
     def silence(self) -> float:
-        """Seconds without a sign after which a rank is given up, so that all have ended within the limit."""
+        """Seconds without a message after which a rank counts as hanging, so that all end within the limit."""
         return self.limit - self.unwinding - RESERVE * self.poll
 
     def run(self) -> None:
-        """Meet the others, then listen to them until the process ends."""
+        """Connect to the other ranks, then watch them until the process ends."""
         end = time.monotonic() + STARTS * self.limit
         try:
             if self.rank == 0:
-                self._welcome(end)
+                self._accept(end)
             else:
-                self._visit(end)
+                self._connect(end)
         except OSError as e:
             host, port = self.meeting
             self._end(f"the ranks cannot watch each other at {host}:{port} ({e.strerror})")
@@ -111,21 +111,21 @@ class Watch:
         while self.peers:
             time.sleep(self.poll)
             with self.turn:
-                if time.monotonic() - last > self.silence / 2:  # it was this thread that did not run
+                if time.monotonic() - last > self.silence / 2:  # this thread did not run, so messages are late
                     for peer in self.peers.values():
-                        peer.heard = time.monotonic()
+                        peer.alive = time.monotonic()
                 last = time.monotonic()
                 self._listen()
 
     def leave(self, code: int = 0) -> None:
-        """Say that this process ends; called again, it says nothing new."""
+        """Report to the other ranks that this process ends; after an end by the watch, exit with its code."""
         if self.code is not None:
             os._exit(self.code)
-        self._tell(f"left {code}")
+        self._send(f"left {code}")
         self.peers = {}
 
-    def _welcome(self, end: float) -> None:
-        """Wait until all others have said which they are."""
+    def _accept(self, end: float) -> None:
+        """Accept connections until every other rank has sent its number."""
         with socket.create_server(self.meeting, backlog=self.size) as server:
             server.settimeout(POLL)
             while missing := [str(rank) for rank in range(1, self.size) if rank not in self.peers]:
@@ -136,11 +136,11 @@ class Watch:
                     connection.settimeout(BEAT)
                     self._add(int(connection.recv(8)), connection)
                 self._listen()
-        self._tell("met")
+        self._send("met")
         self.met.set()
 
-    def _visit(self, end: float) -> None:
-        """Call at rank 0's until it is there."""
+    def _connect(self, end: float) -> None:
+        """Connect to rank 0, and retry until it listens."""
         while not self.peers:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(self.meeting, timeout=BEAT)
@@ -156,56 +156,56 @@ class Watch:
         self.peers[rank] = Peer(connection, time.monotonic())
 
     def _listen(self) -> None:
-        """Say that this rank is alive, hear who else is, and end where one is missed."""
-        self._say_alive()
+        """Report this rank as alive, read the others' messages, and end the process if a rank is missing."""
+        self._send_alive()
         for rank, peer in list(self.peers.items()):
             try:
-                heard = peer.socket.recv(4096)
-                if not heard:
+                received = peer.socket.recv(4096)
+                if not received:
                     self._end(f"rank {rank} has ended")
-                peer.heard, peer.said = time.monotonic(), peer.said + heard
+                peer.alive, peer.partial = time.monotonic(), peer.partial + received
             except BlockingIOError:
                 pass
             except OSError:
                 self._end(f"rank {rank} has ended")
-            *lines, peer.said = peer.said.split(b"\n")
+            *lines, peer.partial = peer.partial.split(b"\n")
             for line in lines:
-                self._obey(rank, *line.decode().split(" ", 1))
-            if time.monotonic() - peer.heard > self.silence:
+                self._handle(rank, *line.decode().split(" ", 1))
+            if time.monotonic() - peer.alive > self.silence:
                 self._end(f"rank {rank} has not answered for {self.silence:g} s")
 
-    def _obey(self, rank: int, word: str, rest: str = "") -> None:
+    def _handle(self, rank: int, word: str, rest: str = "") -> None:
         if word == "met":
             self.met.set()
         if word == "gone":
             self._end(rest)
         if word == "left":
             del self.peers[rank]
-            if rest != "0":  # it has said why, or is rank 0 whose user has gone
-                time.sleep(BEAT)  # in which this process may print its own line of the same fault
+            if rest != "0":  # it has printed the reason, or the user has ended rank 0
+                time.sleep(BEAT)  # this process may print its own message of the same error first
                 self._end(
                     f"rank {rank} has ended with exit code {rest}" if rank else "", int(rest) if not rank else 1
                 )
 
-    def _say_alive(self) -> None:
-        self._tell("alive")
+    def _send_alive(self) -> None:
+        self._send("alive")
 
-    def _tell(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         for peer in list(self.peers.values()):
             with contextlib.suppress(OSError):
                 peer.socket.send(f"{text}\n".encode())
 
     def _end(self, reason: str, code: int = 1) -> NoReturn:
-        """End this process, and if it is rank 0 the others, when what it was writing is put in order."""
+        """End this process after a cleanup, with a message; rank 0 ends the others too."""
         self.code = code
         if self.rank == 0:
-            self._tell(f"gone {reason}")
+            self._send(f"gone {reason}")
         if reason:
             os.write(2, f"error: rank {self.rank}: {reason}\n".encode())
         self._stop(code)
 
     def _stop(self, code: int) -> NoReturn:
-        main = ctypes.c_ulong(threading.main_thread().ident or 0)  # whatever it does at a signal
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)  # it cleans up as after Ctrl-C
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
         time.sleep(self.unwinding)
         os._exit(code)

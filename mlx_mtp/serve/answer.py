@@ -1,17 +1,17 @@
-"""Split the text of an answer into reasoning, content and tool calls, and stop it at a string."""
+"""Split the text of an answer into reasoning, content and tool calls, and end it at a stop string."""
 
 from typing import Any, NamedTuple
 
 from .tool_calls.call_format import CallFormat, ToolCall
 from .tool_calls.schema import Tools
 
-# These bound the time that a hostile answer takes: characters of all attempts to read calls together (a tenth of
-# those that find calls), and characters of a text that may still become the beginning of a call.
+# Bounds on the work for a hostile answer: characters read in search of calls, all attempts together (an attempt that
+# finds calls counts a tenth), and the longest text that may still turn out to begin a call.
 MOST_READ, MOST_UNCERTAIN = 300_000, 2000
 
 
-class Said(NamedTuple):
-    """A piece of an answer; logprobs: of the tokens that came with it, if asked for."""
+class TextPart(NamedTuple):
+    """A piece of an answer's reasoning or content. logprobs: those of its tokens, if the request asks for them."""
 
     text: str
     reasoning: bool = False
@@ -19,18 +19,18 @@ class Said(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer and the likeliest in its place, each as (text, bytes, log probability)."""
+    """A token of an answer and the likeliest tokens at its position, each as (text, bytes, log probability)."""
 
     token: tuple[str, bytes, float]
     top: tuple[tuple[str, bytes, float], ...] = ()
 
 
-Part = Said | ToolCall
+Part = TextPart | ToolCall
 
 
 def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
-    """Join what was said, or the reasoning before it."""
-    return "".join(part.text for part in parts if isinstance(part, Said) and part.reasoning == reasoning)
+    """Join the content of an answer's parts, or their reasoning."""
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning == reasoning)
 
 
 def calls_of(parts: list[Part]) -> list[ToolCall]:
@@ -38,18 +38,18 @@ def calls_of(parts: list[Part]) -> list[ToolCall]:
 
 
 def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
-    return [each for part in parts if isinstance(part, Said) for each in part.logprobs]
+    return [each for part in parts if isinstance(part, TextPart) for each in part.logprobs]
 
 
 class Splitter:
-    """Splits one answer into its parts, however it is cut into pieces.
+    """Splits a streamed answer into reasoning, content and tool calls, the same for pieces of any size.
 
-    Reasoning begins at the beginning of the answer only, and ends at its end mark, whatever was in between. A call is
-    read when the answer has ended, since its arguments may contain any mark; other text is not held back.
+    Reasoning can only start the answer, and lasts until its end mark. Tool calls are read once the answer has ended,
+    since their arguments may contain any mark; other text is emitted as it arrives.
 
-    thinking: reasoning is separated; begun: the prompt ends within it. tools: those offered, in OpenAI's form.
-    one_call: only the first call counts. stopped: the stop string that ended the answer. called: there was a call.
-    opening: the pattern of a call's beginning, None where no call is looked for.
+    thinking: separate the reasoning. begun: the prompt ends inside reasoning. tools: those offered, in OpenAI's form.
+    one_call: return only the first call. stopped: the stop string that ended the answer. called: a call was returned.
+    opening: the pattern of a call's start, None if no call is searched. holding: the pending text starts a call.
     """
 
     def __init__(
@@ -64,48 +64,42 @@ class Splitter:
         one_call: bool = False,
     ):
         self.stopped: str | None = None
-        self.called = False
+        self.called = self.holding = False
         self._think_start, self._think_end = (tokenizer.think_start, tokenizer.think_end) if thinking else ("", "")
         self._stops, self._tools, self._one_call = stops, Tools(tools), one_call
         self._format = tool_format if self._tools.names else None
         self.opening = self._format.opening(self._tools) if self._format else None
-        self._step = self._in_reasoning if begun else self._at_beginning
-        self._text = ""  # arrived, and in no part yet
-        self._trims = begun  # line breaks behind a mark of reasoning belong to no part
-        self._holds = False  # the text begins a call, as far as it has arrived
-        self._space = ""  # white space in front of a text that is held, which is content if that is no call
-        self._aside: tuple[str, list[ToolCall]] | None = None  # a call at the end of reasoning
-        self._searched = 1  # characters of a call that is held in which no second call begins
+        self._step = self._in_reasoning if begun else self._at_start
+        self._text = ""  # received, but not emitted
+        self._trims = begun  # drops line breaks after a mark of reasoning
+        self._space = ""  # white space before the pending text; content if that text is no call
+        self._aside: tuple[str, list[ToolCall]] | None = None  # text and calls at the end of reasoning
+        self._searched = 1  # characters of the pending call that contain no second call
         self._tried = 0  # characters that were read in search of a second call
-        self._read = 0  # characters, as MOST_READ counts them
+        self._read = 0  # characters that were read, counted for MOST_READ
         self._logprobs: list[TokenLogprob] = []
 
     @property
     def reasoning(self) -> bool:
-        """Whether the answer is within its reasoning."""
+        """Whether the answer is inside its reasoning."""
         return self._step == self._in_reasoning
 
-    @property
-    def holding(self) -> bool:
-        """Whether the text that is held back begins a call."""
-        return self._holds
-
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that are certain now."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
         return self._advance(None)
 
     def end(self, *, cut: bool) -> list[Part]:
-        """Return the rest. cut: a token limit ended the answer, so that a call may be incomplete."""
+        """Return the remaining parts. cut: a token limit ended the answer, so the last call may be incomplete."""
         parts = self._advance(not cut)
         if self._logprobs:
-            parts.append(self._piece(""))
+            parts.append(TextPart("", self.reasoning, self._take_logprobs()))
         return parts
 
     def _advance(self, complete: bool | None) -> list[Part]:
-        """Take the steps that the text suffices for. complete: None while more may come, else whether all came."""
+        """Return the parts that are certain. complete: None before the answer's end, then whether it ended uncut."""
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found
@@ -114,8 +108,8 @@ class Splitter:
             self._aside = None
         return parts
 
-    def _at_beginning(self, complete: bool | None) -> list[Part] | None:
-        """Look for reasoning, or a call that needs no mark, behind the white space that an answer begins with."""
+    def _at_start(self, complete: bool | None) -> list[Part] | None:
+        """Detect reasoning, or a call without a mark, after the white space at the start of an answer."""
         text = self._text.lstrip()
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
@@ -128,22 +122,22 @@ class Splitter:
             return None
         if begins:
             self._space = self._text[: len(self._text) - len(text)]
-            self._text, self._holds = text, True
+            self._text, self.holding = text, True
         self._step = self._in_content
         return []
 
     def _in_reasoning(self, complete: bool | None) -> list[Part] | None:
-        if self._holds:
-            return self._holding_in_reasoning(complete)
+        if self.holding:
+            return self._read_calls_in_reasoning(complete)
         at, mark = self._first(self._text, (self._think_end, *self._call_marks()))
         if mark == self._think_end and mark:
-            said, self._text = self._text[:at], self._text[at + len(mark) :]
-            parts, self._step, self._trims = self._said(said, reasoning=True), self._behind_reasoning, True
+            parts = self._emit(at, reasoning=True)
+            self._text, self._step, self._trims = self._text.removeprefix(mark), self._after_reasoning, True
             return parts
         return self._until_call(at, mark, complete, reasoning=True)
 
-    def _holding_in_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """A call in reasoning is text, unless it is the last of the reasoning and of the answer."""
+    def _read_calls_in_reasoning(self, complete: bool | None) -> list[Part] | None:
+        """Read the calls at the end of reasoning: they are calls if no content follows, and reasoning otherwise."""
         end = self._text.find(self._think_end)
         if end < 0 and complete is None:
             return None
@@ -151,13 +145,13 @@ class Splitter:
         calls = self._read_to_end(block, complete=complete is not False or end >= 0)
         if not calls:
             return self._no_call(reasoning=True)
-        self._holds, self._aside = False, (block, calls)
+        self.holding, self._aside = False, (block, calls)
         self._text = "" if end < 0 else self._text[end + len(self._think_end) :]
-        self._step, self._trims = self._behind_reasoning, True
+        self._step, self._trims = self._after_reasoning, True
         return []
 
-    def _behind_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """Drop the white space behind reasoning if nothing else follows, and line breaks where something does."""
+    def _after_reasoning(self, complete: bool | None) -> list[Part] | None:
+        """Drop the white space after reasoning if nothing else follows, and only its line breaks otherwise."""
         if not self._text.strip() and complete is None and not self._first(self._text, self._stops)[1]:
             return None
         if not self._text.strip() and self._aside:
@@ -165,37 +159,34 @@ class Splitter:
             return []
         parts: list[Part] = []
         if self._aside:
-            parts, self._aside = [Said(self._aside[0], True, self._taken_logprobs())], None
+            parts, self._aside = [TextPart(self._aside[0], True, self._take_logprobs())], None
         if self._trims:
             self._text, self._trims = self._text.lstrip("\n"), False
-        self._think_start = ""
-        self._step = self._at_beginning
+        self._think_start, self._step = "", self._at_start
         return parts
 
     def _in_content(self, complete: bool | None) -> list[Part] | None:
-        if self._holds:
-            return self._holding(complete)
+        if self.holding:
+            return self._read_calls(complete)
         at, mark = self._first(self._text, (*self._stops, *self._call_marks()))
         if mark in self._stops and mark:
             self.stopped = mark
-            return self._said(self._text[:at])
+            return self._emit(at)
         return self._until_call(at, mark, complete)
 
     def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
-        """Emit the text up to a call that may begin at `at`, or up to where a mark may begin."""
+        """Emit the text before a possible call at `at`, or before the possible start of a mark."""
         if mark and (begins := self._begins_call(self._text, at)) is not False:
-            self._holds = bool(begins) or complete is not None
-            said, self._text = self._text[:at], self._text[at:]
-            return self._said(said, reasoning) if said or self._holds else None
+            self.holding = bool(begins) or complete is not None
+            return self._emit(at, reasoning) if at or self.holding else None
         end = at + 1 if mark else len(self._text)
         if not mark and complete is None:
             marks = (self._think_end, *self._call_marks()) if reasoning else (*self._stops, *self._call_marks())
             end -= _begun(self._text, marks)
-        said, self._text = self._text[:end], self._text[end:]
-        return self._said(said, reasoning) if said else None
+        return self._emit(end, reasoning) if end else None
 
-    def _holding(self, complete: bool | None) -> list[Part] | None:
-        """Read the calls that the text begins with, when all of it is there or a second call is not wanted."""
+    def _read_calls(self, complete: bool | None) -> list[Part] | None:
+        """Read the calls at the start of the text, once the answer has ended or one call is all that is needed."""
         assert self._format
         if complete is None:
             return self._first_of_two() if self._one_call else None
@@ -204,13 +195,13 @@ class Splitter:
             return self._no_call()
         self._count(len(self._text) // 10)
         self._searched = 1
-        self._holds, self._space, self._text = False, "", self._text[reading.end :].lstrip()
+        self.holding, self._space, self._text = False, "", self._text[reading.end :].lstrip()
         if self._one_call:
             self._text = ""
         return self._calls(reading.calls)
 
     def _first_of_two(self) -> list[Part] | None:
-        """The first call, once a second one has begun."""
+        """Return the first call once a second one has started; None before."""
         marks = self._call_marks()
         while True:
             at, mark = self._first(self._text[self._searched :], marks)
@@ -225,26 +216,26 @@ class Splitter:
             self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
-        """The calls of a text that has nothing else; none where it has."""
+        """Return the calls of a text that contains nothing else, otherwise none."""
         reading = self._format.read(text, self._tools, complete=complete) if self._format else None
         return reading.calls if reading and not text[reading.end :].strip() else []
 
     def _no_call(self, *, reasoning: bool = False) -> list[Part]:
-        """Go on behind the first letter of a text that turned out to be no call."""
-        self._holds = False
+        """Emit the first character of a text that proved to be no call, so that the search continues after it."""
+        self.holding = False
         self._count(len(self._text))
-        self._searched = 1
-        said, self._text, self._space = self._space + self._text[:1], self._text[1:], ""
-        return self._said(said, reasoning)
+        self._searched, end = 1, len(self._space) + 1
+        self._text, self._space = self._space + self._text, ""
+        return self._emit(end, reasoning)
 
     def _count(self, read: int) -> None:
-        """Count characters that were read; look for no further call where they are too many."""
+        """Count characters that were read in search of calls; stop searching above MOST_READ."""
         self._read += read
         if self._read > MOST_READ:
             self._format = self.opening = None
 
     def _begins_call(self, text: str, at: int) -> bool | None:
-        """Whether a call begins at `at`; None where that is not certain yet."""
+        """Return whether a call starts at `at`; None if more text is needed."""
         match = self.opening.match(text, at, partial=True) if self.opening else None
         if match is None or (match.partial and len(text) - at > MOST_UNCERTAIN):
             return False
@@ -255,29 +246,28 @@ class Splitter:
 
     @staticmethod
     def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
-        """The index of the first mark in a text, and the mark; the text's length and "" where there is none."""
+        """Return the index of the first mark in a text, and the mark; without one, the text's length and ""."""
         found = [(at, mark) for mark in marks if mark and (at := text.find(mark)) >= 0]
         return min(found, default=(len(text), ""))
 
-    def _said(self, text: str, reasoning: bool = False) -> list[Part]:
+    def _emit(self, end: int, reasoning: bool = False) -> list[Part]:
+        """Remove and return the first `end` characters of the text, without line breaks after a mark of reasoning."""
+        text, self._text = self._text[:end], self._text[end:]
         if self._trims and text:
             text = text.lstrip("\n")
             self._trims = not text
-        return [Said(text, reasoning, self._taken_logprobs())] if text else []
+        return [TextPart(text, reasoning, self._take_logprobs())] if text else []
 
     def _calls(self, calls: list[ToolCall]) -> list[Part]:
         self.called = True
         return list(calls[:1] if self._one_call else calls)
 
-    def _piece(self, text: str) -> Said:
-        return Said(text, self.reasoning, self._taken_logprobs())
-
-    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        taken, self._logprobs = tuple(self._logprobs), []
-        return taken
+    def _take_logprobs(self) -> tuple[TokenLogprob, ...]:
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return logprobs
 
 
 def _begun(text: str, marks: tuple[str, ...]) -> int:
-    """The length of the longest end of a text that a mark begins with."""
+    """Return the length of the longest end of a text that is the start of a mark."""
     longest = max(map(len, marks), default=1) - 1
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)

@@ -1,4 +1,4 @@
-"""Answer HTTP requests: find the API that a path speaks, and hand what the engine tells to the client."""
+"""Define the ASGI application: it routes requests to their API, and sends the engine's events to the clients."""
 
 import asyncio
 import contextlib
@@ -21,79 +21,73 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .answer import Part
-from .chat import ChatExchange
-from .completions import CompletionExchange
-from .engine import Engine, Full
-from .exchange import Answer, Exchange, openai_error
+from .api_request import Answer, ApiRequest, openai_error
+from .chat import ChatRequest
+from .completions import CompletionRequest
+from .engine import Engine, QueueFull
 from .failures import dropped, printable
-from .fields import Door, Refused
-from .guard import Below, Guard, Rules, read_body
+from .fields import ModelInfo, Refused
+from .guard import Guard, RootPath, Rules, read_body
 from .job import LOST, Begun, End, Event, Failed, Job
-from .messages import MessageExchange, anthropic_error, count_tokens
+from .messages import MessagesRequest, anthropic_error, count_tokens
 from .metrics import Metrics
-from .responses import ResponseExchange
+from .responses import ResponsesRequest
 
 log = logging.getLogger("mlx_mtp.serve")
 log.addHandler(logging.NullHandler())  # only the command writes a log
-PATIENCE = 2.0  # seconds before a stream begins without a word, while its request waits
-SILENCE = 10.0  # seconds after which a stream that says nothing says that it lives
-WARNING, MOST_WARNED = "X-MLX-MTP-Warning", 2000  # the header, and most characters of it
+PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
+SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
+WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
 PAGE = Path(__file__).parent / "page.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 @dataclass
-class Site:
-    """The engine and what requests are measured by, which is known when the model is loaded."""
+class Service:
+    """The state that all routes share; `info` is None until the model is loaded."""
 
     engine: Engine
     metrics: Metrics
     rules: Rules
     timeout: float = float("inf")
-    door: Door | None = None
+    info: ModelInfo | None = None
 
-    def ready(self) -> Door:
-        """Return the door; raises Refused while there is none."""
-        if self.door is None or self.engine.state == "failed":
+    def ready(self) -> ModelInfo:
+        """Return the model's limits and defaults; raises Refused (503) while it is loading."""
+        if self.info is None or self.engine.state == "failed":
             raise Refused("the model is loading", status=503)
-        return self.door
+        return self.info
 
 
-def application(site: Site, root: str = "") -> Starlette:
-    """Make the ASGI application. root: the path in front of all others, which a proxy may have taken off or not."""
-    posts: dict[str, type[Exchange]] = {
-        "/v1/chat/completions": ChatExchange,
-        "/chat/completions": ChatExchange,
-        "/v1/completions": CompletionExchange,
-        "/completions": CompletionExchange,
-        "/v1/responses": ResponseExchange,
-        "/v1/messages": MessageExchange,
-    }
+def application(service: Service, root: str = "") -> Starlette:
+    """Return the ASGI application. root: a prefix of all paths, which a reverse proxy may strip or keep."""
+    posts: dict[str, type[ApiRequest]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
+    posts |= {f"/v1{path}": api for path, api in posts.items()}
+    posts |= {"/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
-    handlers[ClientDisconnect] = _gone
-    shared: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
-    shared["expose_headers"] = [WARNING]
+    handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
+    cors: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
     app = Starlette(
         routes=[
-            *(Route(path, partial(respond, make=make), methods=["POST"]) for path, make in posts.items()),
+            *(Route(path, partial(respond, api=api), methods=["POST"]) for path, api in posts.items()),
             Route("/v1/messages/count_tokens", counted, methods=["POST"]),
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
         ],
         middleware=[
-            Middleware(Below, root=root),
-            Middleware(CORSMiddleware, allow_origins=site.rules.origins, **shared),
-            Middleware(Guard, rules=site.rules, refused=refused),
+            Middleware(RootPath, root=root),
+            Middleware(CORSMiddleware, allow_origins=service.rules.origins, expose_headers=[WARNING], **cors),
+            Middleware(Guard, rules=service.rules, refused=refused),
         ],
         exception_handlers=handlers,
     )
-    app.state.site = site
+    app.state.service = service
     return app
 
 
 def refused(request: Request, error: Refused) -> Response:
-    """Say why a request is not served, as the API of its path says it."""
+    """Log a refused request; return the error in the form of its API."""
     log.info("%s", printable(f"{request.url.path[:80]} {error.status}: {error}"))
     return _error(request, error.status, str(error), error.param, error.code)
 
@@ -102,11 +96,8 @@ def _error(
     request: Request, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    if path.startswith("/v1/messages"):
-        body = anthropic_error(status, message)
-    else:
-        body = openai_error(status, message, param, code)
-    headers = {"retry-after": "1"} if status == 503 else {}
+    is_anthropic, headers = path.startswith("/v1/messages"), {"retry-after": "1"} if status == 503 else {}
+    body = anthropic_error(status, message) if is_anthropic else openai_error(status, message, param, code)
     return JSONResponse(body, status, headers)
 
 
@@ -118,106 +109,101 @@ def _unexpected(request: Request, error: Exception) -> Response:
     return _error(request, 500, f"unexpected {type(error).__name__}")
 
 
-def _gone(request: Request, error: ClientDisconnect) -> Response:
-    """End a request whose client has closed the connection, which gets no answer."""
-    return Response(status_code=499)
-
-
 async def page(request: Request) -> Response:
     return FileResponse(PAGE, headers={"content-security-policy": POLICY})
 
 
 async def health(request: Request) -> Response:
-    """Say whether requests are answered."""
-    site: Site = request.app.state.site
-    loading = site.door is None or site.engine.state in ("loading", "failed")
-    return JSONResponse({"status": site.engine.state if loading else "ok"}, 503 if loading else 200)
+    """Return status 200 once the model is loaded, also while it is unloaded for idleness; 503 before."""
+    service: Service = request.app.state.service
+    loading = service.info is None or service.engine.state in ("loading", "failed")
+    return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
 
 
 async def metrics(request: Request) -> Response:
-    text = await run_in_threadpool(request.app.state.site.metrics.text)
+    text = await run_in_threadpool(request.app.state.service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def models(request: Request) -> Response:
-    """List the one model, by its names, in the fields of both OpenAI and Anthropic."""
-    door = request.app.state.site.ready()
-    found = [_model(door, name) for name in door.names if name != "*"]
+    """List the names of the loaded model, with the fields of both OpenAI and Anthropic."""
+    info = request.app.state.service.ready()
+    found = [_model(info, name) for name in info.names if name != "*"]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return JSONResponse({"object": "list", "data": found, **ends})
 
 
 async def model(request: Request) -> Response:
-    door, name = request.app.state.site.ready(), request.path_params["name"]
-    if not door.known(name):
+    info, name = request.app.state.service.ready(), request.path_params["name"]
+    if not info.has_name(name):
         raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
-    return JSONResponse(_model(door, name))
+    return JSONResponse(_model(info, name))
 
 
-def _model(door: Door, name: str) -> dict[str, Any]:
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(door.created))
-    openai = {"id": name, "object": "model", "created": door.created, "owned_by": "mlx_mtp"}
-    return {**openai, "type": "model", "display_name": name, "created_at": made, "max_model_len": door.positions}
+def _model(info: ModelInfo, name: str) -> dict[str, Any]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
+    openai = {"id": name, "object": "model", "created": info.created, "owned_by": "mlx_mtp"}
+    return {**openai, "type": "model", "display_name": name, "created_at": created, "max_model_len": info.positions}
 
 
 async def counted(request: Request) -> Response:
-    site: Site = request.app.state.site
-    body = await read_body(request, site.rules.body)
-    found, warnings = await run_in_threadpool(count_tokens, body, site.ready())
+    service: Service = request.app.state.service
+    body = await read_body(request, service.rules.body)
+    found, warnings = await run_in_threadpool(count_tokens, body, service.ready())
     return JSONResponse(found, headers=_warned(request, warnings))
 
 
 def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
-    """Log the warnings of a request; return the header that has them."""
-    told = "; ".join(dict.fromkeys(warnings))
-    told = (told if told.isprintable() and told.isascii() else ascii(told)[1:-1])[:MOST_WARNED]
-    if told:
-        log.warning("%s: %s", request.url.path[:80], told)
-    return {WARNING: told} if told else {}
+    """Log the warnings of a request; return them as a header of the response."""
+    line = "; ".join(dict.fromkeys(warnings))
+    line = (line if line.isprintable() and line.isascii() else ascii(line)[1:-1])[:MAX_WARNING]
+    if line:
+        log.warning("%s: %s", request.url.path[:80], line)
+    return {WARNING: line} if line else {}
 
 
-async def respond(request: Request, make: type[Exchange]) -> Response:
-    """Answer a request, as a stream or whole."""
-    site: Site = request.app.state.site
-    body = await read_body(request, site.rules.body)
-    begun, door = time.monotonic(), site.ready()
-    exchange = await run_in_threadpool(make, body, door)
-    talk = Talk(site, exchange, request.url.path, begun)
-    warned = _warned(request, exchange.warnings)
-    if len(exchange.asks) > (most := site.engine.limits.waiting):
-        raise Refused(f"n: allowed are {most} choices, as many as may be answered and wait", param="n")
+async def respond(request: Request, api: type[ApiRequest]) -> Response:
+    """Submit a request to the engine; return its response, a stream if it requests one."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.rules.body)
+    begun, info = time.monotonic(), service.ready()
+    api_request = await run_in_threadpool(api, body, info)
+    active = ActiveRequest(service, api_request, request.url.path, begun)
+    warned = _warned(request, api_request.warnings)
+    if len(api_request.requests) > (limit := service.engine.limits.queued):
+        raise Refused(f"n: allowed are at most {limit} choices (--queue plus --parallel)", param="n")
     try:
-        site.engine.submit(talk.jobs)
-        if exchange.stream:
-            first = await talk.next(PATIENCE)
+        service.engine.submit(active.jobs)
+        if api_request.stream:
+            first = await active.next(PATIENCE)
             if isinstance(first, Failed):
                 return _error(request, first.status, first.message)
-            return Stream(talk, first, warned)
-        response = await _whole(request, talk)
+            return Stream(active, first, warned)
+        response = await _whole(request, active)
         response.headers.update(warned)
         return response
     except BaseException as e:
-        talk.cancel()
-        if isinstance(e, Full):
-            raise Refused("too many requests wait", status=503) from None
+        active.cancel()
+        if isinstance(e, QueueFull):
+            raise Refused("the queue is full; repeat the request later", status=503) from None
         raise
 
 
-async def _whole(request: Request, talk: "Talk") -> Response:
-    """Wait for the answers, or until the client is gone."""
-    answers, gone = asyncio.ensure_future(talk.whole()), asyncio.ensure_future(_disconnected(request))
+async def _whole(request: Request, active: "ActiveRequest") -> Response:
+    """Return the response once all choices have ended; cancel them if the client disconnects."""
+    answers, disconnect = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answers, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
-            talk.cancel()
+            active.cancel()
             return Response(status_code=499)
         found = answers.result()
     finally:
         answers.cancel()
-        gone.cancel()
+        disconnect.cancel()
     if isinstance(found, Failed):
         return _error(request, found.status, found.message)
-    return JSONResponse(talk.exchange.whole(found))
+    return JSONResponse(active.api_request.whole(found))
 
 
 async def _disconnected(request: Request) -> None:
@@ -226,46 +212,42 @@ async def _disconnected(request: Request) -> None:
 
 
 class Stream(StreamingResponse):
-    """The answers to a request as server-sent events; jobs are cancelled however the response ends."""
+    """A response as server-sent events; its jobs are cancelled however it ends."""
 
-    def __init__(self, talk: "Talk", first: tuple[int, Event] | None, headers: dict[str, str]):
+    def __init__(self, active: "ActiveRequest", first: tuple[int, Event] | None, headers: dict[str, str]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(talk.stream(first), media_type="text/event-stream", headers=headers)
-        self.talk = talk
+        super().__init__(active.stream(first), media_type="text/event-stream", headers=headers)
+        self.active = active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # the stream's own, which may not have begun, does not run then
-            self.talk.cancel()
+        finally:  # the generator's own `finally` does not run if it has not started
+            self.active.cancel()
 
 
-class Talk:
-    """The answers to one request on their way from the engine's thread to a client.
+class ActiveRequest:
+    """The jobs of one HTTP request, and the queue of events that the engine's thread sends for them."""
 
-    begun: when its body had arrived.
-    """
-
-    def __init__(self, site: Site, exchange: Exchange, path: str, begun: float):
-        self.site, self.exchange, self.path = site, exchange, path
+    def __init__(self, service: Service, api_request: ApiRequest, path: str, begun: float):
+        self.service, self.api_request, self.path = service, api_request, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + site.timeout
-        self.jobs = [Job(ask, partial(self._emit, i), deadline, begun=begun) for i, ask in enumerate(exchange.asks)]
+        more: Any = {"deadline": time.monotonic() + service.timeout, "begun": begun}
+        self.jobs = [Job(each, partial(self._emit, i), **more) for i, each in enumerate(api_request.requests)]
         self._begun, self._ends = False, dict[int, End]()
 
     def cancel(self) -> None:
-        """Let the engine know that nobody waits."""
         for job in self.jobs:
-            job.cancel()
+            job.cancelled = True
 
     def _emit(self, choice: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the client
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
-        """Wait for an event at most so long; a failure of one answer is one of all."""
-        complete = all(job.over for job in self.jobs)  # then every event that will come is on its way
+        """Return the next event of a choice, None after `seconds` without one; a failure of one job ends all."""
+        complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:
             async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
                 choice, event = await self._events.get()
@@ -276,59 +258,59 @@ class Talk:
         if isinstance(event, Failed):
             self.cancel()
             with dropped("a failure was not counted"):
-                self.site.metrics.requests.labels("error").inc()
+                self.service.metrics.requests.labels("error").inc()
                 log.warning("%s", printable(f"{self.path} {event.status}: {event.message}"))
             return event
         if isinstance(event, End):
             self._ends[choice] = event
-            with dropped("an answer was not counted"):
-                self._note(self.jobs[choice], event)
+            with dropped("a response was not counted"):
+                self._count(self.jobs[choice], event)
         return choice, event
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
-        """Wait until all answers are over."""
-        while not self.over:
+        """Return the answers of all choices once they have ended, or the first failure."""
+        while not self.finished:
             if isinstance(found := await self.next(SILENCE), Failed):
                 return found
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
     async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
-        """Yield the lines of the stream, whose first event may be known; with a word every so often."""
+        """Yield the lines of the stream. found: its first event; None if the request is still queued."""
         if found is None:
             yield ": waiting\n\n"
         try:
             while not isinstance(found, Failed):
                 for line in self._lines(*found) if found else ():
                     yield line
-                if self.over:
-                    for line in self.exchange.close():
+                if self.finished:
+                    for line in self.api_request.close():
                         yield line
                     return
                 if (found := await self.next(SILENCE)) is None:
-                    yield self.exchange.keep_alive
-            yield self.exchange.failed(found)
+                    yield self.api_request.keep_alive
+            yield self.api_request.failed(found)
         except Exception as e:
             log.error("a stream failed", exc_info=e)
-            yield self.exchange.failed(LOST)
+            yield self.api_request.failed(LOST)
         finally:
             self.cancel()
 
     def _lines(self, choice: int, event: Event) -> Iterable[str]:
         if isinstance(event, End):
-            return self.exchange.finish(choice, event)
+            return self.api_request.finish(choice, event)
         if isinstance(event, Part):
-            return self.exchange.part(choice, event)
+            return self.api_request.part(choice, event)
         begun, self._begun = self._begun, True
-        return self.exchange.begin(event) if isinstance(event, Begun) and not begun else ()
+        return self.api_request.begin(event) if isinstance(event, Begun) and not begun else ()
 
-    def _note(self, job: Job, end: End) -> None:
-        """Count an answer, and write its line in the log."""
-        seconds, prompt = time.monotonic() - job.begun, len(job.ask.prompt)
-        self.site.metrics.answered(end, job.ask, seconds)
+    def _count(self, job: Job, end: End) -> None:
+        """Count an answer in the metrics and log it."""
+        seconds, prompt = time.monotonic() - job.begun, len(job.request.prompt)
+        self.service.metrics.answered(end, job.request, seconds)
         log.info(
             "%s: prompt %d tokens, %d of them cached; %d tokens in %.2f s, first after %.2f s; %s; %s",
             *(self.path, prompt, end.cached, end.stats.generation_tokens, seconds, end.first_token),

@@ -1,11 +1,23 @@
-"""Speak OpenAI's chat completions: `POST /v1/chat/completions`."""
+"""Serve OpenAI's chat completions API: `POST /v1/chat/completions`."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from .answer import Part, Said, TokenLogprob, calls_of, logprobs_of, text_of
-from .exchange import ROLES, Answer, Completion, asks_of, function_call, message_of
-from .fields import MOST_TOP, Door, Refused, boolean, fields_of, integer, items, plain_text, stops, text, tool_text
+from .answer import Part, TextPart, TokenLogprob, calls_of, logprobs_of, text_of
+from .api_request import ROLES, Answer, ChoicesRequest, chat_decode_requests, function_call, message_of
+from .fields import (
+    MOST_TOP,
+    ModelInfo,
+    Refused,
+    boolean,
+    fields_of,
+    integer,
+    items,
+    plain_text,
+    stops,
+    text,
+    tool_text,
+)
 from .forms import Message
 from .job import Begun, End
 from .sampling_fields import most_tokens
@@ -13,32 +25,32 @@ from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
 
 
-class ChatExchange(Completion):
-    """One chat completion."""
+class ChatRequest(ChoicesRequest):
+    """A request for a chat completion."""
 
     api, prefix, kinds = "chat", "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
         tools, one_call = chosen_tools(body, items(body, "tools"), self.warnings)
-        top, wanted = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
-        if top and not wanted:
+        top, logprobs = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
+        if top and not logprobs:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
-        self.asks = asks_of(
-            door,
+        self.requests = chat_decode_requests(
+            info,
             body,
             messages_of(items(body, "messages"), self.warnings),
             tools,
-            template_of(body, door, self.warnings),
+            template_of(body, info, self.warnings),
             self.warnings,
             self.call_ids,
             most=most_tokens(body, "max_completion_tokens", "max_tokens", "n_predict"),
             choices=self.choices,
             stops=stops(body, "stop"),
-            logprobs=(top or 0) if wanted else None,
+            logprobs=(top or 0) if logprobs else None,
             one_call=one_call,
         )
         self._calls = [0] * self.choices
@@ -48,7 +60,7 @@ class ChatExchange(Completion):
             yield self._delta(choice, {"role": "assistant", "content": ""})
 
     def part(self, choice: int, part: Part) -> Iterable[str]:
-        if isinstance(part, Said):
+        if isinstance(part, TextPart):
             name = "reasoning_content" if part.reasoning else "content"
             yield self._delta(choice, {name: part.text}, _logprobs(part.logprobs) if part.logprobs else None)
             return
@@ -66,9 +78,9 @@ class ChatExchange(Completion):
         calls = [function_call(self.call_ids.of(index, i), *call) for i, call in enumerate(calls_of(answer.parts))]
         content = text_of(answer.parts) or (None if calls else "")
         message = message_of("assistant", content, text_of(answer.parts, reasoning=True), calls)
-        told = None if self.asks[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
-        shown = {"message": {**message, "refusal": None}, "logprobs": told}
-        return {"index": index, **shown, "finish_reason": answer.end.reason}
+        logprobs = None if self.requests[index].logprobs is None else _logprobs(logprobs_of(answer.parts))
+        fields = {"message": {**message, "refusal": None}, "logprobs": logprobs}
+        return {"index": index, **fields, "finish_reason": answer.end.reason}
 
     def _delta(
         self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
@@ -87,7 +99,7 @@ def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 def check_format(given: Any, name: str) -> None:
-    """Refuse an output format other than text: there is no grammar yet that could force it."""
+    """Raise Refused for an output format other than text; the server cannot force a grammar."""
     kind = given.get("type", "text") if isinstance(given, dict) else given or "text"
     if kind != "text":
         raise Refused(f"{name}: type {kind!r} is not supported; allowed is text", param=name)
@@ -96,9 +108,9 @@ def check_format(given: Any, name: str) -> None:
 def chosen_tools(
     body: dict[str, Any], tools: list[dict[str, Any]], warnings: list[str]
 ) -> tuple[list[Any] | None, bool]:
-    """Read which tools are offered, in OpenAI's form, and whether no more than one may be called.
+    """Return the offered functions in OpenAI's form, or None, and whether at most one may be called.
 
-    Tools beside functions are left out, with a warning. What a model cannot be forced to is refused.
+    Adds a warning for each other tool. Raises Refused if a call is required, since a model cannot be forced to call.
     """
     functions = functions_of(tools, warnings)
     for tool in functions:
@@ -112,26 +124,23 @@ def chosen_tools(
     return (None if choice == "none" else functions or None), one
 
 
-def functions_of(
-    tools: list[dict[str, Any]], warnings: list[str], kinds: tuple[str, ...] = ("function",)
-) -> list[dict[str, Any]]:
-    """The tools of the types that a model can call, each of which a client runs; adds a warning for each other one.
+def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "function") -> list[dict[str, Any]]:
+    """Return the tools of type `kind`, and add a warning for each other tool.
 
-    Raises Refused where all are of other types.
+    Raises Refused if all tools are of other types, since then the request cannot be served.
     """
-    functions = [tool for tool in tools if (tool.get("type") or kinds[0]) in kinds]
-    others = [tool for tool in tools if (tool.get("type") or kinds[0]) not in kinds]
+    functions = [tool for tool in tools if (tool.get("type") or kind) == kind]
+    others = [tool for tool in tools if (tool.get("type") or kind) != kind]
     if others and not functions:
-        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kinds[0]}", param="tools")
+        raise Refused(f"tools: type {others[0].get('type')!r}; allowed is {kind}", param="tools")
     for tool in others:
         name = f" {tool['name'][:80]!r}" if isinstance(tool.get("name"), str) else ""
         warnings.append(f"tool{name} of type {repr(tool.get('type'))[:80]} is ignored; the server takes functions")
     return functions
 
 
-def messages_of(given: list[dict[str, Any]], warnings: list[str] | None = None) -> list[Message]:
-    """Bring messages to the form that is common to all APIs: texts as content."""
-    warnings = [] if warnings is None else warnings
+def messages_of(given: list[dict[str, Any]], warnings: list[str]) -> list[Message]:
+    """Convert messages to the form of all APIs: content is text, and roles and tool calls have one spelling."""
     return [_message(message, warnings) for message in given]
 
 
@@ -140,8 +149,8 @@ def _message(message: dict[str, Any], warnings: list[str]) -> Message:
     if role not in ROLES:
         raise Refused(f"messages: role {role!r}; allowed are {', '.join(ROLES)} and developer", param="messages")
     content = message.get("content")
-    said = tool_text(content, "content", warnings) if role == "tool" else plain_text(content, "content")
-    found: Message = {"role": role, "content": said}
+    content = tool_text(content, "content", warnings) if role == "tool" else plain_text(content, "content")
+    found: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := text(message, name):
             found[name] = value

@@ -1,6 +1,6 @@
-"""Write chunks of a prefix tree to one safetensors file, a piece at a time, and read the first of them back.
+"""Read and write prefix cache files: each is a safetensors file with the chunks of one sequence.
 
-Each chunk has a digest of its own: a reader verifies the chunks that it uses, and reads no others.
+Each chunk has a digest, so that a reader reads and verifies only the chunks that it uses.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ import numpy as np
 
 from ..cache.file import safetensors_header
 from ..cache.layer_cache import Parts
-from ..cache.pieces import Moment, check_piece, has_rows, packed_moment, packed_rows
+from ..cache.pieces import Checkpoint, check_piece, has_rows, packed_checkpoint, packed_rows
 from ..cache.prompt_cache import PromptCache
 from ..checkpoint.convert_writer import DTYPES, header
 from ..machine.errors import one_line
 from .prefixes import Chunk
 
-FORMAT = "prefix 1"  # no number: a prompt cache of one conversation has one
-BLANK = "0" * 64  # in place of a digest until it is known
-PIECE = 1 << 22  # bytes written at a time: a request waits for one at most
+FORMAT = "prefix 1"  # a string, because the format of a prompt cache file is a number
+BLANK = "0" * 64  # placeholder of a digest
+PIECE = 1 << 22  # bytes per write: a request waits for at most one
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file holds, without its arrays.
+    """The header of a prefix file.
 
-    identity: of the tree that it was written from.
-    ends: the positions behind its chunks. resumable: those of them at which a sequence can continue.
+    identity: `PrefixTree.identity` of the tree that wrote it.
+    ends: end positions of its chunks. resumable: those at which a sequence can continue.
     """
 
     identity: str = ""
@@ -47,12 +47,13 @@ class Stored:
         return len(self.tokens)
 
 
-FOREIGN = Stored()  # a file that this version cannot read
+FOREIGN = Stored()  # stands for a file of another format
 
 
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
-    """Write the chunks of a path to a file, about PIECE bytes before each yield; yield the bytes written so far."""
-    named, records, state = [_named(chunk) for chunk in path], [*map(_record, path)], _state(identity)
+    """Write the chunks of a path to a file, about PIECE bytes per step; yield the number of bytes written."""
+    named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
+    state = {"format": FORMAT, "identity": identity}
     ends = itertools.accumulate(len(chunk.tokens) for chunk in path)
     digests = [_digest(state, *facts) for facts in zip(ends, records, named, strict=True)]
     begin = _begin(named, records, [BLANK] * len(path), state)
@@ -66,7 +67,7 @@ def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
                     f.write(piece)
                     written += len(piece)
                     if written - flushed >= PIECE:
-                        _flush(f)  # now, so that the last flush does not take long
+                        _flush(f)  # so that the last flush is short
                         flushed = written
                         yield written
         f.seek(0)
@@ -75,23 +76,23 @@ def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
 
 
 def bytes_needed(path: list[Chunk]) -> int:
-    """Count the bytes of the file that `write_chunks` makes of a path."""
+    """Return the size of the file that `write_chunks` writes for a path."""
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
-    begin = _begin(named, records, [BLANK] * len(path), _state(BLANK))
+    begin = _begin(named, records, [BLANK] * len(path), {"format": FORMAT, "identity": BLANK})
     return len(begin) + sum(chunk.nbytes for chunk in path)
 
 
 def read_stored(file: Path) -> Stored:
-    """Read what a file holds, FOREIGN for one of another format; raises ValueError for one that is damaged."""
+    """Return the header of a file, FOREIGN for another format; raises ValueError if it is damaged."""
     with file.open("rb") as f:
         return ChunkReader(f, file).stored
 
 
 class ChunkReader:
-    """The chunks of an open file, each read and verified when it is asked for."""
+    """Reads single chunks of an open prefix file and verifies their digests."""
 
     def __init__(self, f: BinaryIO, file: Path):
-        """Read the file's header; raises ValueError where it is damaged."""
+        """Read the header; raises ValueError if it is damaged."""
         self._f, self._file, self.stored = f, file, FOREIGN
         with _damaged(file):
             entries = json.loads(safetensors_header(f))
@@ -101,7 +102,7 @@ class ChunkReader:
                 self._read(entries)
 
     def _read(self, entries: dict[str, Any]) -> None:
-        """Sort the header's entries by chunks."""
+        """Group the header's entries by chunk."""
         self._records = self._state.pop("chunks")
         self._entries: list[dict[str, Any]] = [{} for _ in self._records]
         for name, entry in entries.items():
@@ -115,20 +116,19 @@ class ChunkReader:
         self.stored = Stored(self._state["identity"], tokens, ends, resumable)
 
     def primed(self, index: int) -> int:
-        """Return the positions that the heads have read at the end of a chunk."""
+        """Return the number of positions that the heads have read at the end of a chunk."""
         with _damaged(self._file):
             return self._records[index]["primed"]
 
     def bytes_of(self, index: int) -> int:
-        """Count the bytes of a chunk's arrays."""
+        """Return the number of bytes of a chunk's arrays."""
         with _damaged(self._file):
             return sum(e["data_offsets"][1] - e["data_offsets"][0] for e in self._entries[index].values())
 
-    def chunk(self, index: int, like: PromptCache, above: int) -> Chunk:
-        """Read a chunk, without a parent; raises ValueError where it is damaged or of another shape.
+    def chunk(self, index: int, like: PromptCache, primed: int) -> Chunk:
+        """Return a chunk without a parent; raises ValueError if it is damaged or has wrong shapes.
 
-        like: a cache of the layout that the chunk is to have, which holds rows. above: positions that the heads have
-        read before it.
+        like: a cache with rows, in the expected layout. primed: positions that the heads read before this chunk.
         """
         with _damaged(self._file):
             record, end = {**self._records[index]}, self.stored.ends[index]
@@ -145,19 +145,20 @@ class ChunkReader:
             if digest.hexdigest() != expected:
                 raise ValueError("its content does not match its digest")
             chunk = _rebuilt(record, end, arrays, like)
-            check_piece(chunk.rows, chunk.moment, like, len(chunk.tokens), chunk.primed - above)
-            chunk.rows, chunk.moment = packed_rows(chunk.rows), chunk.moment and packed_moment(chunk.moment)
-            mx.eval(chunk.rows, chunk.moment.arrays if chunk.moment else [])
+            check_piece(chunk.rows, chunk.checkpoint, like, len(chunk.tokens), chunk.primed - primed)
+            chunk.rows = packed_rows(chunk.rows)
+            chunk.checkpoint = chunk.checkpoint and packed_checkpoint(chunk.checkpoint)
+            mx.eval(chunk.rows, chunk.checkpoint.arrays if chunk.checkpoint else [])
             return chunk
 
 
 def _named(chunk: Chunk) -> dict[str, mx.array]:
-    """Name a chunk's arrays: kind, index of the cache or of the array, index of the part."""
+    """Return a chunk's arrays by name: kind, index of the cache or array, and index of the part."""
     kinds: dict[str, dict[int, Parts]] = {"rows": dict(enumerate(chunk.rows))}
-    if chunk.moment:
-        kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.moment.kept)}
-        kinds["backlog"] = {i: (rows,) for i, rows in enumerate(chunk.moment.backlog)}
-        kinds["whole"] = chunk.moment.whole
+    if chunk.checkpoint:
+        kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.checkpoint.kept)}
+        kinds["backlog"] = {i: (rows,) for i, rows in enumerate(chunk.checkpoint.backlog)}
+        kinds["whole"] = chunk.checkpoint.whole
     return {
         f"{kind}.{i}.{j}": part
         for kind, groups in kinds.items()
@@ -167,39 +168,35 @@ def _named(chunk: Chunk) -> dict[str, mx.array]:
 
 
 def _record(chunk: Chunk) -> dict[str, Any]:
-    """Collect what of a chunk is no array."""
-    moment = chunk.moment and {"primed": chunk.moment.primed, "starts": chunk.moment.starts}
-    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": moment}
+    """Return the header record of a chunk: everything that is not an array."""
+    checkpoint = chunk.checkpoint and {"primed": chunk.checkpoint.primed, "starts": chunk.checkpoint.starts}
+    return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": checkpoint}
 
 
 def _rebuilt(record: dict[str, Any], end: int, arrays: dict[str, mx.array], like: PromptCache) -> Chunk:
-    """Make a chunk of what `_record` and `_named` made of one."""
+    """Return the chunk for a record and arrays, the inverse of `_record` and `_named`."""
     groups: dict[str, dict[int, Parts]] = {"rows": {}, "kept": {}, "backlog": {}, "whole": {}}
     for name, array in arrays.items():
         kind, i, _ = name.split(".")
         groups[kind][int(i)] = (*groups[kind].get(int(i), ()), array)
     rows = [groups["rows"].get(i, ()) for i in range(len(like.caches))]
-    moment = None
+    checkpoint = None
     if at := record["moment"]:
         kept, backlog = ([part for (part,) in groups[kind].values()] for kind in ("kept", "backlog"))
         whole = {i: groups["whole"].get(i, ()) for i, c in enumerate(like.caches) if not has_rows(c)}
-        moment = Moment(end, at["primed"], kept, backlog, whole, at["starts"])
-    return Chunk(tuple(record["tokens"]), rows=rows, moment=moment, primed=record["primed"])
-
-
-def _state(identity: str) -> dict[str, Any]:
-    return {"format": FORMAT, "identity": identity}
+        checkpoint = Checkpoint(end, at["primed"], kept, backlog, whole, at["starts"])
+    return Chunk(tuple(record["tokens"]), rows=rows, checkpoint=checkpoint, primed=record["primed"])
 
 
 def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]) -> bytes:
-    """Make the header of a file; its length does not depend on the digests."""
+    """Return the header of a file; its length does not depend on the digests."""
     chunks = [{**record, "digest": digest} for record, digest in zip(records, digests, strict=True)]
     tensors = {f"{i}.{name}": array for i, arrays in enumerate(named) for name, array in arrays.items()}
     return header(tensors, {"mlx_mtp": json.dumps({**state, "chunks": chunks}, separators=(",", ":"))})
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Begin the digest of a chunk, which ends at a position, with all but its arrays' bytes."""
+    """Return the digest of a chunk that ends at position `end`, to be updated with the bytes of its arrays."""
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 
@@ -226,6 +223,6 @@ def _flush(f: BinaryIO) -> None:
 
 
 def _damaged(file: Path) -> Any:
-    """Raise what reading a damaged file may raise as a ValueError that names the file."""
+    """Return a context that converts the errors of reading a damaged file to a ValueError with its name."""
     kinds = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
     return one_line(f"{file}: damaged", kinds)

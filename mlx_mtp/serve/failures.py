@@ -1,4 +1,4 @@
-"""Contain failures of work that no request waits for."""
+"""Log failures of background work instead of raising them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ log = logging.getLogger("mlx_mtp.serve")
 
 
 @contextmanager
-def dropped(what: str, undo: Callable[[], None] | None = None) -> Iterator[None]:
-    """Drop a block of work that raises: write one line to the log, after `undo` has run.
+def dropped(failure: str, undo: Callable[[], None] | None = None) -> Iterator[None]:
+    """Suppress exceptions of a block: call `undo`, then log one line that starts with `failure`.
 
-    what: begins that line. Panics of libraries in Rust are no `Exception`, so everything is caught, and the block
-    must contain neither `await` nor `yield`.
+    Panics of Rust libraries are not `Exception`s, so all exceptions are caught. The block must therefore contain
+    neither `await` nor `yield`.
     """
     try:
         yield
@@ -22,10 +22,10 @@ def dropped(what: str, undo: Callable[[], None] | None = None) -> Iterator[None]
         with suppress(BaseException):
             if undo:
                 undo()
-        with suppress(BaseException):  # the log can fail, too
-            log.warning("%s", printable(f"{what}: {with_type(e)}"))
+        with suppress(BaseException):  # logging can fail as well
+            log.warning("%s", printable(f"{failure}: {with_type(e)}"))
 
 
 def printable(line: str) -> str:
-    """Escape a line for the log if it contains what a terminal does not show as text: parts of it are a client's."""
+    """Escape a log line with unprintable characters, which may come from a client."""
     return line if line.isprintable() else ascii(line)

@@ -1,4 +1,4 @@
-"""List every request field with its treatment: the one table that the server and its documentation use."""
+"""List all request fields and their treatment, for the server and its documentation."""
 
 import difflib
 import re
@@ -8,13 +8,13 @@ from .fields import Refused
 
 APIS = ("chat", "completions", "responses", "messages")
 TREATMENTS = {"h": "honoured", "i": "ignored hint", "r": "refused", "-": "unknown"}
-NEUTRAL = (None, False, [], {}, "")  # values with which a refused field asks for nothing
+NEUTRAL = (None, False, [], {}, "")  # values that a refused field may have
 SCHEMA = "structured output is not supported"
 STORED = "nothing is stored; send the whole conversation"
 
 
 class Field(NamedTuple):
-    """A request field: one letter of TREATMENTS per API, a note, and values that are accepted where it is refused."""
+    """A request field: a letter of TREATMENTS per API, a note, and values that are accepted if it is refused."""
 
     letters: str
     note: str = ""
@@ -29,10 +29,10 @@ def _alike(letters: str, names: str, note: str = "", neutral: tuple[Any, ...] = 
 
 
 FIELDS: dict[str, Field] = {
-    # What is asked
-    "model": Field("hhhh", "one of the names that the server has"),
+    # Prompt
+    "model": Field("hhhh", "a name of the served model"),
     "messages": Field("h--h"),
-    "prompt": Field("-hr-", "completions: text, token ids, or a list of either; responses: " + STORED),
+    "prompt": Field("-hr-", "completions: a string, token ids, or a list of either; responses: " + STORED),
     "input": Field("--h-", "text or items"),
     "instructions": Field("--h-"),
     "system": Field("---h"),
@@ -43,7 +43,7 @@ FIELDS: dict[str, Field] = {
     "stream_options": Field("hhi-"),
     "stream_options.include_usage": Field("hhi-"),
     **_alike("iii-", "stream_options.include_obfuscation stream_options.continuous_usage_stats"),
-    # How many choices, and how long they are
+    # Number and length of choices
     "n": Field("hh--"),
     "best_of": Field("-h--", "must equal `n`"),
     "max_tokens": Field("hhhh", "-1: no limit; values that do not fit are reduced"),
@@ -52,13 +52,13 @@ FIELDS: dict[str, Field] = {
     "n_predict": Field("hh--", "as `max_tokens`"),
     "min_tokens": Field("hhhh", "no end-of-text or stop token before; stop strings still end the answer"),
     "ignore_eos": Field("hhhh", "no end-of-text token"),
-    "stop": Field("hhh-", "a text or up to 64 of them"),
-    "stop_sequences": Field("---h", "up to 64 texts"),
-    "stop_token_ids": Field("hhhh", "end the answer, without text"),
+    "stop": Field("hhh-", "a string or up to 64 of them"),
+    "stop_sequences": Field("---h", "up to 64 strings"),
+    "stop_token_ids": Field("hhhh", "tokens that end the answer and are not part of its text"),
     # Sampling
     **_alike("hhhh", "temperature top_p min_p"),
     "top_k": Field("hhhh", "0 or -1: off"),
-    "min_tokens_to_keep": Field("hhhh", "least number of tokens that `min_p` keeps"),
+    "min_tokens_to_keep": Field("hhhh", "minimum number of tokens that `min_p` keeps"),
     "min_keep": Field("hhhh", "as `min_tokens_to_keep`"),
     "xtc_probability": Field("hhhh", "no effect at temperature 0"),
     "xtc_threshold": Field("hhhh", "above 0.5: XTC is off"),
@@ -70,12 +70,12 @@ FIELDS: dict[str, Field] = {
     **_alike("hhhh", "presence_penalty frequency_penalty"),
     **_alike("hhhh", "presence_context_size frequency_context_size", "number of last tokens (20)"),
     "logit_bias": Field("hhhh"),
-    "bad_words": Field("hhhh", "texts that the answer does not contain"),
-    "allowed_token_ids": Field("hhhh", "the only tokens beside end-of-text ones"),
+    "bad_words": Field("hhhh", "strings that the answer does not contain"),
+    "allowed_token_ids": Field("hhhh", "the only tokens besides end-of-text and stop tokens"),
     "logprobs": Field("hh--"),
     "top_logprobs": Field("h-r-", "needs `logprobs`", (0,)),
     # Tools
-    "tools": Field("h-hh", "functions; other types beside them are left out, with a warning"),
+    "tools": Field("h-hh", "functions; other types next to them are left out, with a warning"),
     "tool_choice": Field("h-hh", "auto or none; a call cannot be forced"),
     **_alike("---h", "tool_choice.type tool_choice.disable_parallel_tool_use tool_choice.name"),
     "parallel_tool_calls": Field("h-h-", "false: one call"),
@@ -159,7 +159,7 @@ PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
 
 def check_fields(api: str, body: dict[str, Any]) -> list[str]:
-    """Return a warning for each field that is unknown. Raises Refused for a field that is refused."""
+    """Return a warning for each unknown field; raises Refused for a refused field."""
     warnings: list[str] = []
     for name, value in body.items():
         _check(api, name, value, name, warnings)
@@ -179,7 +179,7 @@ def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> 
 
 
 def _suggestion(api: str, name: str) -> str:
-    """Name the known field that is nearest to an unknown one."""
+    """Return the end of a warning: the known field that is most similar to an unknown one."""
     known = [each for each, field in FIELDS.items() if field.treatment(api) in ("honoured", "ignored hint")]
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name[:80]).lower()
     near = difflib.get_close_matches(snake, known, 1, 0.7) or [n for n in known if n.startswith(f"{snake}_")][:1]

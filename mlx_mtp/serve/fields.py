@@ -1,4 +1,4 @@
-"""Read the values of request fields; a value that does not fit is refused by the name of its field."""
+"""Read and check the values of request fields; an error names the field and the allowed values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,26 +7,25 @@ from typing import Any
 from .prompts import Marks
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
-MOST_SAID = 1000  # characters of a reason, which may quote the request
+MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
 
 class Refused(ValueError):
-    """A request that cannot be served: an HTTP status, the field that is wrong, and a code for programs."""
+    """Raised for an invalid request: an HTTP status, the name of the invalid field, and OpenAI's error code."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message[:MOST_SAID])
+        super().__init__(message[:MAX_MESSAGE])
         self.status, self.param, self.code = status, param, code
 
 
 @dataclass(frozen=True)
-class Door:
-    """What requests are measured by: the names of the model, its tokenizer, and how long a text may be.
+class ModelInfo:
+    """The names, limits and defaults for requests to the loaded model.
 
-    names:    that a request may call the model; "*" allows any. defaults: of sampling, where a request says nothing.
-    positions: most tokens of a prompt and its answer. max_tokens: of an answer where a request says nothing.
-    turns:    where turns begin has to be known, as caches hold states.
-    encode:   text to ids. template: variables of the chat template.
-    unread_calls: why tool calls in answers may come back as text.
+    names:    model names that requests may use; "*" allows any. defaults: of sampling fields.
+    positions: maximum tokens of prompt and answer. max_tokens: default of requests. seeds: returns a random seed.
+    template: default variables of the chat template. turns: whether encoded prompts need the positions of turns.
+    unread_calls: reason why tool calls may be returned as text; None if they are parsed.
     """
 
     names: tuple[str, ...]
@@ -45,15 +44,15 @@ class Door:
     def name(self) -> str:
         return self.names[0]
 
-    def known(self, name: Any) -> bool:
+    def has_name(self, name: Any) -> bool:
         return "*" in self.names or name in self.names
 
     def called(self, body: dict[str, Any]) -> str:
-        """Return the name by which a request calls the model; refuse another model's."""
+        """Return the model name in a request; raises Refused (404) for the name of another model."""
         if body.get("model") is None:
             return self.name
         name = text(body, "model")
-        if not self.known(name):
+        if not self.has_name(name):
             allowed = ", ".join(repr(each) for each in self.names)
             raise Refused(
                 f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
@@ -62,7 +61,7 @@ class Door:
 
 
 def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
-    """Return a field of a request, None where there is none; refuse it where it does not fit."""
+    """Return the value of a request field, None if it is missing; raises Refused unless `fits(value)`."""
     value = body.get(name)
     if value is not None and not fits(value):
         raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=name)
@@ -85,17 +84,17 @@ def boolean(body: dict[str, Any], name: str) -> bool:
 
 
 def text(body: dict[str, Any], name: str) -> str:
-    """Read a text, "" where there is none."""
+    """Return a string field, "" if it is missing."""
     return field_of(body, name, "a text", lambda v: isinstance(v, str)) or ""
 
 
 def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
-    """Read an object, empty where there is none."""
+    """Return an object field, {} if it is missing."""
     return field_of(body, name, "an object", lambda v: isinstance(v, dict)) or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Read a list of objects, empty where there is none."""
+    """Return a field that is a list of objects, [] if it is missing."""
     return field_of(body, name, "a list of objects", _are_objects) or []
 
 
@@ -104,7 +103,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Read stop strings: one, or a list."""
+    """Return the stop strings of a field that is a string or a list."""
     found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -116,16 +115,22 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
-NO_PICTURES = "this server reads text only, no pictures"
+NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_text`
 
 
 def plain_text(value: Any, name: str) -> str:
-    """Join a content's parts, of which only texts can be read; "" for none."""
-    return "".join(part if isinstance(part, str) else _unreadable(part, name) for part in _parts(value, name))
+    """Join the text parts of a message's content; raises Refused for other parts."""
+    parts = _parts(value, name)
+    for part in parts:
+        if not isinstance(part, str):
+            kind = part.get("type")
+            reason = f" ({NO_PICTURES})" if kind in PICTURES else ""
+            raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{reason}", param=name)
+    return "".join(parts)
 
 
 def tool_text(value: Any, name: str, warnings: list[str]) -> str:
-    """Join the parts of a tool's result, with a line in the place of each that is no text, and a warning."""
+    """Join the parts of a tool result; replace each part that is not text by a line of text, with a warning."""
     found, noted = "", False
     for part in _parts(value, name):
         if isinstance(part, str):
@@ -139,7 +144,7 @@ def tool_text(value: Any, name: str, warnings: list[str]) -> str:
 
 
 def _parts(value: Any, name: str) -> list[Any]:
-    """The parts of a content: texts, and objects that are none."""
+    """Return the parts of a content: strings for text parts, objects for others."""
     if value is None or isinstance(value, str):
         return [value or ""]
     field_of({name: value}, name, "a text or a list of parts", _are_objects)
@@ -147,9 +152,3 @@ def _parts(value: Any, name: str) -> list[Any]:
         text(part, "refusal" if part["type"] == "refusal" else "text") if part.get("type") in TEXTS else part
         for part in value
     ]
-
-
-def _unreadable(part: dict[str, Any], name: str) -> str:
-    kind = part.get("type")
-    why = f" ({NO_PICTURES})" if kind in PICTURES else ""
-    raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{why}", param=name)

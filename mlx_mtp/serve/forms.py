@@ -1,4 +1,4 @@
-"""List the forms of a conversation that mean the same, for templates that refuse it as it is."""
+"""List equivalent forms of a conversation, for chat templates that refuse its original form."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 class Conversation(NamedTuple):
-    """Messages as OpenAI's chat completions have them, with texts as content, and the tools that are offered."""
+    """Messages in the form of OpenAI's chat completions, with text as content, and the offered tools."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -19,7 +19,7 @@ Change = Callable[[Conversation], Conversation]
 
 
 def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conversation]]:
-    """The conversation itself, then with one change each, then with more and more of the changes together."""
+    """Yield the conversation unchanged, then with one change, then with the first 2, 3, ... changes of CHANGES."""
     found: list[Conversation] = []
     sets = [(), *((change,) for change in CHANGES), *(CHANGES[:n] for n in range(2, len(CHANGES) + 1))]
     for changes in sets:
@@ -29,25 +29,25 @@ def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conv
 
 
 def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversation:
-    """The conversation with these changes, one after another."""
+    """Apply changes to a conversation, one after another."""
     for change in changes:
         conversation = change(conversation)
     return conversation
 
 
-def joined(messages: list[Message], role: str, join: Callable[[Message, Message], Message]) -> list[Message]:
-    """Join neighbouring messages of a role."""
+def joined(messages: list[Message], role: str) -> list[Message]:
+    """Merge adjacent messages of a role."""
     found: list[Message] = []
     for message in messages:
         if found and message["role"] == found[-1]["role"] == role:
-            found[-1] = join(found[-1], message)
+            found[-1] = _merged(found[-1], message)
         else:
             found.append(message)
     return found
 
 
-def one_turn(message: Message, more: Message) -> Message:
-    """Join two messages of a role: their contents, reasoning and tool calls."""
+def _merged(message: Message, more: Message) -> Message:
+    """Merge the contents, reasoning and tool calls of two messages."""
     found = {**message, **more}
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
         if texts := [each[name] for each in (message, more) if each.get(name)]:
@@ -58,7 +58,7 @@ def one_turn(message: Message, more: Message) -> Message:
 
 
 def _with_tools_described(conversation: Conversation) -> Conversation:
-    """Give each tool a description, parameters, and each parameter a type, where it has none."""
+    """Add what a tool lacks: a description, parameters, and each parameter's type."""
     tools = conversation.tools
     return conversation._replace(tools=tools and [_described(tool) for tool in tools])
 
@@ -74,7 +74,7 @@ def _described(tool: Any) -> Any:
 
 
 def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """A schema, and those in it, with one type by name."""
+    """Return a schema in which it and every nested schema has exactly one type."""
     schema = schema if isinstance(schema, dict) else {}
     types = sorted(types_of(schema, root) - {"null"}) or ["string"]
     found = {"description": "", **schema, "type": types[-1]}
@@ -88,33 +88,30 @@ def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
-    """Offer an empty list of tools where there are none."""
+    """Replace absent tools by an empty list."""
     return conversation._replace(tools=conversation.tools or [])
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Make a user's turn of each system turn but the first, joined with the next, as templates may alternate."""
+    """Convert system messages, except one at the start, to user messages, merged with adjacent user messages."""
     first, *others = conversation.messages
     if not any(message["role"] == "system" for message in others):
         return conversation
     others = [{**message, "role": "user"} if message["role"] == "system" else message for message in others]
-    return conversation._replace(messages=joined([first, *others], "user", one_turn))
+    return conversation._replace(messages=joined([first, *others], "user"))
 
 
 def _with_neighbours_joined(conversation: Conversation) -> Conversation:
-    """Join neighbouring turns of each of the roles; empty answers belong to no turn."""
-    messages = [message for message in conversation.messages if not _is_empty_answer(message)]
+    """Merge adjacent messages of the same role, after dropping empty answers."""
+    given = conversation.messages
+    messages = [m for m in given if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     for role in ("system", "user", "assistant"):
-        messages = joined(messages, role, one_turn)
+        messages = joined(messages, role)
     return conversation._replace(messages=messages)
 
 
-def _is_empty_answer(message: Message) -> bool:
-    return message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
-
-
 def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
-    """Split an answer of several calls into one answer a call, each with its results behind it."""
+    """Split an answer with several calls into one answer per call, each followed by its results."""
     found: list[Message] = []
     rest = conversation.messages
     while rest:
@@ -122,19 +119,19 @@ def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
         if len(calls) < 2:
             found.append(message)
             continue
-        behind = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
-        results, rest = rest[:behind], rest[behind:]
+        end = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
+        results, rest = rest[:end], rest[end:]
         for call in calls:
-            own = [result for result in results if result.get("tool_call_id") == call["id"]]
-            results = [result for result in results if result not in own]
-            found += [{**message, "tool_calls": [call]}, *own]
+            call_results = [result for result in results if result.get("tool_call_id") == call["id"]]
+            results = [result for result in results if result not in call_results]
+            found += [{**message, "tool_calls": [call]}, *call_results]
             message = {"role": "assistant", "content": ""}
         found += results
     return conversation._replace(messages=found)
 
 
-def with_calls_behind_content(conversation: Conversation) -> Conversation:
-    """Split an answer of content and calls into two turns; reasoning stays with the calls."""
+def with_calls_after_content(conversation: Conversation) -> Conversation:
+    """Split an answer with content and calls into two messages; the reasoning stays with the calls."""
     found: list[Message] = []
     for message in conversation.messages:
         if message.get("tool_calls") and message.get("content"):
@@ -145,7 +142,7 @@ def with_calls_behind_content(conversation: Conversation) -> Conversation:
 
 
 def _with_a_question(conversation: Conversation) -> Conversation:
-    """Begin with a question, an empty one where an answer, a result or nothing follows the system prompt."""
+    """Insert an empty user message after the system prompt unless one of the user follows it."""
     messages = conversation.messages
     at = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if messages[at : at + 1] and messages[at]["role"] == "user":
@@ -158,22 +155,18 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
     if first["role"] != "system":
         return conversation
     question = {**first, "role": "user"}
-    return conversation._replace(messages=joined([question, *others[:1]], "user", one_turn) + others[1:])
+    return conversation._replace(messages=joined([question, *others[:1]], "user") + others[1:])
 
 
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
-    """Write calls into the contents of answers, and results as a user's turns."""
+    """Move tool calls into the content of answers, and tool results into user messages."""
     messages = conversation.messages
     if calls:
         messages = [_with_calls_in_content(message) for message in messages]
-    if results:
-        asked = [_as_question(message) for message in messages]
-        messages = joined(asked, "user", one_turn) if asked != messages else messages
+    if results and any(message["role"] == "tool" for message in messages):
+        messages = [{"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages]
+        messages = joined(messages, "user")
     return conversation._replace(messages=messages)
-
-
-def _as_question(message: Message) -> Message:
-    return {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
 
 
 def _with_calls_in_content(message: Message) -> Message:
@@ -189,13 +182,13 @@ def _call_as_text(call: dict[str, Any]) -> str:
     return f'{{"name": {dumps(name)}, "arguments": {written}}}'
 
 
-# From those that change a prompt least.
+# The changes that alter a prompt least come first.
 CHANGES: tuple[Change, ...] = (
     _with_a_list_of_tools,
     _with_tools_described,
     _with_one_system_turn,
     _with_one_call_a_turn,
-    with_calls_behind_content,
+    with_calls_after_content,
     _with_a_question,
     _with_the_system_prompt_in_the_question,
     _with_neighbours_joined,

@@ -1,23 +1,23 @@
-"""Split answers whose reasoning and content stand in frames of marks, such as harmony's channels."""
+"""Split answers whose reasoning and content are framed by marks, such as harmony's channels."""
 
 import functools
 from typing import Any, NamedTuple
 
 import regex
 
-from .answer import MOST_UNCERTAIN, Part, Said, Splitter, TokenLogprob
-from .tool_calls.call_format import behind_space
+from .answer import MOST_UNCERTAIN, Part, Splitter, TextPart, TokenLogprob
+from .tool_calls.call_format import skip_space
 
 REASONING, CONTENT = "reasoning", "content"
 
 
 class Frames(NamedTuple):
-    """The marks of one format.
+    """The marks of one format's frames, each of which contains reasoning or content.
 
-    known_by: literals that a chat template of the format has, all of them.
-    reasoning, content: patterns of the beginning of a frame. end: of the end of any frame, which for content counts
-        only where nothing, another frame or a tool call follows.
-    think_start, think_end: the literals around reasoning.
+    known_by: literals that all occur in a chat template of the format.
+    reasoning, content: patterns that start a frame. end: pattern that ends a frame; it ends content only if nothing,
+        another frame or a tool call follows.
+    think_start, think_end: the literal marks around reasoning.
     """
 
     known_by: tuple[str, ...]
@@ -69,7 +69,7 @@ COMMAND = Frames(
     "<|END_THINKING|>",
 )
 FRAMES = (HARMONY, SOLAR, MUSE, KIMI_K3, COMMAND)
-# The literals around reasoning that mlx-lm does not find, of formats without frames.
+# Marks around reasoning that mlx-lm does not detect, of formats without frames.
 REASONING_MARKS = (
     ("<mm:think>", "</mm:think>"),  # MiniMax-M3
     ("<seed:think>", "</seed:think>"),
@@ -79,13 +79,13 @@ REASONING_MARKS = (
 
 
 def frames_of(tokenizer: Any) -> Frames | None:
-    """The frames that the chat template puts around the parts of answers; None where it uses none of these."""
+    """Return the frames that the chat template puts around reasoning and content; None if it uses none of FRAMES."""
     template = _source(tokenizer)
     return next((frames for frames in FRAMES if all(mark in template for mark in frames.known_by)), None)
 
 
 def add_reasoning_marks(tokenizer: Any) -> None:
-    """Give mlx-lm's tokenizer the marks around reasoning, where it does not find the ones of the chat template."""
+    """Set the marks around reasoning on a tokenizer if mlx-lm did not detect those of the chat template."""
     if tokenizer.has_thinking:
         return
     template, frames = _source(tokenizer), frames_of(tokenizer)
@@ -104,9 +104,9 @@ def _source(tokenizer: Any) -> str:
 
 
 class FramedSplitter:
-    """Splits one answer into its parts, as `Splitter` does, which splits the contents of this one's frames.
+    """Splits a streamed answer with frames into the same parts as `Splitter`, to which it passes the content.
 
-    Text outside frames is content. begun: the kind of the frame within which the prompt ends, if it does.
+    Text outside frames is content. begun: the kind of the frame in which the prompt ends, None if it ends outside.
     """
 
     def __init__(self, frames: Frames, inner: Splitter, begun: str | None = None):
@@ -123,22 +123,19 @@ class FramedSplitter:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the answer is within its reasoning."""
+        """Whether the answer is inside its reasoning."""
         return self._kind == REASONING
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that are certain now."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
         return self._advance(False)
 
     def end(self, *, cut: bool) -> list[Part]:
-        """Return the rest. cut: a token limit ended the answer, so that a call may be incomplete."""
-        parts = self._advance(True)
-        for each in self._taken_logprobs():
-            self._inner.feed("", each)
-        return parts + self._inner.end(cut=cut)
+        """Return the remaining parts. cut: a token limit ended the answer, so the last call may be incomplete."""
+        return self._advance(True) + self._feed_inner("") + self._inner.end(cut=cut)
 
     def _advance(self, final: bool) -> list[Part]:
         parts: list[Part] = []
@@ -150,7 +147,7 @@ class FramedSplitter:
         return parts
 
     def _between(self, final: bool) -> list[Part] | None:
-        """Enter the frame that begins here, or content without one; None where more text decides."""
+        """Enter the frame that starts the text, or content without a frame; return None if more text is needed."""
         begin = self._patterns.begin.match(self._text, partial=True)
         if begin and begin.partial and not final and len(self._text) < MOST_UNCERTAIN:
             return None
@@ -161,7 +158,7 @@ class FramedSplitter:
         return []
 
     def _inside(self, final: bool) -> list[Part] | None:
-        """Emit text up to the end of this frame, or up to where an end may be; None where more text decides."""
+        """Return the parts of the text before the open frame's end; None if its end needs more text to be certain."""
         pattern = self._patterns.think_end if self._kind == REASONING else self._patterns.end
         end = pattern.search(self._text, partial=not final)
         if end is None:
@@ -176,11 +173,11 @@ class FramedSplitter:
         return []
 
     def _follows(self, at: int, final: bool) -> bool | None:
-        """Whether nothing, a frame or a call follows the end of content at `at`; None where more text decides.
+        """Return whether the answer's end, a frame or a call follows at `at`; None if more text is needed.
 
-        Where a call has begun, frames in its arguments are text.
+        Inside a call's arguments the marks of frames are text.
         """
-        at = behind_space(self._text, at)
+        at = skip_space(self._text, at)
         if at == len(self._text):
             return True if final else None
         begins = [] if self._inner.holding else [self._patterns.begin, self._inner.opening]
@@ -191,21 +188,22 @@ class FramedSplitter:
         return False
 
     def _emit(self, end: int) -> list[Part]:
-        """Take text out of a frame: as reasoning, or as what the inner splitter makes of content."""
+        """Remove the first `end` characters from the text; return them as reasoning, or content's parts."""
         text, self._text = self._text[:end], self._text[end:]
-        if self._kind == REASONING:
-            return [Said(text, True, self._taken_logprobs())]
-        for each in self._taken_logprobs():
+        if self._kind != REASONING:
+            return self._feed_inner(text)
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return [TextPart(text, True, logprobs)]
+
+    def _feed_inner(self, text: str) -> list[Part]:
+        for each in self._logprobs:
             self._inner.feed("", each)
+        self._logprobs = []
         return self._inner.feed(text)
 
-    def _taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        taken, self._logprobs = tuple(self._logprobs), []
-        return taken
 
-
-class Patterns(NamedTuple):
-    """The compiled patterns of frames; `end` matches all ends that follow one another."""
+class FramePatterns(NamedTuple):
+    """Compiled patterns of a format's frames; `end` matches a run of consecutive ends."""
 
     begin: regex.Pattern[str]
     end: regex.Pattern[str]
@@ -213,14 +211,14 @@ class Patterns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _patterns(frames: Frames) -> Patterns:
+def _patterns(frames: Frames) -> FramePatterns:
     begin = rf"\s*(?:(?P<reasoning>{frames.reasoning})|(?P<content>{frames.content}))"
     end = rf"(?:{frames.end})(?:\s*(?:{frames.end}))*"
-    return Patterns(*map(regex.compile, (begin, end, regex.escape(frames.think_end))))
+    return FramePatterns(*map(regex.compile, (begin, end, regex.escape(frames.think_end))))
 
 
 def begun_in(frames: Frames, prompt: str) -> str | None:
-    """The kind of the frame within which a prompt ends; None where it ends outside of frames."""
+    """Return the kind of the frame in which a prompt ends; None if it ends outside of frames."""
     patterns, kind, at = _patterns(frames), None, 0
     for begin in patterns.begin.finditer(prompt):
         kind, at = (REASONING if begin["reasoning"] is not None else CONTENT), begin.end()

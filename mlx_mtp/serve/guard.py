@@ -1,4 +1,4 @@
-"""Let only those requests in that may come in: key, host, origin, kind and size of the body."""
+"""Reject requests by API key, Host, Origin, content type, size and nesting of the body."""
 
 import hmac
 import ipaddress
@@ -13,15 +13,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .fields import Refused
 
-DEPTH = 64  # levels of a body's JSON, at most
-OPEN = ("/", "/health")  # paths without a key
+DEPTH = 64  # maximum nesting of a JSON body
+OPEN = ("/", "/health")  # paths that need no key
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a request must have. key: None lets everybody in. hosts: names besides addresses and localhost.
+    """What requests must satisfy.
 
-    origins: of web pages that may call, "*" for all. body: most bytes.
+    key:  the API key; None: not required. hosts: allowed Host headers besides localhost and IP addresses.
+    origins: allowed origins of web pages, "*" for all. body: maximum bytes.
     """
 
     key: str | None = None
@@ -30,14 +31,14 @@ class Rules:
     body: int = 32 * 2**20
 
     def check(self, path: str, method: str, headers: Headers) -> None:
-        """Raise Refused where a request may not come in."""
+        """Raise Refused for a request that violates the rules."""
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
             raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)
         origin = headers.get("origin", "")
-        own = origin.partition("://")[2] == headers.get("host")
-        if origin and not own and origin not in self.origins and "*" not in self.origins:
-            raise Refused(f"origin {origin[:80]!r} may not call; --cors-origin allows it", status=403)
+        is_same = origin.partition("://")[2] == headers.get("host")
+        if origin and not is_same and origin not in self.origins and "*" not in self.origins:
+            raise Refused(f"origin {origin[:80]!r} is not allowed; --cors-origin adds it", status=403)
         if self.key is not None and path not in OPEN and not self._has_key(headers):
             raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -52,7 +53,7 @@ class Rules:
 
 
 def host_of(header: str) -> str:
-    """Read the name in a Host header, without its port."""
+    """Return the host name in a Host header, without the port."""
     try:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -67,8 +68,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-class Below:
-    """Serves below a path, whether a proxy has taken it off or not."""
+class RootPath:
+    """ASGI middleware that serves below a path prefix, whether or not a proxy has stripped it."""
 
     def __init__(self, app: ASGIApp, root: str):
         self.app, self.root = app, root
@@ -82,7 +83,7 @@ class Below:
 
 
 class Guard:
-    """Refuses, before a route sees it, what `Rules` do not allow; `refused` answers in the route's form."""
+    """ASGI middleware that rejects requests that violate `Rules`; `refused` creates the error response."""
 
     def __init__(self, app: ASGIApp, rules: Rules, refused: Any):
         self.app, self.rules, self.refused = app, rules, refused
@@ -97,13 +98,13 @@ class Guard:
         return await self.app(scope, receive, send)
 
 
-async def read_body(request: Request, most: int) -> dict[str, Any]:
-    """Read a JSON object of at most so many bytes. Raises Refused."""
+async def read_body(request: Request, limit: int) -> dict[str, Any]:
+    """Return the JSON object in a body of at most `limit` bytes; raises Refused."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > most:
-            raise Refused(f"the body is larger than {most} bytes", status=413)
+        if size > limit:
+            raise Refused(f"the body is larger than {limit} bytes", status=413)
         chunks.append(chunk)
     try:
         body = json.loads(b"".join(chunks), parse_constant=_no_constant)
@@ -118,11 +119,11 @@ async def read_body(request: Request, most: int) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Refuse what JSON can say and no answer could: halves of surrogate pairs, numbers beyond a float's."""
+    """Refuse values that a response cannot repeat: lone surrogates, and numbers beyond the range of float64."""
     try:
         json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Bring tool calls and their results in a conversation to the form that the chat template takes."""
+"""Convert the tool calls and tool results of a conversation to the form that the chat template accepts."""
 
 import hashlib
 import itertools
@@ -13,15 +13,15 @@ from .tool_calls.json_text import members
 from .tool_calls.schema import dumps
 
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-STAND_IN = "\ufdd2"  # begins the key of a value that stands for a text; a noncharacter
-ESCAPED = r"\ufdd2"  # as templates print it that print ASCII only
-KEY = rf'"(?:{STAND_IN}|{re.escape(ESCAPED)})(\d+)"'
-STANDING_IN = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
-Hold = Callable[[Any], Any]  # takes marks out of the texts of a JSON value
+PLACEHOLDER = "\ufdd2"  # starts the key of a placeholder; a noncharacter
+IN_ASCII = r"\ufdd2"  # how templates that print only ASCII print it
+KEY = rf'"(?:{PLACEHOLDER}|{re.escape(IN_ASCII)})(\d+)"'
+PLACEHOLDERS = re.compile(rf"\{{\s*{KEY}\s*:\s*0\s*\}}|\[\s*{KEY}\s*\]")
+Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON value
 
 
 class Link(NamedTuple):
-    """What a result needs of its call. given: the id as the client wrote it."""
+    """The facts of a call that its result needs. given: the client's id. id: the template's. number: call's index."""
 
     given: str
     id: str
@@ -30,131 +30,125 @@ class Link(NamedTuple):
 
 
 def linked(messages: list[Message], traits: Traits) -> list[Message]:
-    """Messages with ids that the template takes, results with their calls' names and in the order of the calls.
+    """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
     A result without an id belongs to the first call of the last answer that has no result yet.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
-    waiting: list[Link] = []
+    pending: list[Link] = []
     count = 0
     for message in messages:
         if calls := message.get("tool_calls"):
             if traits.content != CONTENT:
-                found += [(0, each) for each in _without_calls(message)]
+                rest = {key: value for key, value in message.items() if key != "tool_calls"}
+                found += [(0, rest)] if rest["content"] or rest.get("reasoning_content") else []
                 message = {"role": "assistant", "content": traits.content}
-            waiting = [_link(call, count + i, traits) for i, call in enumerate(calls)]
+            pending = [_link(call, count + i, traits) for i, call in enumerate(calls)]
             count += len(calls)
-            links |= {link.given: link for link in waiting}
-            named = [{**call, "id": link.id} for call, link in zip(calls, waiting, strict=True)]
-            message = {**message, "tool_calls": named}
+            links |= {link.given: link for link in pending}
+            calls = [{**call, "id": link.id} for call, link in zip(calls, pending, strict=True)]
+            message = {**message, "tool_calls": calls}
         if message["role"] == "tool":
-            found.append(_linked_result(message, links, waiting, traits))
+            found.append(_linked_result(message, links, pending, traits))
         else:
             found.append((0, message))
     runs = itertools.groupby(found, key=lambda each: each[1]["role"])
     return [message for _, run in runs for _, message in sorted(run, key=lambda each: each[0])]
 
 
-def _without_calls(message: Message) -> list[Message]:
-    """What an answer says beside its calls, as a turn of its own."""
-    said = {key: value for key, value in message.items() if key != "tool_calls"}
-    return [said] if said["content"] or said.get("reasoning_content") else []
-
-
 def _link(call: dict[str, Any], number: int, traits: Traits) -> Link:
     given, name = call.get("id") or "", call["function"]["name"]
-    own = f"functions.{name}:{number}" if traits.ids == "numbered" else _id(given or f"call_{number}", traits)
-    return Link(given, own, name, number)
+    id = f"functions.{name}:{number}" if traits.ids == "numbered" else _id(given or f"call_{number}", traits)
+    return Link(given, id, name, number)
 
 
 def _id(given: str, traits: Traits) -> str:
-    """The id itself where the template takes it, else one that follows from it."""
+    """Return an id that the template accepts: the given one if possible, otherwise a hash of it."""
     if traits.ids != "short" or SHORT_ID.fullmatch(given):
         return given
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _linked_result(
-    message: Message, links: dict[str, Link], waiting: list[Link], traits: Traits
+    message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """A result with the id and the name of its call, and the call's number."""
+    """Return the number of a result's call, and the result with the call's id and name."""
     given = message.get("tool_call_id", "")
-    link = next((link for link in waiting if link.given == given or not given), None)
-    if link:
-        waiting.remove(link)
-    link = link or links.get(given)
-    if not link:
+    if link := next((link for link in pending if link.given == given or not given), None):
+        pending.remove(link)
+    elif not (link := links.get(given)):
         return 0, {**message, "tool_call_id": _id(given, traits)} if given else message
     return link.number, {**message, "tool_call_id": link.id, "name": message.get("name") or link.name}
 
 
-def with_arguments(messages: list[Message], traits: Traits, hold: Hold, *, exact: bool) -> tuple[list[Message], list]:
-    """Messages with the arguments of calls in the template's form, and the texts of the stand-ins among them.
+def with_arguments(
+    messages: list[Message], traits: Traits, escape: Escape, *, exact: bool
+) -> tuple[list[Message], list]:
+    """Return messages with tool-call arguments in the template's form, and the texts of their placeholders.
 
-    exact: what the template would write in letters of its own is a stand-in for the text as the client wrote it.
-    Text that is no JSON object is an object's one member where the template reads members.
+    exact: put a placeholder where the template would write JSON otherwise than the client did. If the template reads
+    members, arguments that are no JSON object become an object with one member.
     """
     texts: list[str] = []
-    found: list[Message] = []
-    for message in messages:
+    found = [dict(message) for message in messages]
+    for message in found:
         if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [_with_arguments(call, traits, hold, exact, texts) for call in calls]}
-        found.append(message)
+            message["tool_calls"] = [_with_arguments(call, traits, escape, exact, texts) for call in calls]
     return found, texts
 
 
 def restored(text: str, texts: list[str]) -> str | None:
-    """A rendered text with the texts that stand-ins stand for; None where the template took one of them apart."""
+    """Replace the placeholders in a rendered text by their texts; return None if the template changed one of them."""
     if not texts:
         return text
-    text = STANDING_IN.sub(lambda match: texts[int(match[1] or match[2])], text)
-    return None if STAND_IN in text or ESCAPED in text else text
+    text = PLACEHOLDERS.sub(lambda match: texts[int(match[1] or match[2])], text)
+    return None if PLACEHOLDER in text or IN_ASCII in text else text
 
 
-def stand_ins(text: str) -> int:
-    """The number of stand-ins that a rendered text has."""
-    return len({match[1] or match[2] for match in STANDING_IN.finditer(text)})
+def placeholders(text: str) -> int:
+    """Return the number of different placeholders in a rendered text."""
+    return len({match[1] or match[2] for match in PLACEHOLDERS.finditer(text)})
 
 
 def _with_arguments(
-    call: dict[str, Any], traits: Traits, hold: Hold, exact: bool, texts: list[str]
+    call: dict[str, Any], traits: Traits, escape: Escape, exact: bool, texts: list[str]
 ) -> dict[str, Any]:
     function = dict(call["function"])
-    arguments = _arguments(function.pop("arguments"), traits.arguments, hold, exact, texts)
-    held = hold({**call, "function": function})
-    return {**held, "function": {**held["function"], "arguments": arguments}}
+    arguments = _arguments(function.pop("arguments"), traits.arguments, escape, exact, texts)
+    escaped = escape({**call, "function": function})
+    return {**escaped, "function": {**escaped["function"], "arguments": arguments}}
 
 
-def _arguments(given: Any, kind: str, hold: Hold, exact: bool, texts: list[str]) -> Any:
+def _arguments(given: Any, kind: str, escape: Escape, exact: bool, texts: list[str]) -> Any:
     if not isinstance(given, str):
-        return hold(dumps(given) if kind == "text" else given)
+        return escape(dumps(given) if kind == "text" else given)
     if kind == "text":
-        return hold(given)
+        return escape(given)
     if kind == "json" and exact:
-        return {_stand_in(hold(given), texts): 0}
+        return {_placeholder(escape(given), texts): 0}
     found = parsed(given)
     if not isinstance(found, dict):
-        return {"arguments": hold(given)}
+        return {"arguments": escape(given)}
     written = {json.loads(key): value for key, value in members(given.strip(), 0)} if exact else {}
-    return {hold(key): _member(value, written.get(key), hold, texts) for key, value in found.items()}
+    return {escape(key): _member(value, written.get(key), escape, texts) for key, value in found.items()}
 
 
-def _member(value: Any, written: str | None, hold: Hold, texts: list[str]) -> Any:
-    """A member of an object; a stand-in where it is an object or a list that JSON's usual form does not equal."""
+def _member(value: Any, written: str | None, escape: Escape, texts: list[str]) -> Any:
+    """Return an argument's value, or a placeholder if it is an object or a list with unusual JSON spacing."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
-        return hold(value)
-    stand_in = _stand_in(hold(written), texts)
-    return {stand_in: 0} if isinstance(value, dict) else [stand_in]
+        return escape(value)
+    placeholder = _placeholder(escape(written), texts)
+    return {placeholder: 0} if isinstance(value, dict) else [placeholder]
 
 
-def _stand_in(text: str, texts: list[str]) -> str:
+def _placeholder(text: str, texts: list[str]) -> str:
     texts.append(text)
-    return f"{STAND_IN}{len(texts) - 1}"
+    return f"{PLACEHOLDER}{len(texts) - 1}"
 
 
 def parsed(arguments: Any) -> Any:
-    """Read the arguments of a call, which are JSON where they are an object; else they stay what they are."""
+    """Return a call's arguments as an object if they are the JSON of one, otherwise unchanged."""
     try:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Look up the log probabilities of tokens, with the text and the bytes of each token."""
+"""Look up log probabilities of tokens, with the text and the bytes of each token."""
 
 from typing import Any
 
@@ -11,23 +11,23 @@ from .token_rules import BYTE, BYTES
 
 
 def token_logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:
-    """The log probabilities of a token and of the `count` likeliest ones; None where none are asked for."""
+    """Return the log probabilities of a token and of the `count` most likely ones; None if `count` is None."""
     if count is None or response.logprobs is None:
         return None
     logprobs = np.array(response.logprobs.astype(mx.float32))
     top = np.argsort(-logprobs, kind="stable")[:count].tolist()
-    own, *others = (_token(tokenizer, token, float(logprobs[token])) for token in (response.token, *top))
-    return TokenLogprob(own, tuple(others))
+    chosen, *others = (_token(tokenizer, token, float(logprobs[token])) for token in (response.token, *top))
+    return TokenLogprob(chosen, tuple(others))
 
 
 def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, float]:
-    """Write a token as text, and as the bytes that it stands for."""
+    """Return a token as text, bytes and log probability."""
     text = tokenizer.decode([token])
     return text, _bytes(tokenizer, token, text), max(logprob, -9999.0)
 
 
 def _bytes(tokenizer: Any, token: int, text: str) -> bytes:
-    """Look up the bytes of a token that is a part of a character, whose text says nothing; else take the text's."""
+    """Return the bytes of a token: from the vocabulary if it is part of a character, else from its text."""
     piece = tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else ""
     if BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])

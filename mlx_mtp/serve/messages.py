@@ -1,15 +1,14 @@
-"""Speak Anthropic's messages: `POST /v1/messages` and `/v1/messages/count_tokens`."""
+"""Serve Anthropic's messages API: `POST /v1/messages` and `/v1/messages/count_tokens`."""
 
 import json
 from collections.abc import Iterable
 from typing import Any
 
 from .answer import Part, ToolCall
-from .chat import functions_of
-from .exchange import (
+from .api_request import (
     Answer,
-    Exchange,
-    asks_of,
+    ApiRequest,
+    chat_decode_requests,
     data,
     end_of_prompt,
     figures,
@@ -18,15 +17,16 @@ from .exchange import (
     new_id,
     prompt_of,
 )  # fmt: skip
+from .chat import functions_of
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, Door, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .history import parsed
 from .job import Begun, End, Failed
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
-BILLING = "x-anthropic-billing-header:"  # Claude Code's first line, which differs from text to text and says nothing
+BILLING = "x-anthropic-billing-header:"  # Claude Code's first system line; it differs between requests
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -34,20 +34,20 @@ KINDS = {
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageExchange(Exchange):
-    """One message."""
+class MessagesRequest(ApiRequest):
+    """A request for one message."""
 
     api = "messages"
     call_prefix = "toolu_"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
-        conversation, template = conversation_of(body, self.warnings), template_of(body, door, self.warnings)
-        how: dict[str, Any] = {"most": most_tokens(body, "max_tokens"), "stops": stops(body, "stop_sequences")}
-        how["one_call"] = one_call
-        self.asks = asks_of(door, body, conversation, tools, template, self.warnings, self.call_ids, **how)
+        found, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
+        most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
+        more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -59,7 +59,7 @@ class MessageExchange(Exchange):
         block = self._block(part)
         kind = block["type"]
         if isinstance(part, ToolCall) or kind != self._open:
-            yield from self._stop()
+            yield from self._close_block()
             self._open, self._index = kind, self._index + 1
             yield data({"type": "content_block_start", "index": self._index, "content_block": block})
         if isinstance(part, ToolCall):
@@ -68,7 +68,7 @@ class MessageExchange(Exchange):
             yield self._delta({"type": f"{kind}_delta", kind: part.text})
 
     def finish(self, choice: int, end: End) -> Iterable[str]:
-        yield from self._stop()
+        yield from self._close_block()
         yield data({"type": "message_delta", "delta": _reason(end), "usage": self._usage_of(end)})
 
     def close(self) -> Iterable[str]:
@@ -97,15 +97,15 @@ class MessageExchange(Exchange):
         return {**message, "stop_reason": None, "stop_sequence": None}
 
     def _usage(self, cached: int, made: int) -> dict[str, Any]:
-        """Count tokens, those of the prompt that were not read again apart."""
-        read = {"input_tokens": len(self.asks[0].prompt) - cached, "cache_read_input_tokens": cached}
-        return {**read, "cache_creation_input_tokens": 0, "output_tokens": made}
+        """Return token counts; prompt tokens found in the prefix cache are counted apart."""
+        prompt = {"input_tokens": len(self.requests[0].prompt) - cached, "cache_read_input_tokens": cached}
+        return {**prompt, "cache_creation_input_tokens": 0, "output_tokens": made}
 
     def _usage_of(self, end: End) -> dict[str, Any]:
         return {**self._usage(end.cached, end.stats.generation_tokens), "mlx_mtp": figures([end])}
 
-    def _stop(self) -> Iterable[str]:
-        """Close the block that is open, if one is."""
+    def _close_block(self) -> Iterable[str]:
+        """Yield the events that close the open block, if there is one."""
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": ""})
         if self._open:
@@ -113,32 +113,32 @@ class MessageExchange(Exchange):
         self._open = ""
 
     def _block(self, part: Part) -> dict[str, Any]:
-        """Begin the block that a part belongs to."""
+        """Return a new block, still empty, of a part's type."""
         if isinstance(part, ToolCall):
             self._calls += 1
             name = self.call_ids.of(0, self._calls - 1)
             return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
-        return (
-            {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
-        )
+        if part.reasoning:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
 
     def _delta(self, delta: dict[str, Any]) -> str:
         return data({"type": "content_block_delta", "index": self._index, "delta": delta})
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Write an error as Anthropic's clients read it."""
+    """Return an error in Anthropic's form."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
 
 
-def count_tokens(body: dict[str, Any], door: Door) -> tuple[dict[str, int], list[str]]:
-    """Count the tokens of a prompt; also return the warnings of the request. Raises Refused."""
-    door.called(body)
+def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
+    """Return the token count of a request's prompt, and the request's warnings. Raises Refused."""
+    info.called(body)
     warnings = check_fields("messages", body)
     tools, _ = _tools(body, warnings)
-    messages, template = conversation_of(body, warnings), template_of(body, door, warnings)
-    prompt = prompt_of(door, messages, tools, template, turns=False, **end_of_prompt(body, messages))
+    messages, template = conversation_of(body, warnings), template_of(body, info, warnings)
+    prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
 
 
@@ -148,14 +148,14 @@ def _reason(end: End) -> dict[str, Any]:
 
 
 def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None, bool]:
-    """Bring tools to OpenAI's form; tell whether no more than one may be called."""
+    """Return the offered tools in OpenAI's form, or None, and whether at most one may be called."""
     tools = []
-    for tool in functions_of(items(body, "tools"), warnings, ("custom",)):
+    for tool in functions_of(items(body, "tools"), warnings, "custom"):
         if not text(tool, "name"):
             raise Refused("tools: a tool needs a name", param="tools")
-        known = {"name": tool["name"], "description": text(tool, "description")}
         schema = tool.get("input_schema") or {"type": "object", "properties": {}}
-        tools.append({"type": "function", "function": {**known, "parameters": schema}})
+        function = {"name": tool["name"], "description": text(tool, "description"), "parameters": schema}
+        tools.append({"type": "function", "function": function})
     choice = body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind not in ("auto", "none"):
@@ -165,7 +165,7 @@ def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None,
 
 
 def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Bring system and messages to the form that templates read."""
+    """Convert `system` and `messages` to chat-completion messages, whose content is text."""
     found: list[Message] = []
     if system := _system(body.get("system")):
         found.append({"role": "system", "content": system})
@@ -184,19 +184,19 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Take a message's blocks apart: results of tools are messages of their own."""
+    """Convert a message's blocks to messages: one for each tool result, then one for everything else, if any."""
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")
     if not isinstance(content, list):
         return [{"role": role, "content": plain_text(content, "content")}]
-    texts, thoughts, calls, results = [], [], [], []
+    texts, reasoning, calls, results = [], [], [], []
     for block in items(message, "content"):
         kind = block.get("type")
         if kind == "text":
             texts.append(text(block, "text"))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(text(block, "thinking"))
+            reasoning.append(text(block, "thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
             continue
         elif role == "assistant" and (kind == "server_tool_use" or str(kind).endswith("_tool_result")):
@@ -204,16 +204,16 @@ def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
         elif kind == "tool_use" and role == "assistant":
             calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":
-            results.append(_result(block, warnings))
+            results.append(_tool_result(block, warnings))
         else:
             why = f" ({NO_PICTURES})" if kind in PICTURES else ""
             raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text{why}", param="messages")
-    own = message_of(role, "\n".join(texts), "\n".join(thoughts), calls)
-    return [*results, own] if texts or calls or not results else results
+    rest = message_of(role, "\n".join(texts), "\n".join(reasoning), calls)
+    return [*results, rest] if texts or calls or not results else results
 
 
-def _result(block: dict[str, Any], warnings: list[str]) -> Message:
+def _tool_result(block: dict[str, Any], warnings: list[str]) -> Message:
     content = block.get("content")
-    said = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
-    found = tool_text(said, "tool_result", warnings)
-    return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": found}
+    content = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
+    content = tool_text(content, "tool_result", warnings)
+    return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": content}

@@ -1,4 +1,4 @@
-"""Count what the server did, for `GET /metrics`, with names that dashboards of other engines know."""
+"""Collect the metrics of the server for `GET /metrics`, under the names that dashboards of other servers use."""
 
 from typing import Any
 
@@ -8,76 +8,70 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from ..decoding.buffer_count import Buffers
 from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
-from .job import Ask, End
+from .job import DecodeRequest, End
 
-disable_created_metrics()  # of each counter a second figure, the time when it began
+disable_created_metrics()  # no second figure per counter with its start time
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
-
 COUNTERS = {
     "prompt_tokens": ("Tokens of prompts.", lambda end, prompt: prompt),
-    "prompt_tokens_cached": ("Tokens of prompts that were not read again.", lambda end, _: end.cached),
-    "generation_tokens": ("Tokens of answers.", lambda end, _: end.stats.generation_tokens),
+    "prompt_tokens_cached": ("Tokens of prompts from the prefix cache.", lambda end, _: end.cached),
+    "generation_tokens": ("Generated tokens.", lambda end, _: end.stats.generation_tokens),
     "spec_decode_num_drafts": ("Cycles that verified tokens.", lambda end, _: end.stats.cycles),
     "spec_decode_num_draft_tokens": ("Drafts that were verified.", lambda end, _: end.drafts[0]),
-    "spec_decode_num_accepted_tokens": ("Drafts that were right.", lambda end, _: end.drafts[1]),
+    "spec_decode_num_accepted_tokens": ("Drafts that were accepted.", lambda end, _: end.drafts[1]),
     "generation_seconds": ("Seconds of decoding.", lambda end, _: end.stats.decode_time),
 }
 
 
 class Metrics:
-    """Counters of answers, and gauges of what the engine holds now."""
+    """Counters of finished requests, and gauges of the engine's current state."""
 
     def __init__(self, engine: Engine):
         self.engine, self._registry = engine, CollectorRegistry()
         self.counted = Buffers()
-        self.requests = self._made(Counter, "requests", "Requests, by how they ended.", ["reason"])
+        self.requests = self._made(Counter, "requests", "Requests, by the reason of their end.", ["reason"])
         self._counters = [(self._made(Counter, name, words), count) for name, (words, count) in COUNTERS.items()]
-        depths = "spec_decode_num_accepted_tokens_per_pos", "Drafts of the heads that were right, by depth."
+        depths = "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts of the heads, by depth."
         self._depths = self._made(Counter, *depths, ["position"])
         first = "time_to_first_token_seconds", "From a request to its first token."
         whole = "e2e_request_latency_seconds", "From a request to its last token."
-        tool = (
-            "time_to_first_token_after_tool_result_seconds",
-            "From a request whose prompt ends with a tool result to its first token.",
-        )
+        tool = "time_to_first_token_after_tool_result_seconds", "From a tool result to the first token."
         self._first, self._whole, self._after_tool = (
             self._made(Histogram, *each, buckets=SECONDS) for each in (first, whole, tool)
         )
         for name, words, value in (
-            ("num_requests_running", "Requests that are answered.", lambda: len(engine.running)),
-            ("num_requests_waiting", "Requests that wait.", lambda: engine.waiting),
-            ("prefix_cache_bytes", "Bytes of remembered beginnings.", lambda: self._tree("nbytes")),
-            ("prefix_cache_chunks", "Chunks of remembered beginnings.", lambda: self._tree("chunks")),
-            ("prefix_cache_buffers", "Buffers of remembered beginnings.", lambda: self._tree("buffers")),
+            ("num_requests_running", "Active requests.", lambda: len(engine.running)),
+            ("num_requests_waiting", "Queued requests.", lambda: engine.queued),
+            ("prefix_cache_bytes", "Bytes of the prefix cache.", lambda: self._tree("nbytes")),
+            ("prefix_cache_chunks", "Chunks in the prefix cache.", lambda: self._tree("chunks")),
+            ("prefix_cache_buffers", "Buffers of the prefix cache.", lambda: self._tree("buffers")),
             ("buffers", "Buffers of weights, prefix cache and active requests (estimate).", self._buffers),
-            ("memory_bytes", "Bytes that MLX holds.", mx.get_active_memory),
+            ("memory_bytes", "Bytes that MLX has allocated.", mx.get_active_memory),
         ):
             self._made(Gauge, name, words).set_function(value)
-
         failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
-    def answered(self, end: End, ask: Ask, seconds: float) -> None:
-        """Count one answer."""
+    def answered(self, end: End, request: DecodeRequest, seconds: float) -> None:
+        """Count one finished request."""
         self.requests.labels(end.reason).inc()
         for counter, count in self._counters:
-            counter.inc(count(end, len(ask.prompt)))
+            counter.inc(count(end, len(request.prompt)))
         for depth, accepted in enumerate(end.stats.accepted):
             self._depths.labels(str(depth)).inc(accepted)
         self._first.observe(end.first_token)
-        if ask.after_tool:
+        if request.after_tool:
             self._after_tool.observe(end.first_token)
         self._whole.observe(seconds)
 
     def text(self) -> bytes:
-        """Write all figures in Prometheus' format."""
+        """Return all metrics in Prometheus' text format."""
         for kernel, rows, reason in failed_kernels(self.engine.served.model) if self.engine.served else ():
             self._failed.labels(kernel, reason).set(len(rows))
         return generate_latest(self._registry)
 
     def _buffers(self) -> int:
-        """Estimate the buffers held: the tree's are counted, those of each active request were at the load."""
+        """Estimate the number of buffers: counted in the prefix cache, and at the load per active request."""
         active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
         return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
 

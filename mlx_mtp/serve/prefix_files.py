@@ -1,4 +1,4 @@
-"""Keep the chunks of a prefix tree in files, so that they outlive the server."""
+"""Store the chunks of a prefix tree in files, so that a restarted server can reuse them."""
 
 import contextlib
 import hashlib
@@ -15,23 +15,23 @@ from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
-from .prefixes import Chunk, PrefixTree, resumable
+from .prefixes import Chunk, PrefixTree, resumable_path
 
 log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
 OURS = re.compile(rf"[0-9a-f]{{32}}{re.escape(ENDING)}")
-UNFINISHED = (f"*{ENDING}{atomic.SUFFIX}", f".*{ENDING}-*.safetensors")  # the second by earlier versions
+UNFINISHED = (f"*{ENDING}{atomic.SUFFIX}", f".*{ENDING}-*.safetensors")  # the second: earlier versions
 
 
 class Outgrown(Exception):
-    """A sequence became longer while it was written."""
+    """Raised when a sequence got more chunks while it was being written."""
 
 
 class PrefixFiles:
-    """A directory with a file for each sequence that a prefix tree ends with; several servers may share it.
+    """A directory with a file for each sequence of a prefix tree; several servers may share it.
 
-    Files of another model, cache layout, version or machine are left alone, but count as bytes.
-    limit: most bytes of all files; the least recently used are removed. known: what each file holds.
+    Files of another model, cache layout, version or machine are not used, but their bytes count.
+    limit: maximum bytes of all files; the least recently used ones are removed. known: the description of each file.
     """
 
     def __init__(self, directory: Path, limit: int):
@@ -46,59 +46,60 @@ class PrefixFiles:
         self._refresh()
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
-        """Add the longest beginning of `tokens` that a file holds to the tree, if it is longer than the tree's."""
-        held = tree.covered(tokens)
+        """Add the longest prefix of `tokens` in a file to the tree, if it is longer than the tree's."""
+        covered = tree.covered(tokens)
         self._refresh()
-        while tree.limit and (found := self._longest(tree, tokens, held)):
+        while tree.limit and (found := self._longest(tree, tokens, covered)):
             file, end = found
             try:
                 self._graft(tree, file, end)
                 return
             except ValueError as e:
                 self._drop(file, e)
-            except Exception as e:  # a file that cannot be read is no reason to refuse a request
+            except Exception as e:  # an unreadable file must not fail a request
                 log.warning("prefix file not read: %s", first_line(e))
                 self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write all sequences of a tree, the last used first, as long as time.monotonic() is not past `until`."""
+        """Write all sequences of a tree, the last used first, until `until` (of time.monotonic())."""
         while self.step(tree):
             if time.monotonic() > until:
-                log.warning("the time to end is over: not every prefix was written to %s", self.directory)
+                log.warning("not all prefixes were written to %s before the server ended", self.directory)
                 self._writing = None
                 break
 
     def step(self, tree: PrefixTree) -> bool:
-        """Write a piece of a sequence that no file holds; return whether there may be more to write."""
+        """Write a piece of a sequence that no file contains; return whether there may be more to write."""
         self._writing = self._writing or self._pieces(tree)
         try:
             next(self._writing)
             return True
         except StopIteration:
             pass
-        except Exception as e:  # a full disk, another server that writes the same file, ...
+        except Exception as e:  # for example a full disk, or another server that writes the same file
             log.warning("prefix file not written: %s", first_line(e))
         self._writing = None
         return False
 
     def _pieces(self, tree: PrefixTree) -> Iterator[int]:
-        """Write the sequences that no file holds, a piece before each yield; the tree may change in between."""
+        """Write the sequences that no file contains, a piece before each yield; the tree may change in between."""
         tried: set[Chunk] = set()
         self._refresh()
         self._make_room(0, float("inf"), ())
-        while leaves := [leaf for leaf in tree.leaves(rests=False) if leaf not in tried]:
+        while leaves := [leaf for leaf in tree.leaves(tails=False) if leaf not in tried]:
             leaf = max(leaves, key=lambda c: c.used)
             tried.add(leaf)
-            path = resumable(leaf.path())
-            if path and not self._holds(tree, path):
+            path = resumable_path(leaf.path())
+            if path and not self._is_stored(tree, path):
                 with contextlib.suppress(Outgrown):
                     yield from self._write(tree, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
-        """Write one file, a piece before each yield, and remove the files that it makes unnecessary."""
-        tokens, resumes = _tokens(path), _resumes(path)
+        """Write a sequence to a file, a piece before each yield, then remove the files that it replaces."""
+        tokens, resumable = _tokens(path), _resumable(path)
         file = self.directory / _name(tree.identity, tokens)
-        replaced = {f for f, own in self._usable(tree) if own.resumable <= resumes and _begins(tokens, own.tokens)}
+        usable = [(f, own) for f, own in self._usable(tree) if own.resumable <= resumable]
+        replaced = {f for f, own in usable if tokens[: len(own)] == own.tokens}
         size, used = bytes_needed(path), path[-1].used
         if not self._make_room(size, used, replaced):
             return
@@ -106,7 +107,7 @@ class PrefixFiles:
         with atomic.file(file) as work:
             for written in write_chunks(work, path, tree.identity):
                 yield written
-                if any(not child.is_rest for child in leaf.children.values()):
+                if any(not child.is_tail for child in leaf.children.values()):
                     raise Outgrown
         os.utime(file, (used, used))
         self.known[file] = read_stored(file)
@@ -114,8 +115,8 @@ class PrefixFiles:
             self._remove(each)
 
     def _graft(self, tree: PrefixTree, file: Path, last: int) -> None:
-        """Add a file's chunks up to position `last` to the tree, those that it lacks."""
-        with file.open("rb") as f:  # one file from here on, whoever replaces it
+        """Add the chunks of a file up to position `last` to the tree, as far as the tree lacks them."""
+        with file.open("rb") as f:  # the same file even if another process replaces it
             reader, chunk, begin = ChunkReader(f, file), tree.root, 0
             stored = reader.stored
             if stored != self.known[file]:
@@ -124,7 +125,7 @@ class PrefixFiles:
             _check_memory(file, sum(reader.bytes_of(i) for i in range(len(ends))))
             for i, end in enumerate(ends):
                 known = chunk.children.get(tuple(stored.tokens[begin:end]))
-                if known is None or (known.moment is None and end in stored.resumable):
+                if known is None or (known.checkpoint is None and end in stored.resumable):
                     known = tree.graft(chunk, reader.chunk(i, like, chunk.primed))
                 if known is None or known.primed != reader.primed(i):
                     break
@@ -134,38 +135,38 @@ class PrefixFiles:
             file.touch()
 
     def _usable(self, tree: PrefixTree) -> list[tuple[Path, Stored]]:
-        """List the files that a tree can take chunks from."""
+        """List the files of a tree's identity."""
         known = [(file, own) for file, own in self.known.items() if own is not FOREIGN]
         return [(file, own) for file, own in known if own.identity == tree.identity]
 
-    def _longest(self, tree: PrefixTree, tokens: Sequence[int], held: int) -> tuple[Path, int] | None:
-        """Find the file that holds the longest beginning of `tokens`, more than `held` of them, and its length."""
+    def _longest(self, tree: PrefixTree, tokens: Sequence[int], covered: int) -> tuple[Path, int] | None:
+        """Return the file with the longest prefix of `tokens`, and its length; None if none exceeds `covered`."""
         found, cuts = [], set(tree.chunking.cuts(tokens))
         for file, own in self._usable(tree):
             same = min(shared(own.tokens, tokens), len(tokens) - 1)
             allowed = cuts | {len(own)} if tree.decoded else cuts
-            found += [(end, file) for end in own.resumable & allowed if held < end <= same]
+            found += [(end, file) for end in own.resumable & allowed if covered < end <= same]
         return max(found)[::-1] if found else None
 
-    def _holds(self, tree: PrefixTree, path: list[Chunk]) -> bool:
-        """Return whether a file holds a path; if so, its time becomes that of the path's last use."""
-        tokens, resumes, used = _tokens(path), _resumes(path), path[-1].used
+    def _is_stored(self, tree: PrefixTree, path: list[Chunk]) -> bool:
+        """Return whether a file contains a path; if so, set its time to that of the path's last use."""
+        tokens, resumable, used = _tokens(path), _resumable(path), path[-1].used
         for file, own in self._usable(tree):
-            if resumes <= own.resumable and _begins(own.tokens, tokens):
+            if resumable <= own.resumable and own.tokens[: len(tokens)] == tokens:
                 if file.stat().st_mtime < used:
                     os.utime(file, (used, used))
                 return True
         return False
 
     def _refresh(self) -> None:
-        """Bring `known` in line with the directory, in which other servers write and remove files, too."""
+        """Update `known` from the directory, in which other servers write and remove files as well."""
         found = {file for file in self.directory.glob(f"*{ENDING}") if OURS.fullmatch(file.name)}
         self.known = {file: own for file, own in self.known.items() if file in found}
         for file in found - self.known.keys():
             try:
                 self.known[file] = own = read_stored(file)
                 if own is not FOREIGN and file.name != _name(own.identity, own.tokens):
-                    raise ValueError(f"{file}: its content is not that of its name")
+                    raise ValueError(f"{file}: its content does not match its name")
             except FileNotFoundError:
                 continue
             except OSError as e:
@@ -193,11 +194,11 @@ class PrefixFiles:
         return True
 
     def _unfinished(self) -> list[Path]:
-        """List the files that a process has begun to write."""
+        """List incomplete files that a process is writing or has abandoned."""
         return [file for pattern in UNFINISHED for file in self.directory.glob(pattern)]
 
     def _drop(self, file: Path, why: Exception) -> None:
-        """Remove a file that cannot be used, with a line in the log."""
+        """Remove a damaged file and log the reason."""
         log.warning("prefix file removed: %s", first_line(why))
         try:
             self._remove(file)
@@ -210,7 +211,7 @@ class PrefixFiles:
 
 
 def _name(identity: str, tokens: Sequence[int]) -> str:
-    """Name a file by all that its content depends on."""
+    """Return the name of the file for a sequence: a digest of everything that determines its content."""
     return hashlib.sha256(repr((identity, [*tokens])).encode()).hexdigest()[:32] + ENDING
 
 
@@ -218,24 +219,20 @@ def _tokens(path: list[Chunk]) -> list[int]:
     return [token for chunk in path for token in chunk.tokens]
 
 
-def _resumes(path: list[Chunk]) -> set[int]:
-    """Find the positions of a path at which sequences can continue."""
-    return {chunk.moment.length for chunk in path if chunk.moment}
-
-
-def _begins(tokens: Sequence[int], beginning: Sequence[int]) -> bool:
-    return tokens[: len(beginning)] == beginning
+def _resumable(path: list[Chunk]) -> set[int]:
+    """Return the positions of a path at which sequences can continue."""
+    return {chunk.checkpoint.length for chunk in path if chunk.checkpoint}
 
 
 def _info(file: Path) -> os.stat_result | None:
-    """Return a file's size and times, None where it is gone."""
+    """Return the size and times of a file, None if it does not exist."""
     with contextlib.suppress(OSError):
         return file.stat()
     return None
 
 
 def _check_memory(file: Path, needed: int) -> None:
-    """Raise MemoryError where there is no memory for what is to be read of a file."""
+    """Raise MemoryError if the bytes needed from a file do not fit in memory."""
     try:
         check_room(f"{file}:", needed, ignore=False)
     except ValueError as e:

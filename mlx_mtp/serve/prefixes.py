@@ -1,9 +1,9 @@
-"""Remember the beginnings of prompts: a tree of chunks of tokens, with what the caches hold behind each.
+"""Implement the prefix cache: a tree of chunks of prompt tokens, each with its rows of the KV caches.
 
-A prompt's tokens alone decide in which chunks it is read, not what is remembered of it. A chunk that is taken from
-the tree was computed of the same tokens, in the same shapes, on top of the same state as one that the model reads: so
-an answer's bits do not depend on what the tree holds. Answers, which are decoded in other shapes, are read once more
-for it, but for models whose rows come out alike in all shapes (`rows_alike`).
+A prompt is cut into chunks by its tokens alone, whatever the tree contains. A reused chunk was computed from the same
+tokens, in the same shapes, on the same state as a new prefill would be, so no bit of a response depends on the tree.
+Decoding computes rows in other shapes: its rows are stored only for models that pass `comparisons`; the answers of
+other models are prefilled.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from .._version import __version__
 from ..cache.file import fingerprint
 from ..cache.layer_cache import Parts
 from ..cache.mark import Mark
-from ..cache.pieces import Moment, buffers, cut, has_rows, join, moment
+from ..cache.pieces import Checkpoint, buffers, checkpoint_of, cut, has_rows, join
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
@@ -30,16 +30,16 @@ from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
 from ..tuning.kernel_fallback import run_first
 
-MOST_BUFFERS = METAL_BUFFERS // 20  # of a tree: with the model and active requests it stays below a tenth
-LAST = 4  # rows that `rows_alike` compares, as many as a cycle with three drafts checks
-TICK = 1e-6  # seconds between two uses, at least
-NEAR = 4  # times as far from a plain step's as checked drafts' rows are: a chunk's are of that kind
+MAX_BUFFERS = METAL_BUFFERS // 20  # of a tree; with the model and active requests less than a tenth is used
+LAST = 4  # rows that `comparisons` compares: those of a cycle with three drafts
+TICK = 1e-6  # minimum seconds between two uses, so that their order is certain
+NEAR = 4  # allowed difference of a chunk's rows from plain steps, relative to that of verify rows
 
 
 class Chunking(NamedTuple):
-    """The rule by which texts are cut: chunks have `step` tokens, or end with a turn, if they have `least` by then.
+    """The rule that cuts tokens into chunks of `step` tokens, or fewer (at least `least`) that end with a turn.
 
-    ends: the tokens that end turns; a chunk ends in front of one, where what was written as an answer ends.
+    ends: the tokens that end turns. A chunk ends before one of them, where a decoded answer ends as well.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Chunking(NamedTuple):
     ends: frozenset[int] = frozenset()
 
     def cuts(self, tokens: Sequence[int]) -> list[int]:
-        """List where chunks end, each of them behind the tokens in front of it and decided by those and the next."""
+        """List the end positions of the chunks; each depends on the tokens before it and on the next one only."""
         found, begun = [], 0
         for i, token in enumerate(tokens):
             if i - begun == self.step or (token in self.ends and i - begun >= self.least):
@@ -58,34 +58,38 @@ class Chunking(NamedTuple):
 
 @dataclass(eq=False)
 class Chunk:
-    """Tokens behind those of its `parent`, the caches' rows of them, and perhaps the moment at their end.
+    """Tokens after those of its `parent`, their cache rows, and, if sequences can continue at its end, a checkpoint.
 
-    primed: positions that the heads have read there. used: when it was needed last (`time.time()`). is_rest: it was
-    made where no chunk ends by the rule, at a prompt's end.
+    checkpoint: everything in the caches that is not a row of one position, such as recurrent states. primed: number
+    of positions that the MTP heads have read. used: `time.time()` of the last use. is_tail: it ends at the end of a
+    prompt, where `Chunking` has no chunk end.
     """
 
     tokens: tuple[int, ...] = ()
     parent: "Chunk | None" = None
     rows: list[Parts] = field(default_factory=list)
-    moment: Moment | None = None
+    checkpoint: Checkpoint | None = None
     primed: int = 0
     used: float = 0.0
-    is_rest: bool = False
+    is_tail: bool = False
     children: dict[tuple[int, ...], "Chunk"] = field(default_factory=dict)
 
     @property
+    def arrays(self) -> list[mx.array]:
+        return [part for parts in self.rows for part in parts] + (self.checkpoint.arrays if self.checkpoint else [])
+
+    @property
     def nbytes(self) -> int:
-        held = [part for parts in self.rows for part in parts] + (self.moment.arrays if self.moment else [])
-        return sum(part.nbytes for part in held)
+        return sum(part.nbytes for part in self.arrays)
 
     @property
     def buffers(self) -> int:
-        """Number of buffers: one per type of its rows, and one per type of its moment's arrays."""
+        """Number of Metal buffers: one per dtype of the rows, and one per dtype of the checkpoint."""
         rows = (part for parts in self.rows for part in parts)
-        return buffers(rows) + (buffers(self.moment.arrays) if self.moment else 0)
+        return buffers(rows) + (buffers(self.checkpoint.arrays) if self.checkpoint else 0)
 
     def path(self) -> list["Chunk"]:
-        """List the chunks from the first one of the text to this one."""
+        """List the chunks from the start of the sequence to this one."""
         chunks, chunk = [], self
         while chunk.parent is not None:
             chunks.append(chunk)
@@ -93,30 +97,30 @@ class Chunk:
         return chunks[::-1]
 
 
-def resumable(path: list[Chunk]) -> list[Chunk]:
-    """Cut a path behind the last chunk at whose end texts can go on."""
-    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.moment), default=0)]
+def resumable_path(path: list[Chunk]) -> list[Chunk]:
+    """Cut a path after its last chunk with a checkpoint."""
+    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.checkpoint), default=0)]
 
 
 class PrefixTree:
-    """Chunks of tokens, shared by all texts that begin alike, the least recently used ones dropped first.
+    """The prefix cache; the least recently used leaves are evicted first.
 
-    blank: an empty cache of the layout that all have. limit: most bytes; 0 remembers nothing. most_buffers: most
-    buffers. decoded: answers may be remembered as decoding left them; None until `comparisons` has decided it, which
-    counts as False.
+    blank: an empty prompt cache with the layout of all. limit: maximum bytes; 0 disables the tree.
+    decoded: whether rows computed by decoding may be stored; None (as False) until `comparisons` has ended.
+    is_stateless: all layers store rows, so that sequences can continue at any position.
     """
 
     decoded: bool | None = False
 
-    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, most_buffers: int = MOST_BUFFERS):
-        self.blank, self.chunking, self.limit, self.most_buffers = blank, chunking, limit, most_buffers
+    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, max_buffers: int = MAX_BUFFERS):
+        self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
         self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
         self._now = 0.0
-        self.every_moment = all(has_rows(c) for c in blank.caches)  # then a moment takes next to nothing
+        self.is_stateless = all(has_rows(c) for c in blank.caches)
 
     @cached_property
     def identity(self) -> str:
-        """Digest of all that the bits of a chunk depend on beside its tokens."""
+        """Digest of everything except the tokens that determines the bits of a chunk."""
         blank, device = self.blank, mx.device_info()
         facts = (
             [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])],
@@ -126,105 +130,95 @@ class PrefixTree:
             (self.chunking.step, self.chunking.least, sorted(self.chunking.ends)),
             (__version__, version("mlx"), version("mlx-lm")),
             (str(mx.default_device()), device.get("architecture"), device.get("device_name")),
-            os.environ.get("LD_PRELOAD"),  # another BLAS rounds otherwise
+            os.environ.get("LD_PRELOAD"),  # another BLAS may round differently
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
     def stores(self) -> bool:
-        """Whether it remembers anything: it has a limit, and caches that can be cut."""
+        """Whether the tree stores anything: it has a limit, and the caches can be cut."""
         return bool(self.limit and not self.blank.is_mlx_lm)
 
     @property
-    def uncut(self) -> int:
-        """Most tokens at a prompt's end that decoding may read at once, as what it leaves is cut without loss."""
-        return self.chunking.step if self.decoded and self.every_moment else 0
+    def uncut_tail(self) -> int:
+        """Maximum tokens at the end of a prompt that decoding may prefill, because their rows can be stored."""
+        return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
-        """Make a cache of the longest remembered beginning of `tokens`, with room for so many positions."""
-        return self.joined(self._known(tokens), room)
-
-    def joined(self, path: list[Chunk], room: int) -> PromptCache:
-        """Make a cache of the chunks of a path, up to the last moment of it."""
-        path = resumable(path)
+        """Return a cache with the longest stored prefix of `tokens`, and room for `room` positions."""
+        path = resumable_path(self._matching(tokens))
         if not path:
             return self.blank.like_new()
-        at, tokens = path[-1].moment, [token for chunk in path for token in chunk.tokens]
-        assert at is not None
-        return join(self.blank, [chunk.rows for chunk in path], at, tokens, room)
+        checkpoint, stored = path[-1].checkpoint, [token for chunk in path for token in chunk.tokens]
+        assert checkpoint is not None
+        return join(self.blank, [chunk.rows for chunk in path], checkpoint, stored, room)
 
     def covered(self, tokens: Sequence[int]) -> int:
-        """Count the tokens that `take` would find."""
-        return max((chunk.moment.length for chunk in self._known(tokens) if chunk.moment), default=0)
+        """Return the number of tokens that the cache of `take` would contain."""
+        return max((chunk.checkpoint.length for chunk in self._matching(tokens) if chunk.checkpoint), default=0)
 
-    def store(self, cache: PromptCache, *, resumes: bool) -> None:
-        """Remember the last chunk of a cache that rests where one ends, if those before are remembered.
+    def store(self, cache: PromptCache, *, resumable: bool) -> None:
+        """Store the last chunk of a cache that ends where a chunk ends, unless the tree lacks an earlier chunk.
 
-        resumes: later texts may go on from here; where moments are small all of them can. Of decoded answers all
-        chunks are remembered.
+        resumable: add a checkpoint; without states every chunk has one. If `decoded`, earlier chunks are stored too.
         """
         if self.decoded:
             self.insert(cache)
             return
-        if not self._takes(cache):
+        if not self._can_store(cache):
             return
         *before, last = self._split(cache.tokens, cache.offset)
         known = self._walk(before)
         if len(known) < len(before):
             return
         chunk = self._child(known[-1] if known else self.root, last, cache, cache.offset, cache.primed)
-        self._finish(chunk, cache, resumes=resumes or self.every_moment)
+        self._finish(chunk, cache, resumable=resumable or self.is_stateless)
 
-    def insert(self, cache: PromptCache, *, is_rest: bool = False) -> None:
-        """Remember all tokens of a cache that rests where a chunk ends; texts may go on from there.
-
-        is_rest: it rests elsewhere, as only caches of decoded answers may.
-        """
-        if not self._takes(cache):
+    def insert(self, cache: PromptCache, *, is_tail: bool = False) -> None:
+        """Store all chunks of a cache, with a checkpoint at its end. is_tail: no chunk ends there by `Chunking`."""
+        if not self._can_store(cache):
             return
         chunk, end = self.root, 0
         for part in self._split(cache.tokens, cache.offset):
             end += len(part)
             last, new = end == cache.offset, part not in chunk.children
             chunk = self._child(chunk, part, cache, end, cache.primed if last else min(end - 1, cache.primed))
-            chunk.is_rest = is_rest and last and (new or chunk.is_rest)
-        self._finish(chunk, cache, resumes=True)
+            chunk.is_tail = is_tail and last and (new or chunk.is_tail)
+        self._finish(chunk, cache, resumable=True)
 
     def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
-        """Remember the rows of a decoded answer's cache that `prompt` begins with; return a cache of these rows.
+        """Store the rows of a cache that decoding has filled, as far as `prompt` has the same tokens; return them.
 
-        None where there are no more of them than are remembered, where rows may not be as if read, and where a state
-        or a window that has wrapped cannot go back to the place at which the prompt differs.
+        None if the tree has these rows, if it may not store decoded rows, or if a recurrent state or a wrapped window
+        cannot be trimmed to where the prompt differs.
         """
         length = shared(cache.tokens, prompt) if self.decoded else 0
         if length <= self.covered(prompt[: length + 1]) or (found := _trimmed(cache, length)) is None:
             return None
         cuts = self.chunking.cuts(prompt[: length + 1])
         if (whole := _trimmed(cache, max((cut for cut in cuts if cut < length), default=0))) is not None:
-            self.insert(whole)  # files end there, and so do prompts that differ later
-        self.insert(found, is_rest=length not in cuts)
+            self.insert(whole)  # files and diverging prompts end there
+        self.insert(found, is_tail=length not in cuts)
         return found
 
     def _child(self, above: Chunk, part: tuple[int, ...], cache: PromptCache, end: int, primed: int) -> Chunk:
-        """Find the chunk of these tokens behind another one, or make it of the rows that end at a position."""
+        """Return the child of a chunk for these tokens; create it from the rows before position `end` if missing."""
         if (chunk := above.children.get(part)) is None:
             rows = cut(cache, (end - len(part), end), (above.primed, primed))
             chunk = above.children[part] = Chunk(part, above, rows, primed=primed)
             self._count(chunk)
         return chunk
 
-    def _finish(self, chunk: Chunk, cache: PromptCache, *, resumes: bool) -> None:
-        if chunk.moment is None and resumes:
+    def _finish(self, chunk: Chunk, cache: PromptCache, *, resumable: bool) -> None:
+        if chunk.checkpoint is None and resumable:
             self._count(chunk, -1)
-            chunk.moment = moment(cache)
+            chunk.checkpoint = checkpoint_of(cache)
             self._count(chunk)
-        path = chunk.path()
-        mx.eval([part for each in path for parts in each.rows for part in parts])
-        mx.eval(chunk.moment.arrays if chunk.moment else [])
+        mx.eval([each.arrays for each in chunk.path()])
         self.use(chunk)
 
     def graft(self, above: Chunk, chunk: Chunk) -> Chunk | None:
-        """Add a chunk behind another one; return the tree's chunk of these tokens, None if its `primed` differs."""
+        """Add a chunk after another one; return the tree's chunk of these tokens, None if its `primed` differs."""
         known = above.children.get(chunk.tokens)
         if known is None:
             above.children[chunk.tokens], chunk.parent = chunk, above
@@ -233,46 +227,50 @@ class PrefixTree:
         if known.primed != chunk.primed:
             return None
         self._count(known, -1)
-        known.moment = known.moment or chunk.moment
+        known.checkpoint = known.checkpoint or chunk.checkpoint
         self._count(known)
         return known
 
     def use(self, chunk: Chunk) -> None:
-        """Mark a chunk and those before it as the last used ones, and drop what exceeds the limit."""
+        """Mark a chunk and its ancestors as used now, then evict the least recently used leaves above the limits."""
         self._touch(chunk)
-        self._shrink()
+        while self.nbytes > self.limit or self.buffers > self.max_buffers:
+            oldest = min(self.leaves(), key=lambda c: c.used)
+            assert oldest.parent is not None
+            self._count(oldest, -1)
+            del oldest.parent.children[oldest.tokens]
 
-    def leaves(self, *, rests: bool = True) -> Iterator[Chunk]:
-        """Yield the chunks at which texts end; rests: with those that only a prompt's end has made."""
+    def leaves(self, *, tails: bool = True) -> Iterator[Chunk]:
+        """Yield the last chunk of each sequence; tails=False ignores chunks that are tails."""
         found = [self.root]
         while found:
             chunk = found.pop()
-            below = [child for child in chunk.children.values() if rests or not child.is_rest]
+            below = [child for child in chunk.children.values() if tails or not child.is_tail]
             found += below
             if chunk is not self.root and not below:
                 yield chunk
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all chunks."""
         self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
 
     def _count(self, chunk: Chunk, sign: int = 1) -> None:
-        """Add a chunk to what is held, or with sign -1 take it away."""
+        """Add the size of a chunk to the totals, or subtract it with sign -1."""
         self.nbytes += sign * chunk.nbytes
         self.buffers += sign * chunk.buffers
         self.chunks += sign
 
-    def _takes(self, cache: PromptCache) -> bool:
-        """Tell whether a cache can be remembered: not an empty one, or one of another layout."""
+    def _can_store(self, cache: PromptCache) -> bool:
+        """Return whether a cache can be stored: it is not empty, and its layout is the tree's."""
         return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
-        """Cut tokens into chunks; ends: where one more is known to end."""
+        """Cut tokens into chunks; ends: additional end positions."""
         ends = (*self.chunking.cuts(tokens), *ends)
         return [tuple(tokens[a:b]) for a, b in itertools.pairwise((0, *ends))]
 
     def _walk(self, parts: list[tuple[int, ...]]) -> list[Chunk]:
-        """Find the chunks of these tokens, as far as they are remembered."""
+        """Return the chunks of these token tuples up to the first that is not stored."""
         found, chunk = [], self.root
         for part in parts:
             if (chunk := chunk.children.get(part)) is None:
@@ -280,8 +278,8 @@ class PrefixTree:
             found.append(chunk)
         return found
 
-    def _known(self, tokens: Sequence[int]) -> list[Chunk]:
-        """Find the chunks of a text, and behind them the longest end of another one that it goes on from."""
+    def _matching(self, tokens: Sequence[int]) -> list[Chunk]:
+        """Return the path of the stored chunks of `tokens`, with the longest tail or chunk that continues it."""
         found = self._walk(self._split(tokens))
         above, rest = found[-1] if found else self.root, tuple(tokens[sum(len(chunk.tokens) for chunk in found) :])
         ends = [c for part, c in above.children.items() if len(part) < len(rest) and part == rest[: len(part)]]
@@ -296,40 +294,21 @@ class PrefixTree:
         for each in chunk.path():
             each.used = self._now
 
-    def _shrink(self) -> None:
-        """Drop the least recently used ends of texts until bytes and buffers are within their limits."""
-        while self.nbytes > self.limit or self.buffers > self.most_buffers:
-            chunk = min(self.leaves(), key=lambda c: c.used)
-            assert chunk.parent is not None
-            self._count(chunk, -1)
-            del chunk.parent.children[chunk.tokens]
-
 
 def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
-    """Return a cache cut to a length; None where it cannot be."""
+    """Return a cache trimmed to a length, None if that is impossible."""
     if length == cache.offset:
         return cache
     trimmed = cache.copy()
     return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
-def rows_alike(model: Target, blank: PromptCache, rows: int) -> bool:
-    """Compare what a model computes of tokens read one by one, a few at once, and `rows` (more than 4) at once.
-
-    True where a chunk's rows are as near to plain steps' as those of checked drafts, on which every answer rests:
-    to the bit with MLX's own BLAS, to the rounding of float32 with one that rounds a row by how many there are.
-    False for other types.
-
-    blank: an empty cache.
-    """
-    *_, found = comparisons(model, blank, rows)
-    return found
-
-
 def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
-    """Do as `rows_alike` step by step: yield False behind each forward pass but the last, then the result.
+    """Compare the rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
 
-    A model that does not compute in float32 takes no pass.
+    Yields False after each forward pass except the last, then the result: whether a chunk's rows differ from those of
+    plain steps by at most NEAR times the difference of verify rows. With MLX's own BLAS both are 0; with a BLAS whose
+    rounding depends on the number of rows both are roundings of float32. Other dtypes yield False, without a pass.
     """
     if model.no_hidden().dtype != mx.float32:
         yield False
@@ -348,20 +327,18 @@ def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
     yield _apart(steps, chunk[:, -LAST:]) <= NEAR * _apart(steps, checked)
 
 
-def _hidden(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
-    """Return hidden rows [1, n, H] of n tokens from position `begun` on, which the cache is read up to."""
-    tokens = mx.arange(begun, begun + n) * 7 % model.vocab_size
-    return model.hidden(tokens[None], cache.layers)
+def _computed(model: Target, cache: PromptCache, begin: int, n: int) -> mx.array:
+    """Return hidden rows [1, n, H] of n tokens from position `begin`, the length of the cache.
+
+    Repeats the pass without a kernel that Metal refuses.
+    """
+    return without_refused(model, _computed_from, model, cache, cache.mark(), begin, n)
 
 
-def _computed(model: Target, cache: PromptCache, begun: int, n: int) -> mx.array:
-    """Compute the rows of `_hidden`, without kernels that are refused."""
-    return without_refused(model, _computed_from, model, cache, cache.mark(), begun, n)
-
-
-def _computed_from(model: Target, cache: PromptCache, mark: Mark, begun: int, n: int) -> mx.array:
+def _computed_from(model: Target, cache: PromptCache, mark: Mark, begin: int, n: int) -> mx.array:
     cache.restore(mark)
-    hidden = _hidden(model, cache, begun, n)
+    tokens = mx.arange(begin, begin + n) * 7 % model.vocab_size
+    hidden = model.hidden(tokens[None], cache.layers)
     run_first(model)
     evaluated(mx.eval, hidden, cache.arrays)
     return hidden

@@ -1,4 +1,4 @@
-"""Make prompts of conversations: through the chat template, with what users wrote kept text."""
+"""Convert conversations to prompts with the chat template; special tokens that a user writes stay plain text."""
 
 import contextlib
 import functools
@@ -7,35 +7,36 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render, shared
-from .continued import begun_answer, behind_prompt, is_begun, is_empty, is_marked, render_begun, with_mark
-from .forms import Change, Conversation, Message, changed, forms, with_calls_as_text, with_calls_behind_content
-from .history import ESCAPED, STAND_IN, linked, restored, stand_ins, with_arguments
+from ..cache.prompt_prefix import shared
+from ..checkpoint.chat_template import render
+from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
+from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
+from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
 from .template_traits import REASONING_FIELDS, Traits, traits_of
 
-# Stand around what a user wrote that would be read as a special token, in hexadecimal; noncharacters of Unicode,
-# which some templates print as escape sequences.
+# Around the hexadecimal form of a special token that a user wrote. They are noncharacters of Unicode, which some
+# templates print as escape sequences.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-HELD = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
-RESERVED = [re.escape(each) for each in (OPEN, CLOSE, STAND_IN, r"\ufdd0", r"\ufdd1", ESCAPED)]
+ESCAPED = re.compile(rf"(?:{OPEN}|\\ufdd0)([0-9a-f]+)(?:{CLOSE}|\\ufdd1)")
+RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"\ufdd1", IN_ASCII)]
 
 
 class Prompt(NamedTuple):
-    """The token ids of a prompt, and at which of them its system prompt and its last question begin to differ."""
+    """A prompt's token ids. turns: indices at which the first and the last user message start."""
 
     tokens: list[int]
     turns: tuple[int, ...] = ()
 
 
 class Marks(NamedTuple):
-    """The tokens of a tokenizer that are written as marks: those that no text of a user's may become."""
+    """Patterns of the added tokens that a user's text must not become: of all of them, and of the special ones."""
 
     every: re.Pattern[str]
     special: re.Pattern[str]
 
 
 def marks_of(tokenizer: Any) -> Marks:
-    """Collect a tokenizer's added tokens, and those among them that are special."""
+    """Return the patterns of a tokenizer's added tokens."""
     added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
     special = [token for token in added if getattr(token, "special", False)]
     return Marks(*(_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special)))
@@ -44,6 +45,45 @@ def marks_of(tokenizer: Any) -> Marks:
 def _any_of(names: set[str]) -> re.Pattern[str]:
     ordered = sorted((re.escape(name) for name in names if name), key=len, reverse=True)
     return re.compile("|".join([*ordered, *RESERVED]))
+
+
+class Rendered(NamedTuple):
+    """A form of a conversation as the template rendered it.
+
+    messages: those given to the template. texts: what its placeholders replace. text: the template's output.
+    whole: the output contains all system prompts and placeholders.
+    """
+
+    form: Conversation
+    messages: list[Message]
+    texts: list[str]
+    options: dict[str, Any]
+    text: str
+    whole: bool
+
+
+class Chat(NamedTuple):
+    """A tokenizer's chat template with its traits."""
+
+    tokenizer: Any
+    marks: Marks
+    traits: Traits
+
+    def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
+        """Render a form of a conversation, with tool-call arguments as the client wrote them if possible."""
+        options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
+        messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
+        escape = partial(_escaped, pattern=self.marks.special)
+        systems = [_content(each) for each in messages if each["role"] == "system"]
+        with contextlib.suppress(ValueError):
+            exact, texts = with_arguments(messages, self.traits, escape, exact=True)
+            printed = render_begun(self.tokenizer, exact, options) if texts else ""
+            if texts and (text := restored(printed, texts)) is not None:
+                whole = placeholders(printed) == len(texts) and all(each in text for each in systems)
+                return Rendered(form, exact, texts, options, text, whole)
+        messages, _ = with_arguments(messages, self.traits, escape, exact=False)
+        text = render_begun(self.tokenizer, messages, options)
+        return Rendered(form, messages, [], options, text, all(each in text for each in systems))
 
 
 def encode_chat(
@@ -57,64 +97,53 @@ def encode_chat(
     answers: bool = True,
     continues: bool = True,
 ) -> Prompt:
-    """Render a conversation and encode it, up to where the answer begins, if one is to follow (`answers`).
+    """Render a conversation with the chat template and encode it.
 
-    options: variables of the template. turns: find out also where turns begin. continues: a last message of the
-    assistant is an answer to go on with. Raises ValueError where the template refuses the conversation in every form
-    that could mean the same, with the last reason that it gives.
+    options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
+    continues: a last message of the assistant is an unfinished answer, and the prompt ends within it.
+    Raises ValueError, with the template's last reason, if the template refuses all equivalent forms.
     """
-    if not (answers and continues and is_begun(messages)):
-        return _encode_chat(tokenizer, marks, messages, tools, options, turns=turns, answers=answers)
-    before, last = messages[:-1], begun_answer(messages, tokenizer)
-    if not is_empty(last):
-        with contextlib.suppress(ValueError):
-            marked = [*before, with_mark(last)]
-            return _encode_chat(tokenizer, marks, marked, tools, options, turns=turns, answers=False)
-    prompt = _encode_chat(tokenizer, marks, before, tools, options, turns=turns, answers=True)
-    texts = (_held(last.get(name) or "", marks.special) for name in ("reasoning_content", "content"))
-    return prompt._replace(tokens=prompt.tokens + _encode(tokenizer, behind_prompt(tokenizer, prompt.tokens, *texts)))
-
-
-def _encode_chat(
-    tokenizer: Any,
-    marks: Marks,
-    messages: list[Message],
-    tools: list[Any] | None,
-    options: dict[str, Any],
-    *,
-    turns: bool,
-    answers: bool,
-) -> Prompt:
-    given = {**options, "add_generation_prompt": answers}
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
-    error, found, conversation = None, None, Conversation(linked(messages, chat.traits), tools)
-    unprinted = {"calls": not chat.traits.calls, "results": not chat.traits.results}
-    conversation = with_calls_as_text(conversation, **unprinted)
+    prompting, closed = ({**options, "add_generation_prompt": each} for each in (True, False))
+    if not (answers and continues and is_begun(messages)):
+        return _encode_chat(chat, Conversation(messages, tools), prompting if answers else closed, turns=turns)
+    before, last = messages[:-1], begun_answer(messages, tokenizer)
+    if last.get("content") or last.get("reasoning_content"):
+        with contextlib.suppress(ValueError):
+            return _encode_chat(chat, Conversation([*before, with_mark(last)], tools), closed, turns=turns)
+    prompt = _encode_chat(chat, Conversation(before, tools), prompting, turns=turns)
+    texts = (_escaped(last.get(name) or "", marks.special) for name in ("reasoning_content", "content"))
+    return prompt._replace(tokens=prompt.tokens + _encode(tokenizer, after_prompt(tokenizer, prompt.tokens, *texts)))
+
+
+def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
+    """Encode the first form of a conversation that the template renders whole, otherwise the first it renders."""
+    error, found, marked = None, None, is_marked(conversation.messages)
+    conversation = conversation._replace(messages=linked(conversation.messages, chat.traits))
+    conversation = with_calls_as_text(conversation, calls=not chat.traits.calls, results=not chat.traits.results)
     for changes, form in forms(conversation):
-        if is_marked(messages) and not is_marked(form.messages):
+        if marked and not is_marked(form.messages):
             continue
         try:
-            rendered = chat.rendered(form, given)
+            rendered = chat.rendered(form, options)
         except ValueError as e:
             error = e
             continue
         if rendered.whole:
-            form, rendered = _with_fewest_changes(chat, conversation, changes, (form, rendered), given)
-            return _prompt(chat, _with_contents(chat, form, rendered, given), turns=turns)
+            rendered = _with_fewest_changes(chat, conversation, changes, rendered, options)
+            found = _with_contents(chat, rendered, options)
+            break
         found = found or rendered
     if found is None:
-        raise error or ValueError("the chat template takes no form that ends with the answer to be continued")
-    return _prompt(chat, found, turns=turns)
+        raise error or ValueError("the chat template accepts no form that ends with the answer to be continued")
+    tokens = _encode(chat.tokenizer, found.text)
+    return Prompt(tokens, tuple(_turns(chat.tokenizer, found, tokens)) if turns else ())
 
 
 def _with_fewest_changes(
-    chat: "Chat",
-    conversation: Conversation,
-    changes: tuple[Change, ...],
-    found: tuple[Conversation, "Rendered"],
-    options: dict[str, Any],
-) -> tuple[Conversation, "Rendered"]:
-    """A form without the changes that are not needed, so that a longer conversation may begin alike."""
+    chat: Chat, conversation: Conversation, changes: tuple[Change, ...], found: Rendered, options: dict[str, Any]
+) -> Rendered:
+    """Drop the changes that are not needed, so that later prompts of the conversation start with the same tokens."""
     for change in changes if len(changes) > 1 else ():
         fewer = tuple(each for each in changes if each is not change)
         form = changed(conversation, fewer)
@@ -123,102 +152,51 @@ def _with_fewest_changes(
         with contextlib.suppress(ValueError):
             rendered = chat.rendered(form, options)
             if rendered.whole:
-                changes, found = fewer, (form, rendered)
+                changes, found = fewer, rendered
     return found
 
 
-def _with_contents(chat: "Chat", form: Conversation, rendered: "Rendered", options: dict[str, Any]) -> "Rendered":
-    """The conversation with contents in front of calls, where the template prints these but none beside calls."""
+def _with_contents(chat: Chat, rendered: Rendered, options: dict[str, Any]) -> Rendered:
+    """Split content from calls if the template drops content next to calls but prints it in a message of its own."""
     contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
     if not all(content in rendered.text for content in contents):
         with contextlib.suppress(ValueError):
-            split = chat.rendered(with_calls_behind_content(form), options)
+            split = chat.rendered(with_calls_after_content(rendered.form), options)
             if split.whole and all(content in split.text for content in contents):
                 return split
     return rendered
 
 
-class Rendered(NamedTuple):
-    """A conversation in the form that was rendered, what its stand-ins stand for, and its text.
+def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
+    """Escape the special tokens in a message, and move its reasoning to the field that the template reads.
 
-    whole: the system prompts and all stand-ins are in the text.
-    """
-
-    messages: list[Message]
-    texts: list[str]
-    options: dict[str, Any]
-    text: str
-    whole: bool
-
-
-class Chat(NamedTuple):
-    """A tokenizer's chat template, and what is known of it."""
-
-    tokenizer: Any
-    marks: Marks
-    traits: Traits
-
-    def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
-        """Render a form of a conversation, with arguments as the client wrote them wherever that is possible."""
-        options = {**options, **({} if form.tools is None else {"tools": _held(form.tools, self.marks.every)})}
-        messages = [_held_in(message, self.marks, self.traits) for message in form.messages]
-        hold = partial(_held, pattern=self.marks.special)
-        systems = [_content(each) for each in messages if each["role"] == "system"]
-        with contextlib.suppress(ValueError):
-            exact, texts = with_arguments(messages, self.traits, hold, exact=True)
-            printed = render_begun(self.tokenizer, exact, options) if texts else ""
-            if texts and (text := restored(printed, texts)) is not None:
-                whole = stand_ins(printed) == len(texts) and all(each in text for each in systems)
-                return Rendered(exact, texts, options, text, whole)
-        messages, _ = with_arguments(messages, self.traits, hold, exact=False)
-        text = render_begun(self.tokenizer, messages, options)
-        return Rendered(messages, [], options, text, all(each in text for each in systems))
-
-
-def _prompt(chat: Chat, rendered: Rendered, *, turns: bool) -> Prompt:
-    """Encode a rendered conversation."""
-    tokens = _encode(chat.tokenizer, rendered.text)
-    return Prompt(tokens, tuple(_turns(chat, rendered, tokens)) if turns else ())
-
-
-def encode_text(tokenizer: Any, text: str) -> Prompt:
-    """Encode a text as it is, which is what `/v1/completions` takes."""
-    bos = tokenizer.bos_token
-    return Prompt(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
-
-
-def _held_in(message: Message, marks: Marks, traits: Traits) -> Message:
-    """Hold back marks; a model's own words may have those that are not special, such as of its reasoning.
-
-    Calls are left to `with_arguments`. Reasoning is in the field that the template reads.
+    An answer may contain added tokens that are not special, such as marks of reasoning; its calls are not escaped.
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
-    return {renamed.get(key, key): value if key in kept else _held(value, pattern) for key, value in message.items()}
+    return {renamed.get(key, key): each if key in kept else _escaped(each, pattern) for key, each in message.items()}
 
 
 def _content(message: Message) -> str:
-    """The content of a message without white space at its ends, which templates may drop."""
+    """Return a message's content without white space at its ends, which templates may drop."""
     return (message.get("content") or "").strip()
 
 
-def _held(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Put a stand-in in the place of each mark, in all texts of a JSON value."""
+def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Replace each match of the pattern, in all strings of a JSON value, by its hexadecimal form."""
     if isinstance(value, dict):
-        return {_held(key, pattern): _held(each, pattern) for key, each in value.items()}
+        return {_escaped(key, pattern): _escaped(each, pattern) for key, each in value.items()}
     if isinstance(value, list):
-        return [_held(each, pattern) for each in value]
-    return pattern.sub(_stand_in, value) if isinstance(value, str) else value
-
-
-def _stand_in(mark: re.Match[str]) -> str:
-    return f"{OPEN}{mark[0].encode().hex()}{CLOSE}"
+        return [_escaped(each, pattern) for each in value]
+    if isinstance(value, str):
+        return pattern.sub(lambda mark: f"{OPEN}{mark[0].encode().hex()}{CLOSE}", value)
+    return value
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Encode a rendered text, with the marks that were held back as the letters that they are written in."""
+    """Encode a rendered text; special tokens that were escaped are encoded one character at a time."""
     tokens: list[int] = []
-    for i, part in enumerate(HELD.split(text)):
+    for i, part in enumerate(ESCAPED.split(text)):
         if i % 2:
             tokens += _letters(tokenizer, bytes.fromhex(part).decode())
         elif part:
@@ -226,26 +204,26 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-@functools.lru_cache(maxsize=8)  # of a long conversation every text but the newest comes again with each turn
+@functools.lru_cache(maxsize=8)  # each turn encodes the texts of a long conversation again
 def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-@functools.lru_cache(maxsize=256)  # marks are few, and a message may repeat one a million times
+@functools.lru_cache(maxsize=256)  # a message may repeat one mark a million times
 def _letters(tokenizer: Any, mark: str) -> list[int]:
-    """Encode a mark one character at a time, so that no token of more letters can be it."""
+    """Return the token ids of a special token's characters, encoded one at a time so that it stays text."""
     ids = [token for letter in mark for token in tokenizer.encode(letter, add_special_tokens=False)]
-    assert not set(ids) & set(tokenizer.all_special_ids), f"{mark!r} has a letter that is special"
+    assert not set(ids) & set(tokenizer.all_special_ids), f"{mark!r} contains a character that is a special token"
     return ids
 
 
-def _turns(chat: Chat, rendered: Rendered, tokens: list[int]) -> Iterator[int]:
-    """Find where the first and the last question of a user begin: other texts may go on from there."""
+def _turns(tokenizer: Any, rendered: Rendered, tokens: list[int]) -> Iterator[int]:
+    """Yield the indices at which the first and the last user message start, where other prompts may differ."""
     messages, options = rendered.messages, {**rendered.options, "add_generation_prompt": False}
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in sorted({users[0], users[-1]}) if users else ():
         other = [*messages[:i], {"role": "user", "content": ""}]
         with contextlib.suppress(ValueError):
-            text = restored(render(chat.tokenizer, other, options), rendered.texts)
+            text = restored(render(tokenizer, other, options), rendered.texts)
             if text is not None:
-                yield shared(_encode(chat.tokenizer, text), tokens)
+                yield shared(_encode(tokenizer, text), tokens)

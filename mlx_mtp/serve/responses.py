@@ -1,38 +1,38 @@
-"""Speak OpenAI's responses, text and tools, without state: `POST /v1/responses`."""
+"""Serve OpenAI's responses API, text and tools, without stored responses: `POST /v1/responses`."""
 
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
+from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
 from .chat import check_format, chosen_tools, functions_of, messages_of
-from .exchange import Answer, Exchange, asks_of, data, figures, function_call, new_id, openai_error
-from .fields import Door, Refused, fields_of, items, stops, text, tool_text
-from .forms import Message, joined, one_turn
+from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
+from .forms import Message, joined
 from .job import Begun, End, Failed
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
 
-class ResponseExchange(Exchange):
-    """One response."""
+class ResponsesRequest(ApiRequest):
+    """A request for one response."""
 
     api = "responses"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         check_format(fields_of(body, "text").get("format"), "text.format")
         _check_include(body.get("include"))
-        given = functions_of(items(body, "tools"), self.warnings)
-        tools, one_call = chosen_tools(body, [_tool(tool) for tool in given], self.warnings)
-        template = template_of(body, door, self.warnings)
+        functions = functions_of(items(body, "tools"), self.warnings)
+        tools, one_call = chosen_tools(body, [_tool(tool) for tool in functions], self.warnings)
+        template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
-        how: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
         found = _messages(body, self.warnings)
-        self.asks = asks_of(door, body, found, tools, template, self.warnings, self.call_ids, **how)
+        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._kind, self._said, self._number, self._calls = "", "", 0, 0
+        self._kind, self._text, self._number, self._calls = "", "", 0, 0
 
     def begin(self, begun: Begun) -> Iterable[str]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -51,7 +51,7 @@ class ResponseExchange(Exchange):
             self._items.append(item)
             return
         yield from self._open_item("reasoning" if part.reasoning else "message")
-        self._said += part.text
+        self._text += part.text
         name = "response.reasoning_text.delta" if part.reasoning else "response.output_text.delta"
         yield self._event(name, delta=part.text, **self._at(), **({} if part.reasoning else {"logprobs": []}))
 
@@ -60,7 +60,7 @@ class ResponseExchange(Exchange):
         self._end = end
 
     def close(self) -> Iterable[str]:
-        # Also where the answer was cut: OpenAI's client waits for this event and no other.
+        # Also sent after an answer that was cut, because OpenAI's client waits for this event only.
         yield self._event("response.completed", response=self._ended(self._end))
 
     def failed(self, failed: Failed) -> str:
@@ -69,11 +69,11 @@ class ResponseExchange(Exchange):
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
         ((parts, end),) = answers
-        said, calls = text_of(parts), calls_of(parts)
+        content, calls = text_of(parts), calls_of(parts)
         if reasoning := text_of(parts, reasoning=True):
             self._items.append(_text_item("reasoning", new_id("rs_"), reasoning))
-        if said or not calls:
-            self._items.append(_text_item("message", new_id("msg_"), said))
+        if content or not calls:
+            self._items.append(_text_item("message", new_id("msg_"), content))
         self._items += [self._call_item(call) for call in calls]
         return self._ended(end)
 
@@ -84,7 +84,7 @@ class ResponseExchange(Exchange):
         if self._kind == kind:
             return
         yield from self._close_item()
-        self._kind, self._said = kind, ""
+        self._kind, self._text = kind, ""
         self._item = new_id("rs_" if kind == "reasoning" else "msg_")
         yield self._item_event("added", {**_text_item(kind, self._item, ""), "content": [], "status": "in_progress"})
         if kind == "message":
@@ -93,30 +93,30 @@ class ResponseExchange(Exchange):
     def _close_item(self) -> Iterable[str]:
         if not self._kind:
             return
-        item = _text_item(self._kind, self._item, self._said)
+        item = _text_item(self._kind, self._item, self._text)
         if self._kind == "message":
-            yield self._event("response.output_text.done", text=self._said, logprobs=[], **self._at())
-            yield self._event("response.content_part.done", part=_content(self._said), **self._at())
+            yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._at())
+            yield self._event("response.content_part.done", part=_content(self._text), **self._at())
         else:
-            yield self._event("response.reasoning_text.done", text=self._said, **self._at())
+            yield self._event("response.reasoning_text.done", text=self._text, **self._at())
         yield self._item_event("done", item)
         self._items.append(item)
         self._kind = ""
 
     def _call_item(self, call: ToolCall) -> dict[str, Any]:
         self._calls += 1
-        known = {"call_id": self.call_ids.of(0, self._calls - 1), "name": call.name, "arguments": call.arguments}
-        return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **known}
+        fields = {"call_id": self.call_ids.of(0, self._calls - 1), "name": call.name, "arguments": call.arguments}
+        return {"type": "function_call", "id": new_id("fc_"), "status": "completed", **fields}
 
-    def _item_event(self, what: str, item: dict[str, Any]) -> str:
-        return self._event(f"response.output_item.{what}", output_index=len(self._items), item=item)
+    def _item_event(self, change: str, item: dict[str, Any]) -> str:
+        return self._event(f"response.output_item.{change}", output_index=len(self._items), item=item)
 
     def _event(self, name: str, /, **fields: Any) -> str:
         number, self._number = self._number, self._number + 1
         return data({"type": name, "sequence_number": number, **fields})
 
     def _ended(self, end: End) -> dict[str, Any]:
-        made, prompt = end.stats.generation_tokens, len(self.asks[0].prompt)
+        made, prompt = end.stats.generation_tokens, len(self.requests[0].prompt)
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": end.cached},
@@ -130,8 +130,7 @@ class ResponseExchange(Exchange):
         return self._response("completed", usage)
 
     def _response(self, status: str, usage: Any = None, cut: Any = None) -> dict[str, Any]:
-        given = ("instructions", "max_output_tokens", "temperature", "top_p")
-        body = self._body
+        body, copied = self._body, ("instructions", "max_output_tokens", "temperature", "top_p")
         return {
             "id": self._id,
             "object": "response",
@@ -146,11 +145,11 @@ class ResponseExchange(Exchange):
             "tool_choice": body.get("tool_choice", "auto"),
             "tools": body.get("tools") or [],
             "usage": usage,
-            **{name: body.get(name) for name in given},
+            **{name: body.get(name) for name in copied},
         }
 
 
-# Items that are calls: the function's name, None where the item has it, and the key of what the call gives.
+# Types of items that are calls: the function's name, None if the item states it, and the key of the arguments.
 CALLS = {
     "function_call": (None, "arguments"),
     "custom_tool_call": (None, "input"),
@@ -160,63 +159,59 @@ OUTPUTS = tuple(f"{kind}_output" for kind in CALLS)
 LEFT_OUT = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "ghost_snapshot")
 
 
-def _content(said: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+def _content(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _text_item(kind: str, name: str, said: str) -> dict[str, Any]:
+def _text_item(kind: str, id: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
-        content = [{"type": "reasoning_text", "text": said}]
-        return {"type": kind, "id": name, "summary": [], "content": content, "status": "completed"}
-    return {"type": kind, "id": name, "role": "assistant", "status": "completed", "content": [_content(said)]}
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": kind, "id": id, "summary": [], "content": content, "status": "completed"}
+    return {"type": kind, "id": id, "role": "assistant", "status": "completed", "content": [_content(text)]}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Bring a tool to the form of chat completions, which has its facts one level down."""
+    """Convert a tool to the form of chat completions, which nests its fields under `function`."""
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
 def _check_include(given: Any) -> None:
-    """Refuse log probabilities, which this API does not return here; other values name what there is none of."""
+    """Raise Refused for log probabilities, which are not returned here; other values have no effect."""
     for name in given if isinstance(given, list) else []:
         if isinstance(name, str) and name.endswith("logprobs"):
             raise Refused(f"include: {name[:80]!r} is not supported", param="include")
 
 
 def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Read instructions and input, a text or items, as messages."""
+    """Convert `instructions` and `input`, a text or items, to messages."""
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         found.append({"role": "user", "content": given})
     else:
         found += [message for item in items(body, "input") for message in _message(item, warnings)]
-    return joined(messages_of(found, warnings), "assistant", one_turn)
+    return joined(messages_of(found, warnings), "assistant")
 
 
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
-    """Write an item as a message; what an assistant thought, said and called are three.
+    """Convert an item to a message, if it has an equivalent; reasoning, text and calls are separate messages.
 
-    Calls of tools of other types, from a session with another server, are written as calls of functions.
+    Tool calls of other types, from a session with another server, become function calls.
     """
     kind = str(item.get("type", "message"))
     if kind == "message":
         yield {"role": item.get("role"), "content": item.get("content")}
     elif kind in CALLS:
         name, key = CALLS[kind]
-        given = item.get(key) if kind == "function_call" else {key: item.get(key)}
-        yield {
-            "role": "assistant",
-            "tool_calls": [function_call(item.get("call_id"), name or item.get("name"), given)],
-        }
+        arguments = item.get(key) if kind == "function_call" else {key: item.get(key)}
+        call = function_call(item.get("call_id"), name or item.get("name"), arguments)
+        yield {"role": "assistant", "tool_calls": [call]}
     elif kind in OUTPUTS:
         output = tool_text(item.get("output"), "output", warnings)
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     elif kind == "reasoning":
-        yield {
-            "role": "assistant",
-            "reasoning_content": "".join(text(part, "text") for part in items(item, "content")),
-        }
+        reasoning = "".join(text(part, "text") for part in items(item, "content"))
+        yield {"role": "assistant", "reasoning_content": reasoning}
     elif kind in LEFT_OUT:
         warnings.append(f"input: an item of type {kind!r} was left out; the server has no such tool")
     else:

@@ -1,9 +1,9 @@
-"""Read the request fields that decide which tokens an answer has, and put together what the engine needs for it."""
+"""Read the sampling fields of a request, and create the engine's request for each choice."""
 
 from typing import Any
 
-from .fields import MOST_STOPS, Door, Refused, boolean, field_of, integer, number
-from .job import Ask
+from .fields import MOST_STOPS, ModelInfo, Refused, boolean, field_of, integer, number
+from .job import DecodeRequest
 from .prompts import Prompt
 from .token_rules import TokenRules
 
@@ -16,36 +16,36 @@ ALIASES = {
     "n_predict": "max_tokens",
 }
 LARGE = 2**31
-MOST_XTC = 0.5  # the threshold above which at most one token passes, so that XTC removes none
+MAX_XTC = 0.5  # above this threshold XTC removes no token, because at most one exceeds it
 
 
-def asks_for(
-    door: Door, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
-) -> list[Ask]:
-    """One Ask for each choice; their seeds differ. The prompt must leave room for a token.
+def decode_requests(
+    info: ModelInfo, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
+) -> list[DecodeRequest]:
+    """Return one request per choice, with different seeds; raises Refused if the prompt leaves no room for a token.
 
-    most: tokens of an answer, -1 for as many as fit, None for the default. Raises Refused.
+    most: maximum number of tokens; -1: what fits, None: the default.
     """
     body = _with_aliases(body)
-    room = door.positions - len(prompt.tokens)
+    room = info.positions - len(prompt.tokens)
     if not prompt.tokens:
         raise Refused("the prompt is empty", param="prompt")
     if room < 1:
-        numbers = f"{len(prompt.tokens)} tokens > {door.positions - 1} maximum"
+        numbers = f"{len(prompt.tokens)} tokens > {info.positions - 1} maximum"
         param = next(name for name in ("messages", "input", "prompt") if name in body)
         raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=param)
-    rules = _rules(body, door, most)
-    if most is None and door.max_tokens is not None:
-        most = max(door.max_tokens, rules.min_tokens)
+    rules = _rules(body, info, most)
+    if most is None and info.max_tokens is not None:
+        most = max(info.max_tokens, rules.min_tokens)
     more["max_tokens"] = room if most is None or most == -1 else min(most, room)
-    more |= {"penalties": _penalties(body, door), "rules": rules}
-    sampling = _sampling(body, door)
+    more |= {"penalties": _penalties(body, info), "rules": rules}
+    sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
-    return [Ask(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
+    return [DecodeRequest(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:
-    """Read the most tokens of an answer from the first of the fields that is given; -1 means no limit."""
+    """Return the maximum number of tokens from the first field that is present; -1 means no limit."""
     allowed = "an integer of 1 or more, or -1 for no limit"
     found = [
         field_of(body, name, allowed, lambda v: type(v) is int and (v == -1 or 1 <= v < LARGE)) for name in names
@@ -54,7 +54,7 @@ def most_tokens(body: dict[str, Any], *names: str) -> int | None:
 
 
 def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """Give fields that other servers name differently our names; two different values for one are refused."""
+    """Rename the fields that other servers name differently; raises Refused if both names have different values."""
     for alias, name in ALIASES.items():
         if (value := body.get(alias)) is not None:
             if body.get(name) not in (None, value):
@@ -63,8 +63,8 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _sampling(body: dict[str, Any], door: Door) -> dict[str, Any]:
-    """Read the sampling options, over the defaults."""
+def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
+    """Return the sampling options: the request's, else the defaults."""
     given = {
         "temp": number(body, "temperature", 0, 100),
         "top_p": number(body, "top_p", 0, 1),
@@ -75,25 +75,25 @@ def _sampling(body: dict[str, Any], door: Door) -> dict[str, Any]:
         "xtc_threshold": number(body, "xtc_threshold", 0, 1),
         "seed": integer(body, "seed", -(2**63), 2**63 - 1),
     }
-    found = {**door.defaults, **{name: value for name, value in given.items() if value is not None}}
+    found = {**info.defaults, **{name: value for name, value in given.items() if value is not None}}
     found["top_k"] = max(0, found.get("top_k") or 0)
     found["min_tokens_to_keep"] = max(1, found.get("min_tokens_to_keep") or 0)
-    if found.get("xtc_threshold", 0) > MOST_XTC:
-        found |= {"xtc_probability": 0.0, "xtc_threshold": MOST_XTC}
+    if found.get("xtc_threshold", 0) > MAX_XTC:
+        found |= {"xtc_probability": 0.0, "xtc_threshold": MAX_XTC}
     seed = found.get("seed")
-    found["seed"] = door.seeds() if seed in (None, -1) else seed % 2**63
+    found["seed"] = info.seeds() if seed in (None, -1) else seed % 2**63
     return {name: value for name, value in found.items() if name not in PENALTIES}
 
 
-def _penalties(body: dict[str, Any], door: Door) -> dict[str, Any]:
-    """Read what changes logits by the tokens before."""
+def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
+    """Return the penalties and `logit_bias`: the request's, else the defaults."""
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
         "frequency_penalty": number(body, "frequency_penalty", -2, 2),
-        "logit_bias": _bias(body, len(door.tokenizer)),
+        "logit_bias": _bias(body, len(info.tokenizer)),
     }
-    found = {name: door.defaults.get(name) if value is None else value for name, value in found.items()}
+    found = {name: info.defaults.get(name) if value is None else value for name, value in found.items()}
     found = {name: value for name, value in found.items() if value}
     if found.get("repetition_penalty") == 1:
         del found["repetition_penalty"]
@@ -119,30 +119,28 @@ def _bias(body: dict[str, Any], most: int) -> dict[int, float] | None:
     return found
 
 
-def _rules(body: dict[str, Any], door: Door, most: int | None) -> TokenRules:
+def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRules:
     least = integer(body, "min_tokens", -1, LARGE) or 0
     if most is not None and 0 < most < least:
-        raise Refused(
-            f"min_tokens={least}: allowed is at most the number of tokens asked for, {most}", param="min_tokens"
-        )
+        raise Refused(f"min_tokens={least}: allowed is at most max_tokens, {most}", param="min_tokens")
     return TokenRules(
         min_tokens=max(0, least),
         ignore_eos=boolean(body, "ignore_eos"),
-        stop_tokens=_token_ids(body, "stop_token_ids", len(door.tokenizer)),
+        stop_tokens=_token_ids(body, "stop_token_ids", len(info.tokenizer)),
         bad_words=_words(body, "bad_words"),
-        allowed=_token_ids(body, "allowed_token_ids", len(door.tokenizer)),
+        allowed=_token_ids(body, "allowed_token_ids", len(info.tokenizer)),
     )
 
 
 def _token_ids(body: dict[str, Any], name: str, most: int) -> tuple[int, ...]:
-    """Read a list of token ids, each once."""
+    """Return the token ids of a list field, without duplicates."""
     allowed = f"a list of token ids below {most}"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: type(each) is int and 0 <= each < most))
     return tuple(dict.fromkeys(given or ()))
 
 
 def _words(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Read a list of texts, none empty."""
+    """Return the strings of a list field, none of them empty."""
     allowed = f"a list of up to {MOST_STOPS} texts, none empty"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: isinstance(each, str) and bool(each)))
     if given and len(given) > MOST_STOPS:

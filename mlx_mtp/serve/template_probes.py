@@ -1,21 +1,21 @@
-"""Find out what a chat template does with its variables, by rendering a short conversation."""
+"""Detect what a chat template does with its variables and tools, by rendering a short conversation."""
 
 import json
 import re
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render
+from ..checkpoint.chat_template import render
 
 QUESTION = {"role": "user", "content": "?"}
 SYSTEM = {"role": "system", "content": "."}
 TEXT = {"type": "string", "description": "a text"}
 PARAMETERS = {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "probe", "description": "a probe", "parameters": PARAMETERS}}
-OTHER = "zqx"  # a value that no template knows
+OTHER = "zqx"  # a value that no template compares with
 
 
 class Switch(NamedTuple):
-    """A variable by which chat templates switch thinking off and on, and the values that do so."""
+    """A chat-template variable for thinking. off, on: its values that switch thinking off and on."""
 
     name: str
     off: Any
@@ -38,7 +38,7 @@ SWITCH_NAMES = {switch.name for switch in SWITCHES}
 
 
 def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any]) -> str | None:
-    """The prompt of a short conversation; None where the template refuses it."""
+    """Return the prompt of a conversation, by default of one short question; None if the template refuses it."""
     try:
         return render(tokenizer, [*(messages or (QUESTION,))], {**options, "add_generation_prompt": True})
     except ValueError:
@@ -46,7 +46,7 @@ def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any])
 
 
 def thinking_switch(tokenizer: Any, options: dict[str, Any]) -> Switch | None:
-    """The first switch that changes the prompt; None where the template has none."""
+    """Return the first switch that changes the prompt; None if the template has none."""
     return next((switch for switch in SWITCHES if _switches(tokenizer, options, switch)), None)
 
 
@@ -62,15 +62,13 @@ def _switches(tokenizer: Any, options: dict[str, Any], switch: Switch) -> bool:
 
 
 def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
-    """Whether the tools of a request are in the prompt."""
-    for messages in ((QUESTION,), (SYSTEM, QUESTION)):
-        if rendered(tokenizer, {**options, "tools": [TOOL]}, *messages) != rendered(tokenizer, options, *messages):
-            return True
-    return False
+    """Return whether the chat template prints the offered tools."""
+    offered, conversations = {**options, "tools": [TOOL]}, ((QUESTION,), (SYSTEM, QUESTION))
+    return any(rendered(tokenizer, offered, *each) != rendered(tokenizer, options, *each) for each in conversations)
 
 
 def unread(tokenizer: Any, names: Any) -> list[str]:
-    """Those of the names that do not occur in the chat template; none where a program renders it."""
+    """Return the names that do not occur in the chat template; none if a program renders the template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template or getattr(tokenizer, "_chat_template", None) is not None:
         return []

@@ -1,4 +1,4 @@
-"""Detect what a chat template takes of tool calls: the form of their ids and of their arguments."""
+"""Detect which form of tool calls, their ids, arguments and results a chat template accepts and prints."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..cache.prompt_prefix import render
+from ..checkpoint.chat_template import render
 
 NAME, CONTENT, RESULT = "probedname", "probedcontent", "probedresult"
 ARGUMENTS = {"probedkey": "probedvalue"}
@@ -20,14 +20,14 @@ OPTIONS = {"add_generation_prompt": False, "tools": [{"type": "function", "funct
 
 
 class Traits(NamedTuple):
-    """The forms that one template takes.
+    """The forms that a chat template accepts.
 
     arguments: "json", an object that is printed as JSON; "members", an object whose members the template reads;
-        "text", a string that is printed as it is.
-    ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, since ids stand for names.
-    content: beside calls; any text, where it is printed, else the empty one with which calls are printed.
-    calls, results: calls, and messages of the role `tool`, are printed.
-    reasoning: the field of a message that has its reasoning.
+        "text", a string that is printed unchanged.
+    ids: "any"; "short", nine letters and digits; "numbered", `functions.NAME:NUMBER`, if ids replace names.
+    content: CONTENT if the template prints content next to calls; otherwise the empty content that calls need.
+    calls, results: whether calls, and messages of role `tool`, are printed.
+    reasoning: the message field from which the template reads reasoning.
     """
 
     arguments: str = "members"
@@ -39,7 +39,7 @@ class Traits(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A conversation with one call and its result, as the template renders it in a form that it takes."""
+    """A form of a call that the template accepts, and its rendering of a conversation with that call."""
 
     id: str
     arguments: Any
@@ -48,7 +48,7 @@ class Probe(NamedTuple):
 
 
 def traits_of(tokenizer: Any) -> Traits:
-    """Render a call in several forms and compare; the default traits where the template prints no call."""
+    """Return the traits of a tokenizer's chat template, found by rendering a call in several forms."""
     return _traits(tokenizer, str(getattr(tokenizer, "chat_template", None)))
 
 
@@ -58,11 +58,11 @@ def _traits(tokenizer: Any, template: str) -> Traits:
 
 
 def _reasoning_field(tokenizer: Any) -> str:
-    """The first field whose text the template prints, in an answer or beside a call, else the usual one."""
+    """Return the first field that the template prints in an answer or next to a call, or `reasoning_content`."""
     call, result = _conversation(SHORT_ID, ARGUMENTS, "")[1:]
     for field in REASONING_FIELDS:
-        for message, *behind in (({"role": "assistant", "content": CONTENT},), (call, result)):
-            messages = [{"role": "user", "content": "."}, {**message, field: REASONING}, *behind]
+        for message, *rest in (({"role": "assistant", "content": CONTENT},), (call, result)):
+            messages = [{"role": "user", "content": "."}, {**message, field: REASONING}, *rest]
             with contextlib.suppress(ValueError):
                 if REASONING in render(tokenizer, messages, OPTIONS):
                     return field
@@ -73,7 +73,7 @@ def _call_traits(tokenizer: Any) -> Traits:
     found = Traits()
     for id, arguments, content, text in probes(tokenizer, ARGUMENTS):
         found = Traits(calls=NAME in text or text.count(id) > 1, results=RESULT in text)
-        as_python = str(arguments) in text and isinstance(arguments, dict)  # so the template takes a string
+        as_python = str(arguments) in text and isinstance(arguments, dict)  # the template needs a string
         if not found.calls or (content or "") not in text or as_python:
             continue
         kind = "text" if isinstance(arguments, str) else "json" if AS_JSON.search(text) else "members"
@@ -84,9 +84,9 @@ def _call_traits(tokenizer: Any) -> Traits:
 
 
 def probes(tokenizer: Any, arguments: dict[str, Any]) -> Iterator[Probe]:
-    """Render a call in each form that the template takes, the form that most templates take first.
+    """Yield a call in each form that the template accepts, the commonest form first.
 
-    Without the result where none of the forms is taken with it.
+    The call's result is rendered too, unless the template accepts no form with it.
     """
     forms = itertools.product((LONG_ID, SHORT_ID), (arguments, json.dumps(arguments)), (CONTENT, "", None))
     conversations = [(form, _conversation(*form)) for form in forms]

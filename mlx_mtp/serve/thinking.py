@@ -1,9 +1,9 @@
-"""Read the request fields that set variables of the chat template; many spellings switch thinking off."""
+"""Convert the request fields for thinking and reasoning effort to variables of the chat template."""
 
 from typing import Any
 
-from ..cache.prompt_prefix import RESERVED_KEYS
-from .fields import Door, Refused, field_of, fields_of, integer, text
+from ..checkpoint.chat_template import RESERVED_KEYS
+from .fields import ModelInfo, Refused, field_of, fields_of, integer, text
 from .template_probes import SWITCH_NAMES, SWITCHES, rendered, thinking_switch, unread
 
 OFF = ("none", "off", "disable", "disabled")  # reasoning efforts that mean no thinking
@@ -12,46 +12,43 @@ KINDS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 LOWEST = "low"
 
 
-def template_of(body: dict[str, Any], door: Door, warnings: list[str]) -> dict[str, Any]:
-    """The variables of the chat template; adds a warning for what the template cannot do."""
+def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
+    """Return a request's chat-template variables, and add a warning for each that has no effect. Raises Refused."""
     allowed = "an object of the template's own variables"
-    given = field_of(body, "chat_template_kwargs", allowed, _are_variables) or {}
-    wanted, effort = _wanted(body, given), _effort(body)
-    found = dict(door.template)
-    if wanted is not None:
-        found |= _switched(door, wanted, warnings)
+    name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
+    given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
+    thinks, effort = _thinks(body, given), _effort(body)
+    found = dict(info.template)
+    if thinks is not None:
+        found |= _switched(info, thinks, warnings)
     if effort and effort not in OFF:
-        found |= _with_effort(door, {**found, **given}, effort, warnings)
-    for name in unread(door.tokenizer, given.keys() - SWITCH_NAMES):
+        found |= _with_effort(info, {**found, **given}, effort, warnings)
+    for name in unread(info.tokenizer, given.keys() - SWITCH_NAMES):
         warnings.append(f"chat_template_kwargs.{name[:80]}: the chat template does not read it")
     return {**found, **given}
 
 
-def _are_variables(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and not (RESERVED_KEYS | {"tools"}) & value.keys())
-
-
-def _switched(door: Door, wanted: bool, warnings: list[str]) -> dict[str, Any]:
-    if switch := thinking_switch(door.tokenizer, door.template):
-        return {switch.name: switch.on if wanted else switch.off}
-    if not wanted:
+def _switched(info: ModelInfo, thinks: bool, warnings: list[str]) -> dict[str, Any]:
+    if switch := thinking_switch(info.tokenizer, info.template):
+        return {switch.name: switch.on if thinks else switch.off}
+    if not thinks:
         warnings.append("thinking cannot be switched off: the chat template has no variable for it")
-        return _with_effort(door, door.template, LOWEST, [])
-    if not door.tokenizer.has_thinking:
+        return _with_effort(info, info.template, LOWEST, [])
+    if not info.tokenizer.has_thinking:
         warnings.append("thinking cannot be switched on: the chat template has no variable for it")
     return {}
 
 
-def _with_effort(door: Door, options: dict[str, Any], effort: str, warnings: list[str]) -> dict[str, Any]:
-    if rendered(door.tokenizer, {**options, "reasoning_effort": effort}) is not None:
+def _with_effort(info: ModelInfo, options: dict[str, Any], effort: str, warnings: list[str]) -> dict[str, Any]:
+    if rendered(info.tokenizer, {**options, "reasoning_effort": effort}) is not None:
         return {"reasoning_effort": effort}
-    if rendered(door.tokenizer, options) is not None:
+    if rendered(info.tokenizer, options) is not None:
         warnings.append(f"reasoning_effort={effort[:80]!r} is ignored: the chat template refuses it")
     return {}
 
 
-def _wanted(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
-    """Whether a request switches thinking on or off, by the first field that says so; None: neither."""
+def _thinks(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
+    """Return whether a request switches thinking on or off, by the first field that does; None if no field does."""
     found = [
         *(_by_variable(name, value) for name, value in given.items()),
         switch_of(body, "enable_thinking"),
@@ -93,7 +90,7 @@ def _by_budget(body: dict[str, Any], name: str) -> bool | None:
 
 
 def switch_of(body: dict[str, Any], name: str) -> bool | None:
-    """Read true or false; None where neither is given."""
+    """Return a field that is true or false, None if it is absent. Raises Refused for other values."""
     return field_of(body, name, "true or false", lambda v: isinstance(v, bool))
 
 

@@ -1,4 +1,4 @@
-"""Rule out tokens of an answer, by logits processors that act on each of its rows."""
+"""Exclude tokens from an answer with logits processors."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -10,17 +10,17 @@ from transformers import convert_slow_tokenizer
 
 from ..decoding.sampling import LogitsProcessor
 
-# How tokenizers write a token that is one byte, and the letters by which others write each byte.
+# How SentencePiece writes a token of one byte, and the letters with which byte-level tokenizers write bytes.
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 BYTES = {letter: byte for byte, letter in convert_slow_tokenizer.bytes_to_unicode().items()}
 
 
 class TokenRules(NamedTuple):
-    """Rules for the tokens of one answer.
+    """Rules that exclude tokens from one answer.
 
-    min_tokens: number of tokens before which neither an end-of-text token nor one of `stop_tokens` is chosen.
-    ignore_eos: no end-of-text token is chosen. stop_tokens: end the answer, without text of their own.
-    bad_words: texts that the answer does not contain. allowed: the only tokens beside those that end it; none: all.
+    min_tokens: the first `min_tokens` tokens are neither end-of-text tokens nor `stop_tokens`.
+    ignore_eos: no token is an end-of-text token. stop_tokens: end the answer, and are not part of its text.
+    bad_words: strings that the answer does not contain. allowed: if given, the only tokens besides those that end it.
     """
 
     min_tokens: int = 0
@@ -30,7 +30,7 @@ class TokenRules(NamedTuple):
     allowed: Sequence[int] = ()
 
     def processors(self, tokenizer: Any, prompt: int) -> list[LogitsProcessor]:
-        """Logits processors of an answer to a prompt with so many tokens; none where nothing is ruled out."""
+        """Return the logits processors of an answer to a prompt of `prompt` tokens."""
         ends, found = tokenizer.eos_token_ids, list[LogitsProcessor]()
         if self.allowed:
             found.append(_only({*self.allowed, *ends, *self.stop_tokens}))
@@ -47,16 +47,16 @@ NO_RULES = TokenRules()
 
 
 def _without(tokens: Collection[int], before: float = float("inf")) -> LogitsProcessor:
-    """Rule out tokens at positions below `before`."""
+    """Return a logits processor that excludes tokens at positions below `before`."""
     ids = mx.array(sorted(tokens), mx.int32)
-    return lambda text, logits: masked(logits, ids) if ids.size and text.shape[0] < before else logits
+    return lambda tokens, logits: masked(logits, ids) if ids.size and tokens.shape[0] < before else logits
 
 
 def _only(tokens: Collection[int]) -> LogitsProcessor:
-    """Rule out all other tokens."""
+    """Return a logits processor that excludes all other tokens."""
     ids = mx.array(sorted(tokens), mx.int32)[None]
 
-    def process(text: mx.array, logits: mx.array) -> mx.array:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
         kept = mx.take_along_axis(logits, ids, axis=-1)
         return mx.put_along_axis(mx.full(logits.shape, _least(logits), logits.dtype), ids, kept, axis=-1)
 
@@ -64,7 +64,7 @@ def _only(tokens: Collection[int]) -> LogitsProcessor:
 
 
 def masked(logits: mx.array, ids: mx.array) -> mx.array:
-    """Give tokens the least logit that there is; it is finite, so that a row without any other has probabilities."""
+    """Set logits to the minimum of their dtype: finite, so that a row of nothing else still has probabilities."""
     return mx.put_along_axis(logits, ids[None], mx.array(_least(logits), logits.dtype), axis=-1)
 
 
@@ -73,7 +73,7 @@ def _least(logits: mx.array) -> float:
 
 
 class BadWords:
-    """A logits processor that rules out each token with which an answer would contain one of the words."""
+    """A logits processor that excludes every token that would complete one of the words in an answer."""
 
     def __init__(self, tokenizer: Any, words: Sequence[str], prompt: int):
         self._vocabulary, self._prompt = vocabulary(tokenizer), prompt
@@ -90,22 +90,22 @@ class BadWords:
         tail = b"".join(texts[token] for token in answer if token < len(texts))
         ids = set(self._always)
         for word in self._words:
-            for begun in range(1, len(word)):
-                if tail.endswith(word[:begun]):
-                    ids |= self._starting(word[begun:])
+            for length in range(1, len(word)):
+                if tail.endswith(word[:length]):
+                    ids |= self._starting(word[length:])
         ids = {i for i in ids if i < logits.shape[-1]}
         return masked(logits, mx.array(sorted(ids), mx.int32)) if ids else logits
 
     def _starting(self, text: bytes) -> set[int]:
-        """The tokens that start with a text."""
+        """Return the tokens that start with `text`."""
         if text not in self._completing:
-            every, first = self._vocabulary
-            self._completing[text] = {i for i in first.get(text[0], ()) if every[i].startswith(text)}
+            texts, first = self._vocabulary
+            self._completing[text] = {i for i in first.get(text[0], ()) if texts[i].startswith(text)}
         return self._completing[text]
 
 
 class Vocabulary(NamedTuple):
-    """The bytes of each token, and the tokens by their first byte."""
+    """The bytes of each token, and the ids of the tokens by first byte."""
 
     texts: list[bytes]
     first: dict[int, list[int]]
@@ -113,7 +113,7 @@ class Vocabulary(NamedTuple):
 
 @lru_cache(maxsize=2)
 def vocabulary(tokenizer: Any) -> Vocabulary:
-    """The bytes that each token of a tokenizer stands for, wherever it stands in a text."""
+    """Return the bytes of each token of a tokenizer, as they are in the middle of a text."""
     pieces: list[str] = [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     added = {*getattr(tokenizer, "added_tokens_decoder", {})}
     write = _byte_letters if any(piece.startswith("\u0120") for piece in pieces) else _sentence_piece

@@ -1,1 +1,1 @@
-"""Learn what pays on this machine: how much to draft, which kernels to use, whether to replay graphs."""
+"""Measure on this machine which draft length, kernels and replay of graphs are fastest."""

@@ -1,28 +1,27 @@
-"""Choose how many drafts each cycle verifies: as many, or none, as promise the most tokens per second.
+"""Choose the number of drafts of each cycle that maximises the estimated tokens per second.
 
-Costs are measured (`Costs`) and right drafts are counted; what was measured seldom or long ago is thought better than
-it was. A budget bounds what drafting may lose against plain decoding: it grows a little with every step and by what
-drafts win, up to four times what may be lost at once, and goes on from text to text. Costs are in plain steps: the
-time of one cycle without drafts is one.
+The unit of cost is the plain step: the time of one cycle without drafts. Costs are measured (`Costs`) and accepted
+drafts are counted; the rate of a plan with few or old measurements gets a bonus. A budget bounds what drafting may
+lose against plain decoding. It grows with every step and with what drafts gain, and carries over between sequences.
 """
 
 import copy
 import math
 from itertools import chain, islice, repeat, zip_longest
 
-from .costs import GUESSED, KEPT, LOST, Costs
+from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
-SHARE = 0.013  # of a plain step, what each step adds to the budget
-GUESS = 0.6  # the share of right drafts while none were seen
-CURIOUS, DOUBT = 0.25, 0.7  # of its rate, by which a plan, and the plain step, is thought better while not measured
+EARNED = 0.013  # plain steps that each plain step adds to the budget
+PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
+DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added without measurements
 
 
 class Controller:
-    """The choice of each cycle's plan; `plan` may be asked before the cycle before it was observed.
+    """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
-    max_drafts, max_lookup: the most drafts of `source` and of the text, 0 for none. p_min: whether reading the
-    confidence of `source` may be tried. known: what earlier texts taught, which goes on to learn from this one.
+    max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. p_min: whether to try plans
+    that read the drafter's confidence. known: costs measured in earlier sequences; they are copied.
     """
 
     def __init__(
@@ -38,39 +37,40 @@ class Controller:
         self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
         self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
-        self.paused = ""  # why the last cycle that was planned does not draft; empty where it does, or measures
-        self._began = False  # the first cycle is over, which is slow whatever it does
-        self._risk = 0.0  # of the last cycle that was planned, which may not yet be observed
+        self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
+        self._began = False  # whether the first cycle has finished, which is always slow
+        self._risk = 0.0  # of the last planned cycle, which may not be observed yet
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
-        """Choose the next cycle's plan.
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
+        """Return the next cycle's plan.
 
-        matched: last tokens that have occurred before in the same order. behind: rows that idle heads have to read.
+        matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
+        drafter must read before it drafts.
         """
         costs, spare = self.costs, self.costs.budget - self._risk
         best = plain = Choice(PLAIN, 1.0, 1.0)
-        if not costs.unsure and (choices := self._choices(matched, behind)):
+        if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
             hope = max(choices, key=lambda c: c.rate)
             kind = hope.plan.kind(matched)
-            if hope.rate < 1 and hope.risk <= spare and costs.again.get(kind, 0.0) <= costs.elapsed:
+            if hope.rate < 1 and hope.risk <= spare and costs.retry_at.get(kind, 0.0) <= costs.elapsed:
                 best = hope
-                costs.again[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / SHARE
-            lost = f"lost {LOST - costs.budget:.1f} plain steps" if hope.risk > spare else ""
+                costs.retry_at[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / EARNED
+            lost = f"lost {ALLOWANCE - costs.budget:.1f} plain steps" if hope.risk > spare else ""
             self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else lost
-        costs.unsure = max(0, costs.unsure - 1)
+        costs.plain_first = max(0, costs.plain_first - 1)
         self._risk = best.risk
         return best.plan
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a cycle."""
+        """Update costs, acceptance counts and the budget from a finished cycle."""
         costs, plan = self.costs, cycle.plan
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
-        seconds = cycle.seconds if self._began or cycle.caught_up or costs.pace is None else None
+        seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
-        steps = costs.observe(did, seconds, cycle.caught_up, learn=not plan.p_min)
-        won = cycle.accepted + 1 - steps if plan.k else costs.not_lost(seconds)
-        costs.budget = min(costs.budget + SHARE * steps + won, 4 * LOST)
+        steps = costs.observe(did, seconds, cycle.prefilled, update=not plan.p_min)
+        won = cycle.accepted + 1 - steps if plan.k else costs.refund(seconds)
+        costs.budget = min(costs.budget + EARNED * steps + won, 4 * ALLOWANCE)
         costs.elapsed += steps
         if plan.p_min:
             costs.weights[plan] = costs.weights.get(plan, 0.0) + 1
@@ -81,35 +81,35 @@ class Controller:
             self._count(plan.kind(cycle.matched), *depths)
 
     def _score(self, choice: Choice) -> float:
-        much = CURIOUS if choice.plan.k and not choice.plan.p_min else DOUBT
-        return choice.rate * (1 + much / math.sqrt(GUESSED + self.costs.weights.get(choice.plan, 0.0)))
+        bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
+        return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
-    def _choices(self, matched: int, behind: int) -> list[Choice]:
-        """List all that may be drafted now."""
-        costs, rows = self.costs, self.costs.reading(behind)
+    def _choices(self, matched: int, pending: int) -> list[Choice]:
+        """Return all plans with drafts that are allowed now."""
+        costs, rows = self.costs, self.costs.resume_steps(pending)
         choices = self._expect(self.source, self.heads, rows)
-        if self.confident:  # how far it goes differs from text to text: nothing tells its rate but itself
+        if self.confident:  # its rate is measured as a whole, because its length depends on the sequence
             like = max(choices, key=lambda c: c.rate)
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
-            rate = (GUESSED * like.tokens + gave) / (GUESSED * like.steps + took)
+            rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
             choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
-        most = max(1, 2 * max(p.k for p in costs.levels))  # no leap into the unknown
-        choices = [c for c in choices if c.plan.k <= most or (c.plan.p_min and most > 2)]
+        longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
+        choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
         if matched >= SHORTEST and self.lookups:
             copied = self._expect(self.lookups[0].kind(matched), self.lookups)
-            choices += [c for c in copied if c.plan.k <= max(3, most + 1)]  # 3, 7, 15: twice the rows
+            choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
         return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
-        """Expect what plans give and take; a depth that was hardly seen is thought to be like the one before it."""
-        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, GUESS
+        """Estimate tokens and plain steps of plans; a depth without counts is accepted as often as the one before."""
+        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, PRIOR_ACCEPTANCE
         for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
-            p = (GUESSED * p + right) / (GUESSED + seen)
+            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
             reached *= p
             tokens.append(tokens[-1] + reached)
         return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
 
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
-        """Count a cycle's drafts, those that were reached; older ones count less and less."""
+        """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay."""
         both = zip_longest(self.costs.counts.get(kind, []), pairs, fillvalue=(0.0, 0.0))
-        self.costs.counts[kind] = [[KEPT * a + right, KEPT * b + seen] for (a, b), (right, seen) in both]
+        self.costs.counts[kind] = [[DECAY * a + right, DECAY * b + seen] for (a, b), (right, seen) in both]

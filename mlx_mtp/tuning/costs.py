@@ -1,94 +1,98 @@
-"""Learn what cycles cost in plain steps, from their seconds, and hold what one text teaches the next.
+"""Estimate the costs of cycles in plain steps from their measured seconds, across sequences.
 
-The logarithm of a cycle's seconds is the machine's pace, which is a plain step's, plus the level of what it did.
-Both follow what is measured: a level is a mean whose older cycles fade, the pace takes a share of each surprise. A
-draft costs what one does in the nearest cycle that was measured. Idle heads pay for waking, and for each row.
+The logarithm of a cycle's seconds is the machine's pace (that of a plain step) plus the level of its plan. A level is
+a decaying mean; the pace takes a share of each deviation. The cost per draft of a plan without measurements is that
+of the nearest measured plan. Resuming a paused drafter costs a constant and an amount per row.
 """
 
 import math
 
 from .plan import PLAIN, Plan
 
-LOST = 3.0  # plain steps that drafting may lose at once
-SLOPE, ROW = 0.25, 0.01  # plain steps of a draft, and of a row that idle heads read, until one is measured
-FEW = 10  # rows that cost as much as waking until it is measured; readings of more tell most of a row
-KEPT = 0.98  # of the weight of what was measured or counted, what each cycle leaves
-PACE = 0.15  # of a surprise, the share that is the machine's
-GUESSED = 0.5  # as how many cycles, or drafts, a guess of their cost, or of how many are right, counts
-FAR = 1.0  # of a logarithm, from which on a cycle was too slow by accident: a pause, a kernel that is compiled
+ALLOWANCE = 3.0  # the budget at the start: plain steps that drafting may lose
+DRAFT_STEPS, ROW_STEPS = 0.25, 0.01  # plain steps of a draft, and of a row of a resuming drafter, before measurements
+RESUME_ROWS = 10  # rows whose cost is the initial cost of resuming
+DECAY = 0.98  # factor of all weights and counts per cycle
+PACE_SHARE = 0.15  # share of a deviation that is attributed to the pace
+PRIOR_WEIGHT = 0.5  # cycles, or drafts, that an estimate without measurements counts as
+OUTLIER = 1.0  # deviation of a logarithm above which a cycle was disturbed, as by a compilation
 
 
 class Costs:
-    """Costs of plans, right drafts, and what drafting may still lose: all that goes on from text to text."""
+    """Measured costs of plans, counts of accepted drafts, and the budget of drafting, across sequences."""
 
     def __init__(self):
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
-        self.weights = {PLAIN: 0.0}  # cycles that each rests on
-        self.pace: float | None = None  # logarithm of seconds; None: nothing was measured here
-        self.plain_pace = 0.0  # as the last plain step left it
-        self.late = 0.0  # plain steps more than expected that cycles with drafts took since that step
-        self.unsure = 3  # plain steps that come first: beside them all is judged
-        self.wake, self.row = FEW * ROW, ROW  # plain steps of idle heads' waking, and per row that they then read
-        self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: right ones, and all
-        self.budget = LOST  # plain steps that drafting may lose
+        self.weights = {PLAIN: 0.0}  # decayed number of measured cycles per plan
+        self.pace: float | None = None  # logarithm of seconds; None before the first measurement
+        self.pace_at_plain = 0.0  # the pace after the last plain step
+        self.excess = 0.0  # plain steps above the estimates that drafting took since the last plain step
+        self.plain_first = 3  # plain steps before the first drafts, as the reference of all costs
+        self.resume, self.row = RESUME_ROWS * ROW_STEPS, ROW_STEPS  # plain steps of resuming the drafter, and per row
+        self.counts: dict[str, list[list[float]]] = {}  # per kind of drafts and depth: [accepted, verified]
+        self.budget = ALLOWANCE  # plain steps that drafting may lose
         self.elapsed = 0.0  # plain steps
-        self.again: dict[str, float] = {}  # per kind of drafts that do not seem to pay, when they are tried again
-        self._odd: set[Plan] = set()  # whose last cycle was far from what was expected
+        self.retry_at: dict[str, float] = {}  # per kind of drafts that does not pay: `elapsed` of its next trial
+        self._outliers: set[Plan] = set()  # plans whose last cycle was an outlier
 
-    def reading(self, rows: int) -> float:
-        """Estimate the plain steps in which idle heads wake up and read what they have missed."""
-        return self.wake + self.row * rows if rows else 0.0
+    def resume_steps(self, rows: int) -> float:
+        """Estimate the plain steps in which a paused drafter reads its pending rows; 0 without any."""
+        return self.resume + self.row * rows if rows else 0.0
 
     def steps(self, plan: Plan) -> float:
-        """Estimate what a cycle costs in plain steps; drafts are never free."""
+        """Estimate the cost of a plan's cycle in plain steps; more than 1 with drafts."""
         if not plan.k:
             return 1.0
         near = min(self.levels, key=lambda p: (not p.k, p.source != plan.source, abs(p.k - plan.k)))
-        slope = math.expm1(self.levels[near] - self.levels[PLAIN]) / near.k if near.k else SLOPE
-        return 1 + max(slope * plan.k, ROW)
+        slope = math.expm1(self.levels[near] - self.levels[PLAIN]) / near.k if near.k else DRAFT_STEPS
+        return 1 + max(slope * plan.k, ROW_STEPS)
 
-    def observe(self, plan: Plan, seconds: float | None, caught_up: int = 0, *, learn: bool = True) -> float:
-        """Learn from one cycle, in which idle heads read `caught_up` rows; return its plain steps, no accidents."""
-        expected = self.steps(plan) + self.reading(caught_up)
+    def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, update: bool = True) -> float:
+        """Add a measured cycle; return its plain steps, capped for outliers.
+
+        prefilled: hidden rows that the drafter read first. update: whether the cycle changes the estimates.
+        """
+        expected = self.steps(plan) + self.resume_steps(prefilled)
         if seconds is None:
             return expected
-        took = math.log(seconds / expected) - self.levels[PLAIN]
+        pace = math.log(seconds / expected) - self.levels[PLAIN]
         if self.pace is None:
-            self.pace = self.plain_pace = took
-        surprise = took - self.pace
-        odd = {plan} if abs(surprise) > FAR else set()
-        if learn and (not odd or plan in self._odd):
-            self._learn(plan, surprise, caught_up)
-        self._odd = self._odd - {plan} | odd
-        steps = expected * math.exp(min(surprise, FAR))
-        self.late += steps - expected if plan.k else 0.0
+            self.pace = self.pace_at_plain = pace
+        surprise = pace - self.pace
+        outlier = {plan} if abs(surprise) > OUTLIER else set()
+        if update and (not outlier or plan in self._outliers):
+            self._update(plan, surprise, prefilled)
+        self._outliers = self._outliers - {plan} | outlier
+        steps = expected * math.exp(min(surprise, OUTLIER))
+        self.excess += steps - expected if plan.k else 0.0
         return steps
 
-    def not_lost(self, seconds: float | None) -> float:
-        """Return what drafting since the last plain step seemed to lose, if this one tells of a slower machine.
+    def refund(self, seconds: float | None) -> float:
+        """Return the plain steps charged to drafts since the last plain step if the machine was slow meanwhile.
 
-        In plain steps, and only what is more than may be lost at once: a plain step, too, may be slow by accident.
+        A slow plain step shows this. One step may be disturbed, so only the part above ALLOWANCE is returned.
         """
         if seconds is None or self.pace is None:
             return 0.0
-        slower = math.log(seconds) - self.levels[PLAIN] > self.plain_pace
-        late, self.late, self.plain_pace = self.late, 0.0, self.pace
-        return max(late - LOST, 0.0) if slower else 0.0
+        slower = math.log(seconds) - self.levels[PLAIN] > self.pace_at_plain
+        excess, self.excess, self.pace_at_plain = self.excess, 0.0, self.pace
+        return max(excess - ALLOWANCE, 0.0) if slower else 0.0
 
-    def _learn(self, plan: Plan, surprise: float, caught_up: int) -> None:
-        """Lay a surprise on pace and plan; where heads woke up for a plan that is known, on their reading alone."""
+    def _update(self, plan: Plan, surprise: float, prefilled: int) -> None:
+        """Attribute a deviation to pace and plan, or to the resuming drafter alone if the plan is measured."""
         assert self.pace is not None
-        if surprise < -FAR:  # the pace was a pause's
+        if surprise < -OUTLIER:  # the pace was measured during a disturbance
             self.pace += surprise
             return
-        surprise, steps, reading = min(surprise, FAR), self.steps(plan), self.reading(caught_up)
-        share = 1.0 if caught_up and self.weights.get(plan, 0.0) >= 1 else reading / (steps + reading)
-        if caught_up:
-            missed, rows = share * (steps + reading) * math.expm1(surprise), caught_up / FEW
+        surprise, steps, resuming = min(surprise, OUTLIER), self.steps(plan), self.resume_steps(prefilled)
+        share = 1.0 if prefilled and self.weights.get(plan, 0.0) >= 1 else resuming / (steps + resuming)
+        if prefilled:
+            missed, rows = share * (steps + resuming) * math.expm1(surprise), prefilled / RESUME_ROWS
             gain = 0.5 * missed / (1 + rows**2)
-            self.wake, self.row = max(self.wake + gain, 0.0), max(self.row + gain * rows / FEW, ROW / 10)
-        self.weights = {p: KEPT * weight for p, weight in {plan: GUESSED / KEPT, **self.weights}.items()}
+            self.resume = max(self.resume + gain, 0.0)
+            self.row = max(self.row + gain * rows / RESUME_ROWS, ROW_STEPS / 10)
+        self.weights = {p: DECAY * weight for p, weight in {plan: PRIOR_WEIGHT / DECAY, **self.weights}.items()}
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1 - share
         self.levels[plan] = math.log(steps) + self.levels[PLAIN] + (1 - share) * gain * surprise
-        self.pace += (1 - share) * (1 - gain) * PACE * surprise
+        self.pace += (1 - share) * (1 - gain) * PACE_SHARE * surprise

@@ -1,4 +1,4 @@
-"""Swap modules of a loaded model for ones that have a site, where a kernel may run once it is switched on."""
+"""Add sites to a loaded model: places where a kernel may run instead of a module once it is switched on."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from ..layers.products import GLU, Dense, Stack, VerifyEmbedding, VerifyLinear, 
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
 from ..layers.sparse_mla import ChosenAttention, SparseMLA
 
-# Linears that, where a module has several of them, read the same x.
+# Names of linears of a module that read the same x; one kernel can compute them together.
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj", "g_proj"),
     ("gate_proj", "up_proj"),
@@ -34,12 +34,12 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches: the default group, else one that fits the head
+KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches; the first group size that divides the head sizes is used
 T = TypeVar("T")
 
 
 def place(model: Port) -> list[Site]:
-    """Swap the model's modules for ones that kernels can serve; all are off, so that results stay what they were."""
+    """Add sites to the model's modules and return them; all kernels are off at first."""
     modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
@@ -62,17 +62,12 @@ def place(model: Port) -> list[Site]:
     return sites
 
 
-def placed(model: Any) -> list[Site]:
-    """List the sites that `place` has put on a model."""
-    return list(model.runtime.sites)
-
-
 def _format(linear: Any) -> tuple:
     return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
 
 
 def _stack(linears: Sequence[Any]) -> list[Site]:
-    """Make one site of linears that read the same x; none where no kernel knows their format."""
+    """Add one site to linears that read the same x, if a kernel supports their format; return it in a list."""
     if not known_format(linears[0]):
         return []
     stack = Stack(linears)
@@ -83,7 +78,7 @@ def _stack(linears: Sequence[Any]) -> list[Site]:
 
 
 def _single(model: Port, module: Any) -> list[Site]:
-    """Make the site of a module that needs no other one, if it is of a kind that has a site."""
+    """Add the site of a module whose kernel serves this module alone, if any; return it in a list."""
     kind, tie = type(module), tied(model, module)
     if kind is nn.QuantizedLinear:
         return _stack([module])
@@ -98,20 +93,20 @@ def _single(model: Port, module: Any) -> list[Site]:
 
 
 def tied(model: Any, module: Any) -> bool:
-    """Tell whether the module is an embedding that is the LM head, too, and no kernel's yet."""
+    """Return whether a module is an embedding that is also the LM head, and has no site yet."""
     embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
     return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
 
 
 def _is_stacked(mlp: Any) -> bool:
-    """Tell whether gate and up are one stack of their own, without biases."""
+    """Return whether an MLP's gate and up projections share one site, without biases."""
     both = [mlp.gate_proj, mlp.up_proj]
     stack = getattr(mlp.gate_proj, "site", None)
     return isinstance(stack, Stack) and stack.modules == both and not any("bias" in linear for linear in both)
 
 
 def _swap(module: Any, name: str, site: T, mixin: type) -> T:
-    """Give a module its site under a name, and a class that asks it: its own behind a mixin."""
+    """Set a module's site under a name, and prepend to its class a mixin that calls the site; return the site."""
     setattr(module, name, site)
     module.__class__ = _mixed(mixin, type(module))
     return site
@@ -119,21 +114,19 @@ def _swap(module: Any, name: str, site: T, mixin: type) -> T:
 
 @cache
 def _mixed(mixin: type, kind: type) -> type:
-    """Make one class for all modules of a kind."""
+    """Return the class that combines a mixin with a module's class."""
     return type(kind.__name__, (mixin, kind), {})
 
 
 def _attentions(model: Any) -> Iterator[Site]:
-    """Make the sites of the attentions in layers and MTP heads, each with caches of its window."""
+    """Add the sites of attentions in layers and MTP heads; their trials use caches of the layer's window."""
     pairs = zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
     kinds = {*model.ATTENTION, *(head.attention for head in model.mtp if isinstance(head, EagleHead))}
     rings: dict[Any, Ring] = {window: Ring(window) for _, window, _ in windowed if isinstance(window, int)}
     for layer, window, unquantized in windowed:
-        if isinstance(window, type):  # no attention
-            continue
-        for _, module in layer.named_modules():
+        for _, module in () if isinstance(window, type) else layer.named_modules():  # a class: no attention
             if type(module) in kinds:
                 yield from _attention(module, rings.get(window), () if unquantized else KV_BITS)
             elif isinstance(module, AbsorbedMLA):
@@ -155,28 +148,24 @@ def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterat
 
 
 def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
-    """Make the sites of a latent attention, whose rows look at so many that each chooses, None: at all."""
+    """Add the sites of a latent attention. chosen: positions that each row of a sparse one attends to."""
     module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
-    rope = Rope.of(module.rope)
     yield module.latent
-    if rope:
+    if rope := Rope.of(module.rope):
         width = module.qk_rope_head_dim
         module.placing = NormRope(module, Form(module.num_heads, 1, width, width, None, None), rope)
         yield module.placing
 
 
 def _per_head(attention: Any) -> Iterator[Site]:
-    """Make the sites of products per head: the queries' has the heads first, the values' the rows first."""
+    """Add the sites of per-head products: queries have the head axis first, values the row axis."""
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
         if type(module) is QuantizedMultiLinear and known_format(module):
             yield _swap(module, "site", PerHead(module, heads_first=heads_first), VerifyMultiLinear)
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """Make the sites of sums in each layer and MTP head's block, and between layers.
-
-    One is before the final norm, too, where the whole stream goes there.
-    """
+    """Add the sites of residual sums with the norms after them, in layers, MTP heads and before the final norm."""
     layers = model.layers
     last = model.model.norm if isinstance(model.spec.capture, str) else None
     following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []

@@ -1,4 +1,4 @@
-"""Switch on the kernels that a loaded model runs with, and report which they are."""
+"""Switch on the kernels of a loaded model, and list them for the report."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,25 +23,15 @@ from ..layers.products import Matrices, Stack
 from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
-from .ab_test import LAYERS, Op, compile_kernel
+from .ab_test import LAYERS, KernelTrial, compile_kernel
 from .kernel_sites import place, tied
-from .kernel_trials import (
-    ASKED,
-    DRAWS_OF_FOLLOWING,
-    NOT_TRIED,
-    RIGHT,
-    Found,
-    KernelTrial,
-    Key,
-    RememberedVerdicts,
-    decide,
-    is_stale,
-)
+from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
+from .verdict_file import Found, Key, RememberedVerdicts
 
-FIRST_ROWS = 4  # at most, of cycles that a load decides on: of up to three drafts
-WARM_ROWS = 6  # at most, of kernels that a load compiles where they are remembered: with three drafts heads read six
-MORE_SECONDS = 1.0  # of a load that finds all that remembered, for what is left
+FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up to three drafts
+WARM_ROWS = 6  # maximum rows of stored kernels that a load compiles; heads read six with three drafts
+MORE_SECONDS = 1.0  # for further trials of a load whose first ones are stored
 FORMATS = "products in a format without a kernel"
 Lines = tuple[str, ...]
 
@@ -49,13 +39,13 @@ Lines = tuple[str, ...]
 def switch_on(
     model: Any, lane: str | None, *, lazy: bool = False, kv_bits: Collection[int] = ()
 ) -> tuple[Lines, Lines]:
-    """Switch on the model's kernels: the report's lines, and the ops whose bits may depend on the number of rows.
+    """Switch on the model's kernels; return the report's lines, and the ops whose bits may depend on the row count.
 
-    lane: None decides by trial, "exact" and "fast" take what is right, "fast" also products by matrices where a trial
-    finds them faster, "off" takes none. Without a Metal GPU, or for a model that verifies nothing, all stays as it
-    is; by trial also with `lazy` weights, which a trial would read. kv_bits: of quantized caches that will be used.
-    By trial, what the first cycles use is decided here; the rest waits in the model's `runtime.trials`, and in any
-    lane the rows of several texts (`switch_on_for_texts`).
+    lane: None decides by trial; "exact" and "fast" use every kernel that is right, "fast" also matrix-unit products
+    that a trial finds faster; "off" uses none. lazy: whether weights are lazy; None then uses no kernel, because a
+    trial would read them. kv_bits: bits of the quantized caches that will be used.
+    By trial, only kernels of the first cycles are decided here. `runtime.trials` tries the others later, and those
+    for the rows of a batch once `switch_on_for_batches` is called.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -66,7 +56,7 @@ def switch_on(
         recurrent = any(isinstance(module, GatedDelta) for module in model.modules())  # type: ignore[attr-defined]
         others = [line for line in others_not_exact(model) if line != FORMATS]
         return (f"none: {why}",), ("all products", *(["the gated delta rule"] if recurrent else []), *others)
-    summed = parts_alone(model.modules())  # so that kernels are placed as on one machine
+    summed = parts_alone(model.modules())  # sites expect the modules of a single machine
     found = ModelTrials(model, place(model), kv_bits, lane)
     for module in summed:
         sum_over(module, module.ranks_group)
@@ -74,36 +64,35 @@ def switch_on(
     if lane is not None:
         found.decide(found.trials)
     elif not model.ranks or model.ranks.rank == 0:
-        found.begin()
+        found.try_first()
     found.agree()
     if lane == "fast":
-        # Where matrices are faster than the exact kernels, which have to be on by then.
-        found.switched()
+        # They are compared with the exact kernels, which must be on.
+        found.apply()
         found.matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
         found.matrices.decide(found.matrices.trials)
         found.matrices.agree()
-    return found.switched()
+    return found.apply()
 
 
-def switch_on_for_texts(model: Any) -> None:
-    """Try the kernels that are not tried yet for the rows of several texts; what is on changes, and the report."""
+def switch_on_for_batches(model: Any) -> None:
+    """Decide on kernels for the row counts of batches, once per model; switches them and updates the report."""
     found = model.runtime.trials
-    if found and not model.ranks and found.go_together():
+    if found and not model.ranks and found.try_batch_rows():
         put_on(model, found)
 
 
 def put_on(model: Any, found: "ModelTrials") -> None:
-    """Let the sites of a model serve what its trials have found since, and its report say so."""
-    kernels, not_exact = found.switched()
+    """Apply the verdicts of a model's trials to its sites and its report."""
+    kernels, not_exact = found.apply()
     if model.report and kernels != model.report.kernels:
         model.runtime.note(kernels=kernels, not_exact=not_exact)
 
 
 class ModelTrials:
-    """The trials of a loaded model: at the load those of the first cycles, later, while nobody waits, the others.
+    """All kernel trials of a loaded model and their verdicts, which only `apply` puts into use.
 
-    verdicts: of all so far. Kernels change in `switched` only, so that an answer has the same ones throughout.
-    lane: as `switch_on` has it. matrices: the trials of products by matrices, where the lane has them.
+    lane: as in `switch_on`. matrices: the trials of matrix-unit products, in the lane "fast".
     """
 
     def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
@@ -114,36 +103,30 @@ class ModelTrials:
         self.trials = trials(sites, self.dtype)
         self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
         self.verdicts = {trial.key: off(f"{NOT_TRIED}, as nothing uses it") for trial in self.trials}
-        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in self.asked()}
+        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in self.needed()}
 
     @classmethod
     def of_sites(cls, model: Port, sites: Sequence[Site]) -> "ModelTrials":
-        """Make the trials of sites that were switched on without any, as those that found it right."""
+        """Return the trials of sites that were switched on without any, with verdicts that match the sites."""
         found = cls(model, sites)
         found.trials += trials(sites, found.dtype, "together")
-        none: frozenset[int] = frozenset()
-        rows: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = {}
-        for site in sites:
-            key = site.op, _typed(site.shape, found.dtype)
-            on, split = rows.get(key, (none, none))
-            rows[key] = on | site.rows, split | site.split
+        on = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.rows}
+        split = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.split}
         for trial in found.trials:
-            on, split = (trial.rows in of for of in rows[(trial.base or trial.key)[:2]])
-            found.verdicts[trial.key] = KernelVerdict(on, on, reason=ASKED, split=split)
+            key = trial.base or trial.key
+            found.verdicts[trial.key] = KernelVerdict(key in on, key in on, reason=ASKED, split=key in split)
         return found
 
     @property
     def all_trials(self) -> list[KernelTrial]:
-        """The trials, and those of products by matrices."""
         return [*self.trials, *(self.matrices.trials if self.matrices else ())]
 
     @property
     def all_verdicts(self) -> dict[Key, KernelVerdict]:
-        """The verdicts of `all_trials`."""
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
 
     def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
-        """Note, for later loads too if asked for, that a kernel failed; it is off from the next `switched` on."""
+        """Mark a kernel as failed; `apply` then switches it off. remembered: also for later loads."""
         if self.matrices and key in self.matrices.verdicts:
             return self.matrices.reject(key, reason, remembered=remembered)
         contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
@@ -151,25 +134,25 @@ class ModelTrials:
         if remembered:
             self.remembered.add({key: Found(reason, None, split=split)})
 
-    def begin(self) -> None:
-        """Decide on what the first cycles use; where all of that is remembered, let it be compiled, and go on."""
-        known, first = self.remembered.recall(), [trial for trial in self.asked() if trial.rows <= FIRST_ROWS]
+    def try_first(self) -> None:
+        """Decide on the kernels of the first cycles; if all are stored, try others for MORE_SECONDS; compile them."""
+        known, first = self.remembered.recall(), [trial for trial in self.needed() if trial.rows <= FIRST_ROWS]
         self.decide(first)
-        if known and not self.waiting(first):
+        if known and not self.has_untried(first):
             end = time.monotonic() + MORE_SECONDS
-            self.go_on(lambda: time.monotonic() > end)
-        for trial in self.asked():
+            self.try_rest(lambda: time.monotonic() > end)
+        for trial in self.needed():
             timed = known.get(trial.key, RIGHT) != RIGHT and trial.rows <= WARM_ROWS
             if timed and (verdict := self.verdicts[trial.key]).on:
                 compile_kernel(trial.chosen(verdict.split))
 
-    def go_on(self, stop: Callable[[], bool]) -> None:
-        """Try what is left, until `stop` says that somebody waits."""
-        if self.waiting(asked := self.asked()):
-            self.decide(asked, stop=stop)
+    def try_rest(self, stop: Callable[[], bool]) -> None:
+        """Run the remaining trials of needed kernels until `stop` returns True."""
+        if self.has_untried(needed := self.needed()):
+            self.decide(needed, stop=stop)
 
-    def go_together(self) -> bool:
-        """Try what several texts in one pass ask for; tell whether any of that is new."""
+    def try_batch_rows(self) -> bool:
+        """Decide on kernels for the row counts of batches; return False if that was done before."""
         more = [t for t in trials(self.sites, self.dtype, "together") if t.key not in self.verdicts]
         if not more:
             return False
@@ -177,60 +160,62 @@ class ModelTrials:
         self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in more}
         self.decide(more)
         if self.matrices:
-            self.switched()
-            self.matrices.go_together()
+            self.apply()
+            self.matrices.try_batch_rows()
         return True
 
-    def asked(self) -> list[KernelTrial]:
-        """List the trials of all kernels that anything asks for."""
+    def needed(self) -> list[KernelTrial]:
+        """Return the trials of all kernels that something in use needs."""
         ops = {site.op for site in self.sites if site.asked}
         return [trial for trial in self.trials if trial.op in ops]
 
-    def waiting(self, trials: Iterable[KernelTrial]) -> bool:
-        """Tell whether any of these has not been made."""
+    def has_untried(self, trials: Iterable[KernelTrial]) -> bool:
+        """Return whether any of these trials has not been made."""
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
-    def switched(self) -> tuple[Lines, Lines]:
-        """Let the sites serve what the verdicts allow; returns what `switch_on` does."""
+    def apply(self) -> tuple[Lines, Lines]:
+        """Switch the sites by the verdicts; return the same as `switch_on`."""
         switch(self.sites, self.verdicts, self.dtype)
         lines, sites = in_words(self.verdicts), [*self.sites]
         if self.matrices:
-            lines += self.matrices.switched()[0]
+            lines += self.matrices.apply()[0]
             sites += self.matrices.sites
         return lines, (*rows_not_exact(sites), *others_not_exact(self.model))
 
     def agree(self) -> None:
-        """Take rank 0's verdicts, where the model is split over ranks: rows have to have the same bits on all.
+        """If the model is split over ranks, use rank 0's verdicts on all, because rows need the same bits.
 
-        A kernel that another rank has seen to be wrong is off on all of them.
+        A kernel that is wrong on any rank is off on all.
         """
         if not self.model.ranks:
             return
-        first, *others = self.model.ranks.all_told([(key, vars(verdict)) for key, verdict in self.verdicts.items()])
-        told = {tuple(key): KernelVerdict(**facts) for key, facts in first}
+        first, *others = self.model.ranks.gather_values(
+            [(key, vars(verdict)) for key, verdict in self.verdicts.items()]
+        )
+        agreed = {tuple(key): KernelVerdict(**facts) for key, facts in first}
         tried = (item for verdicts in others for item in verdicts if not item[1]["reason"].startswith(NOT_TRIED))
-        told |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}
-        self.verdicts = cast(dict[Key, KernelVerdict], told)
+        agreed |= {tuple(key): KernelVerdict(**facts) for key, facts in tried if not facts["right"]}
+        self.verdicts = cast(dict[Key, KernelVerdict], agreed)
         for (op, *_), verdict in self.verdicts.items():
             if verdict.right:
                 take(op, verdict.spelling)
 
     def decide(self, trials: list[KernelTrial], **how: Any) -> None:
-        """Decide on these, by what an earlier load found where it is remembered.
+        """Set the verdicts of these trials, from the file of findings or by running them.
 
-        Where an op takes another spelling of its multiply-adds, what was found with the last one is decided again.
+        Verdicts of a spelling of multiply-adds that is no longer in use are decided again.
         """
         self.verdicts |= decide(trials, lane=self.lane, remembered=self.remembered, **how)
-        tried = [trial for trial in self.trials if not self.waiting([trial])]
+        tried = [trial for trial in self.trials if not self.has_untried([trial])]
         if again := [trial for trial in tried if is_stale(trial.key, self.verdicts[trial.key])]:
             self.decide(again, **how)
 
 
 def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> list[KernelTrial]:
-    """Make one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
+    """Return one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
-    rows: the sites' attribute that has the numbers, "candidates" or "together". The fewest come first, and last what
-    is asked for seldom, quantized caches.
+    rows: the attribute of sites that lists the row counts, "candidates" or "together". Small row counts come first,
+    quantized caches last.
     """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
@@ -240,38 +225,29 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> 
         found += _of_shape(same, op, _typed(shape, dtype), dtype, rows)
         for context in getattr(same[0], "at_contexts", ()):
             of_context = [site.at_contexts[context] for site in same[:LAYERS]]  # type: ignore[attr-defined]
-            own = _of_shape(of_context, op, in_context(_typed(shape, dtype), context), dtype, rows)
-            found += [
-                replace(trial, base=(op, _typed(shape, dtype), trial.rows), draws=DRAWS_OF_FOLLOWING) for trial in own
-            ]
-    seldom = {site.op for site in sites if getattr(site, "format", None)}
-    return sorted(found, key=lambda trial: (trial.op in seldom, trial.rows))
+            for trial in _of_shape(of_context, op, in_context(_typed(shape, dtype), context), dtype, rows):
+                base = (op, _typed(shape, dtype), trial.rows)
+                found.append(replace(trial, base=base, draws=DRAWS_OF_FOLLOWING))
+    of_caches = {site.op for site in sites if getattr(site, "format", None)}
+    return sorted(found, key=lambda trial: (trial.op in of_caches, trial.rows))
 
 
 def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows: str) -> list[KernelTrial]:
     first = sites[0]
-    own: dict[str, Any] = {
+    more: dict[str, Any] = {
         name: [getattr(site, name) for site in sites] for name in ("alone", "truth") if hasattr(first, name)
     }
-    own |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
-    return [
-        KernelTrial(op, shape, n, _pairs(sites, n), first.width, dtype, split=_split(sites, n), **own)
-        for n in getattr(first, rows)
-    ]
-
-
-def _pairs(sites: Sequence[Site], rows: int) -> list[tuple[Op, Op]]:
-    """List (ours, stock) of sites, whose rows are not split."""
-    return [(partial(s.computed, split=False) if s.splits(rows) else s.ours, s.stock) for s in sites]
-
-
-def _split(sites: Sequence[Site], rows: int) -> list[Op]:
-    """List the kernels that split their rows, where they can."""
-    return [partial(site.computed, split=True) for site in sites if site.splits(rows)]
+    more |= {"bits": getattr(first, "bits", True), "kind": first.kind, "weights": len(sites) * first.weights_read}
+    found = []
+    for n in getattr(first, rows):
+        pairs = [(partial(s.computed, split=False) if s.splits(n) else s.ours, s.stock) for s in sites]
+        split = [partial(site.computed, split=True) for site in sites if site.splits(n)]
+        found.append(KernelTrial(op, shape, n, pairs, first.width, dtype, split=split, **more))
+    return found
 
 
 def in_context(shape: str, context: int) -> str:
-    """Say a shape in texts of a length of CONTEXTS, of the shortest and the longest ones."""
+    """Return the description of a shape at one of CONTEXTS, the shortest or the longest length of a sequence."""
     return f"{shape} below {CONTEXTS[1]} positions" if context == CONTEXTS[0] else f"{shape} from {context} positions"
 
 
@@ -280,7 +256,7 @@ def _typed(shape: str, dtype: mx.Dtype) -> str:
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
-    """Let each site serve the row counts that its verdicts allow."""
+    """Set for each site the row counts for which its kernel is on, and those whose rows are split."""
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)
@@ -289,8 +265,8 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
         contexts = getattr(site, "at_contexts", {})
         site.rows_of_context = {c: _on(site, in_context(shape, c), verdicts) for c in contexts}
         for tried in contexts.values():
-            tried.rows = frozenset()  # lets go of what its trials made
-    mx.clear_cache()  # of what the trials made
+            tried.rows = frozenset()  # frees the inputs of its trials
+    mx.clear_cache()
 
 
 def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozenset[int]:
@@ -299,7 +275,7 @@ def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozen
 
 
 def rows_not_exact(sites: Sequence[Site]) -> Lines:
-    """Say at which numbers of rows M a row may have other bits than alone, in a line per op."""
+    """Return a line per op with the row counts M at which a row may have other bits than alone."""
     off: dict[str, list[set[int]]] = {}
     covered = {id(getattr(site, "covers", None)): site.rows for site in sites}
     for site in sites:
@@ -312,7 +288,7 @@ def rows_not_exact(sites: Sequence[Site]) -> Lines:
 
 
 def others_not_exact(model: Any) -> Lines:
-    """Name what of a model has no exact kernel."""
+    """Return the names of a model's operations that have no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
     found = {

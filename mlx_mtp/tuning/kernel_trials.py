@@ -1,4 +1,4 @@
-"""Decide which kernels are on: as asked, or those that a trial finds right and faster than MLX on this machine."""
+"""Decide which kernels are on: as the user requests, or by trials of their bits and speed on this machine."""
 
 import itertools
 import os
@@ -9,22 +9,22 @@ from dataclasses import replace
 
 from ..kernels import out_of_memory, padded
 from ..kernels.contraction import is_taken, others, spelled, spelling, take
-from ..machine.progress import tell
+from ..machine.progress import report_progress
 from .ab_test import DIFFERS, FAILS, KernelTrial, check, compile_kernel, failing, time_pair
 from .kernel_verdict import AS_ROWS, MARGIN, KernelVerdict, judged, off
 from .verdict_file import MLX_VERSION, Found, Key, RememberedVerdicts
 
 LANES = ("off", "exact", "fast")
 VARIABLE = "MLX_MTP_KERNELS"
-BUDGET = 10.0  # seconds that a load may spend on trials, compilation not counted
-FIRST = {2: 0, 4: 1, 1: 2}  # by the rows of a cycle with one draft, with three, and of a plain step
-DRAWS_OF_FOLLOWING = 2  # of a check: with NaN and with infinity
+BUDGET = 10.0  # seconds of trials per load, without compilation
+FIRST = {2: 0, 4: 1, 1: 2}  # order of trials by rows: cycles with one draft, with three, plain steps
+DRAWS_OF_FOLLOWING = 2  # draws of a short check: one with NaN, one with infinity
 ASKED, NOT_TRIED, TRYING = "asked for", "not tried", "Trying kernels"
 RIGHT = Found("", None)
 
 
 def requested(kernels: str | None) -> str | None:
-    """Read the lane asked for by the argument, else by MLX_MTP_KERNELS where that is not empty; None: by trial.
+    """Return the lane that the argument requests, else a non-empty MLX_MTP_KERNELS; None to decide by trial.
 
     Raises ValueError for anything but "off", "exact" and "fast".
     """
@@ -43,13 +43,12 @@ def decide(
     budget: float = BUDGET,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[Key, KernelVerdict]:
-    """Give a verdict on each (op, shape, rows).
+    """Return a verdict for each (op, shape, rows); a wrong kernel is off, with a warning.
 
-    lane: None switches on what is right and faster by MARGIN, as is remembered, or tried within `budget` seconds,
-        compilation not counted, before `stop` says that somebody waits; "exact" and "fast" all that is right, without
-        timing; "off" nothing.
-    By trial, what shares a compiled kernel is timed once, where it reads the most weights, for most of its rows.
-    A kernel that is wrong is never on, and a warning says so.
+    lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
+        timing; "off" none.
+    budget: seconds for new trials, without compilation; they also end once `stop` returns True.
+    Of trials that share a compiled kernel, the one with the maximum row count and weights is timed for all.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
@@ -62,7 +61,7 @@ def decide(
     found: dict[Key, Found] = {}
     while left := [trial for trial in trials if is_stale(trial.key, found.get(trial.key))]:
         for done, trial in enumerate(left):
-            tell(TRYING, done, len(left))
+            report_progress(TRYING, done, len(left))
             last = found.get(trial.base) if trial.base else known.get(trial.key)
             wrong, split = (last.wrong, last.split) if last else check_split(trial)
             found[trial.key] = Found(wrong or "", None, spelling(trial.op), split)
@@ -78,7 +77,7 @@ def decide(
 
 
 def check_spellings(trial: KernelTrial) -> str | None:
-    """Say why the kernel is wrong, or None; where only its bits are, its op takes another spelling that has MLX's."""
+    """Return why a kernel is wrong, or None; if only its bits differ, its op takes a spelling that has MLX's bits."""
     wrong = check(trial)
     if wrong is None:
         take(trial.op, spelling(trial.op))
@@ -92,7 +91,7 @@ def check_spellings(trial: KernelTrial) -> str | None:
 
 
 def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
-    """Say why the kernel is wrong, or None, and whether that is of split rows: where it cannot run without."""
+    """Return why a kernel is wrong, or None, and whether its rows are split because it does not run otherwise."""
     wrong = check_spellings(trial)
     if wrong and wrong.startswith(FAILS) and trial.split:
         return check_spellings(trial.of_split()), True
@@ -100,10 +99,10 @@ def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
 
 
 def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float]) -> tuple[float, bool]:
-    """Time a kernel; return stock MLX's time over its own, and whether its rows are split.
+    """Return the time of MLX's operations over a kernel's, and whether its rows are split.
 
-    split: only the kernel that splits them runs. Else both are timed where both are right, and it has to be the
-    faster one by MARGIN.
+    split: only the kernel with split rows runs. Otherwise splitting, if it is possible and right, must be faster by
+    MARGIN.
     """
     other = trial.of_split()
     ratio = float(timer(other if split else trial))
@@ -114,18 +113,18 @@ def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float
 
 
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
-    """Return whether a finding is missing, or of another spelling than its op has by now."""
+    """Return whether a finding is missing, or of another spelling than the one in use for its op."""
     return found is None or found.spelling != spelling(key[0])
 
 
 def refused(found: Found) -> bool:
-    """Tell whether a kernel was found not to compile or run, which it will not the next time either."""
+    """Return whether a kernel does not compile or run, for a reason other than a lack of memory."""
     wrong = found.wrong or ""
     return wrong.startswith(FAILS) and not out_of_memory(wrong)
 
 
 def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
-    """Group trials by the compiled kernel that they share, first those of most cycles; in each the heaviest first."""
+    """Group trials by the compiled kernel that they share, in the order of FIRST; large trials first in a group."""
     groups: dict[tuple[str, str, int], list[KernelTrial]] = {}
     for trial in trials:
         groups.setdefault((trial.op, trial.kind or trial.shape, padded(trial.rows)), []).append(trial)
@@ -135,9 +134,9 @@ def sharing(trials: Iterable[KernelTrial]) -> list[list[KernelTrial]]:
 
 
 class Decisions:
-    """The verdicts of a load, or of a pause between two answers, as they are found.
+    """The verdicts of one call of `decide` by trial.
 
-    timer, budget, stop: as `decide` has them. known: what is remembered; found: what was not.
+    timer, budget, stop: as in `decide`. known: stored findings. found: new ones.
     """
 
     def __init__(self, timer: Callable[[KernelTrial], float], budget: float, stop: Callable[[], bool]):
@@ -147,7 +146,7 @@ class Decisions:
         self.verdicts: dict[Key, KernelVerdict] = {}
 
     def judge(self, group: Sequence[KernelTrial]) -> None:
-        """Judge trials that share a kernel: one is timed, and the others follow it where they are right."""
+        """Add the verdicts of trials that share a kernel: one is timed, and the others are on with it if right."""
         timed: KernelTrial | None = None
         for trial in group:
             verdict = self._timed(trial) if timed is None else self._following(trial, timed)
@@ -175,7 +174,7 @@ class Decisions:
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
-        """Judge as the timed one where this one is right; a number of rows less, only if the one below is on, too."""
+        """Return a verdict without timing: on if the timed trial and the rows below are on and this one is right."""
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
@@ -192,14 +191,14 @@ class Decisions:
         return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
-        """Return what is remembered, unless it is of another spelling than the op's, or alternative than `like`'s."""
+        """Return the stored finding if it has the spelling in use and splits rows like the verdict `like`."""
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
-        """Compile the kernel and say "", or why it cannot be tried now."""
+        """Compile the kernel and return "", or why it cannot be tried now."""
         if (tic := time.perf_counter()) >= self.end:
-            return f"{NOT_TRIED}, the {self.budget:g} s for trials were over"
+            return f"{NOT_TRIED}, the {self.budget:g} s for trials were used up"
         if not self.stop():
             compile_kernel(trial)
             if trial.split:
@@ -211,7 +210,7 @@ class Decisions:
 def _by_trial(
     trials: list[KernelTrial], decisions: Decisions, remembered: RememberedVerdicts | None
 ) -> dict[Key, KernelVerdict]:
-    """Judge by what is remembered, else by trials; remember what is found, also if interrupted."""
+    """Return verdicts from stored findings, else by trials; new findings are stored even after an interruption."""
     decisions.known = remembered.recall() if remembered else {}
     for (op, *_), known in decisions.known.items():
         if not is_taken(op):
@@ -220,10 +219,10 @@ def _by_trial(
     try:
         while left := [g for g in sharing(trials) if any(is_stale(t.key, verdicts.get(t.key)) for t in g)]:
             for done, group in enumerate(left):
-                tell(TRYING, done, len(left))
+                report_progress(TRYING, done, len(left))
                 decisions.judge(group)
     finally:
-        # What failed for want of memory is tried again by the next load.
+        # A kernel that failed for lack of memory is tried again by the next load.
         kept = {key: f for key, f in found.items() if refused(f) or not (f.wrong or "").startswith(FAILS)}
         if remembered:
             remembered.add(kept)
@@ -232,7 +231,7 @@ def _by_trial(
 
 
 def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
-    """Warn, in a line per op: MLX may have changed what the kernel has to equal."""
+    """Warn of wrong kernels, one line per op, as after a change of MLX's own kernels."""
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):
         ((_, shape, rows), reason), *more = group

@@ -1,4 +1,4 @@
-"""Say of a kernel whether it is on, and why, and say it of all kernels in a report's lines."""
+"""Define a kernel's verdict, on or off with a reason, and format verdicts for reports."""
 
 import itertools
 import re
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from ..kernels.contraction import AS_COMPILED
 from .verdict_file import Found, Key
 
-MARGIN = 1.02  # of 80 trials of a thing with itself, on a busy CPU, 77 stayed below
-AS_ROWS = "as M="  # begins why a kernel is on that was not timed, but another number of rows of its shape
+MARGIN = 1.02  # minimum ratio; 77 of 80 trials of equal sides on a busy CPU stayed below
+AS_ROWS = "as M="  # prefix of the reason if another row count of the shape was timed instead
 SPLIT, TOGETHER = "rows split", "rows together"
 WORDS = {"SEPARATE": "separate", "FUSED": "fused", "FUSED_ACROSS": "fused across statements"}
 SPELLED_OUT = "multiply-adds spelled out, as the compiler's differ from those of MLX's library"
-MLX_IS = {"slower": "faster", "no faster": "as fast"}  # than a kernel that is right, and off
+MLX_IS = {"slower": "faster", "no faster": "as fast"}  # reasons of an exact kernel that is off, as seen from MLX
 
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """Whether a kernel is on.
+    """Whether a kernel is on, and why.
 
-    right: seen to be. ratio: stock MLX's time over the kernel's, None if not timed. reason: why it is as it is.
-    spelling: of multiply-adds, when it was tried. split: whether it is to split the rows.
+    right: whether a check passed. ratio: time of MLX's operations over the kernel's, None if not timed. spelling: of
+    its multiply-adds during the trial. split: whether it splits the rows.
     """
 
     on: bool
@@ -39,22 +39,20 @@ class KernelVerdict:
 
 
 def judged(found: Found) -> KernelVerdict:
-    """Judge by a finding that was timed, or wrong."""
+    """Return the verdict on a kernel that was timed or is wrong."""
     if found.ratio is None:
         return off(found.wrong or "")
-    on = found.ratio > MARGIN
-    return KernelVerdict(
-        on, True, found.ratio, "" if on else "slower" if found.ratio < 1 else "no faster", split=found.split
-    )
+    reason = "" if found.ratio > MARGIN else "slower" if found.ratio < 1 else "no faster"
+    return KernelVerdict(not reason, True, found.ratio, reason, split=found.split)
 
 
 def off(reason: str) -> KernelVerdict:
-    """Leave a kernel off that was not seen to be right."""
+    """Return the verdict off, for a kernel without a passed check."""
     return KernelVerdict(False, False, reason=reason)
 
 
 def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """Say verdicts, a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    """Return a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
@@ -63,14 +61,14 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
 
 
 def contractions_in_words(spellings: Mapping[str, str]) -> tuple[str, ...]:
-    """Name in a line the ops whose multiply-adds are not left to the compiler, if there are any."""
+    """Return a line that lists the ops whose multiply-adds are spelled out, or none."""
     found = [f"{op} {WORDS[spelling]}" for op, spelling in spellings.items() if spelling in WORDS]
     return (f"{SPELLED_OUT}: {', '.join(found)}",) if found else ()
 
 
 def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
-    """Say the verdicts of one shape, neighbouring row counts together where they differ in numbers only."""
-    texts = []
+    """Format the verdicts of one shape; neighbouring row counts whose verdicts differ only in numbers are merged."""
+    parts = []
     for _, group in itertools.groupby(enumerate(found), key=_kind):
         rows, verdicts = zip(*(item for _, item in group), strict=True)
         span = f"M={rows[0]}" if len(rows) == 1 else f"M={rows[0]}-{rows[-1]}"
@@ -79,13 +77,13 @@ def _ranges(found: list[tuple[int, KernelVerdict]]) -> str:
         if ratios:
             why = "-".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))) + "x"
         why += f", {SPLIT}" if verdicts[0].on and verdicts[0].split else ""
-        own = MLX_IS.get(why)
-        texts.append(f"{span} MLX's own ({own})" if own else f"{span} {'on' if verdicts[0].on else 'off'} ({why})")
-    return ", ".join(texts)
+        state = f"MLX's own ({MLX_IS[why]})" if why in MLX_IS else f"{'on' if verdicts[0].on else 'off'} ({why})"
+        parts.append(f"{span} {state}")
+    return ", ".join(parts)
 
 
 def _kind(item: tuple[int, tuple[int, KernelVerdict]]) -> tuple[bool, bool, str, int]:
-    """Give what neighbours have in common; the last number is that of a run of row counts without a gap."""
+    """Return the key by which neighbours are merged; its last number is equal for consecutive row counts."""
     place, (rows, verdict) = item
-    reason = "" if verdict.reason.startswith(AS_ROWS) else verdict.reason  # it has the ratio of those beside it
+    reason = "" if verdict.reason.startswith(AS_ROWS) else verdict.reason  # its ratio is that of its neighbours
     return verdict.on, verdict.on and verdict.split, re.sub(r"\d+", "#", reason), rows - place

@@ -1,18 +1,18 @@
-"""Say what a cycle is to do, what is expected and what came of it; or decide the same for each."""
+"""Define a cycle's plan, its estimated cost and its outcome, and a control with a fixed plan."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SHORTEST = 3  # tokens that have to have occurred before for a lookup
-STAY = 8  # cycles over which a catch-up of the heads is paid off
+SHORTEST = 3  # minimum length of a match for prompt lookup
+STAY = 8  # cycles over which the cost of resuming the drafter is spread
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The task of one cycle.
+    """What one cycle drafts.
 
-    source: who drafts, "lookup" in the text or the model's own drafter by its name. k: most drafts it verifies, 0 is
-    a plain step. p_min: the drafter's confidence is read first and only the leading drafts that pass are verified.
+    source: "lookup" for prompt lookup, else the name of the model's drafter. k: maximum number of drafts, 0 for a
+    plain step. p_min: whether the drafter's confidence is read, and only the leading confident drafts are verified.
     """
 
     source: str = "heads"
@@ -20,7 +20,7 @@ class Plan:
     p_min: bool = False
 
     def kind(self, matched: int) -> str:
-        """Name the drafts that are counted together; of lookups those of matches about as long."""
+        """Return the name under which acceptance is counted; lookups are grouped by the length of the match."""
         if self.source != "lookup":
             return "confident" if self.p_min else self.source
         return f"lookup {min(matched, 16).bit_length()}"
@@ -30,7 +30,7 @@ PLAIN = Plan()
 
 
 class Choice(NamedTuple):
-    """A plan, the tokens it should give, the plain steps it should take, and those of idle heads' reading before."""
+    """A plan with estimates: its tokens, its plain steps, and the plain steps of resuming the drafter (`rows`)."""
 
     plan: Plan
     tokens: float
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
     @property
     def risk(self) -> float:
-        """Plain steps that are lost if no draft is right."""
+        """Plain steps lost if no draft is accepted."""
         return self.steps + self.rows - 1
 
 
@@ -54,28 +54,28 @@ class Choice(NamedTuple):
 class Cycle:
     """The outcome of one cycle.
 
-    verified: drafts verified, fewer than plan.k where p_min cut them, or near the end. accepted: how many were right.
-    seconds: None if not measured. caught_up: rows that idle heads had to read before; its seconds hold that, too.
-    matched: what `Controller.plan` was told. depths: of several texts, per depth the share whose draft was right, and
-    of those whose draft would have counted; accepted is then their mean.
+    verified: number of drafts verified; fewer than plan.k if p_min cut them or the sequence ends. accepted: number
+    of accepted drafts, in a batch the mean. seconds: None if not measured. prefilled: pending rows that the drafter
+    read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: in a batch, per depth the
+    shares of sequences whose draft was accepted, and whose earlier drafts all were.
     """
 
     plan: Plan
     verified: int
     accepted: float
     seconds: float | None
-    caught_up: int = 0
+    prefilled: int = 0
     matched: int = 0
     depths: tuple[tuple[float, float], ...] = ()
 
 
 class Fixed:
-    """The same plan for each cycle: k drafts of `source`, or max_lookup of the text where its end occurred before."""
+    """Plans k drafts of `source` for every cycle, or max_lookup from prompt lookup where a match is found."""
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
         self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST:
             return Plan("lookup", self.max_lookup)
         return Plan(self.source, self.k, self.p_min and self.k > 0)
@@ -84,6 +84,6 @@ class Fixed:
         pass
 
 
-def ladder(most: int) -> list[int]:
-    """List draft lengths worth trying, ascending, 1..most: each up to 8, 11, and `most`."""
-    return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < most), most] if most else []
+def ladder(longest: int) -> list[int]:
+    """Return the draft lengths to try: 1 to 8, 11, and `longest`, none above it."""
+    return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < longest), longest] if longest else []

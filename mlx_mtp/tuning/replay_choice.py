@@ -1,19 +1,18 @@
-"""Choose whether cycles are replayed: as the caller says, as was found before, or by a trial while generating."""
+"""Choose whether recorded cycles are replayed: by a given verdict, or by a trial during generation."""
 
 from statistics import median
 from typing import Any
 
-BLOCK = 8  # cycles replayed before as many are built, while a trial is under way
-MIXED = 2  # first cycles of a block: of the other way in part
+BLOCK = 8  # cycles replayed, then the same number built, during a trial
+MIXED = 2  # first cycles of a block, which are not compared because they overlap with the last block
 
 
 class CompileChoice:
-    """The choice between replaying recorded cycles and building each anew.
+    """Chooses between replaying recorded cycles and building each cycle's graph again.
 
-    on: whether the next cycle is replayed. verdict: whether all are, None until a trial has found out.
+    on: whether the next cycle is replayed. verdict: whether all are; None until the trial has ended.
 
-    Cycles are replayed unless a trial finds that slower than building them. It compares cycles of like drafts and
-    rows, medians of two blocks each.
+    The trial compares the medians of two blocks of each, among cycles with the same drafts and rows.
     """
 
     def __init__(self, verdict: bool | None):
@@ -22,7 +21,7 @@ class CompileChoice:
         self._times: dict[Any, tuple[list[float], list[float]]] = {}
 
     def observe(self, like: Any, replayed: bool, seconds: float | None) -> None:
-        """Learn from a cycle: its seconds, None if not measured."""
+        """Add a cycle to the trial. like: cycles with an equal value are compared. seconds: None if not measured."""
         if self.verdict is not None or seconds is None:
             return
         self._done += 1

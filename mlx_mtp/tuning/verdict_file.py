@@ -1,4 +1,4 @@
-"""Remember what kernel trials found, for the next load of this model on this machine."""
+"""Keep the findings of kernel trials in a file, for later loads of this model on this machine."""
 
 import hashlib
 import math
@@ -18,10 +18,11 @@ Key = tuple[str, str, int]  # op, shape, rows
 
 
 class Found(NamedTuple):
-    """The finding of a kernel trial: why the kernel is wrong, or stock MLX's time over its own.
+    """The finding of a kernel trial.
 
-    Where it is right and was not timed, `wrong` is "". spelling: of its multiply-adds, see `kernels/contraction.h`.
-    split: whether this is of the kernel with the rows split, because it is faster or the other one fails.
+    wrong: why the kernel is wrong; None if it was timed, "" if it is right and was not timed. ratio: time of MLX's
+    operations over the kernel's. spelling: of its multiply-adds, see `kernels/contraction.h`. split: whether the rows
+    were split, because that is faster or the only way the kernel runs.
     """
 
     wrong: str | None
@@ -31,9 +32,9 @@ class Found(NamedTuple):
 
 
 class RememberedVerdicts:
-    """The findings of one model on one machine, with this MLX and these kernels.
+    """The file of findings of one model on one machine, with this MLX and these kernels.
 
-    model: a fingerprint of the model's shapes, as the caller makes it.
+    model: a fingerprint of the model's shapes.
     """
 
     def __init__(self, model: str):
@@ -42,22 +43,16 @@ class RememberedVerdicts:
         self._found: dict[Key, Found] = {}
 
     def recall(self) -> dict[Key, Found]:
-        """Read all findings; where there is no whole file that this machine, model, MLX and kernels wrote, those of
-        this process.
-        """
+        """Return all findings; without a valid file of this machine, model, MLX and kernels those of this process."""
         try:
             kept = self._file.recall()
             spellings = kept.get("spellings", {})
-            found = dict(map(_parsed, kept["found"]))
-            return {key: f._replace(spelling=_spelling(spellings, key[0])) for key, f in found.items()} | self._found
+            return dict(_parsed(entry, spellings) for entry in kept["found"]) | self._found
         except (ValueError, LookupError, TypeError, AttributeError):
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace what was kept, without findings of a spelling that their op has given up.
-
-        Where it cannot be written, warn, but only the first time.
-        """
+        """Replace the file, without findings of a spelling that is no longer in use; warn once if that fails."""
         self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
         spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
         self._file.keep(
@@ -65,30 +60,25 @@ class RememberedVerdicts:
         )
 
     def add(self, found: Mapping[Key, Found]) -> None:
-        """Keep more findings, if there are any, beside those that are kept."""
+        """Add findings to the file; without any it is not written."""
         if found:
             self.keep({**self.recall(), **found})
 
 
-def _parsed(entry: list) -> tuple[Key, Found]:
-    """Read one line of the file; ValueError where this module cannot have written it."""
+def _parsed(entry: list, spellings: dict[str, str]) -> tuple[Key, Found]:
+    """Parse one entry of the file; ValueError if this module cannot have written it."""
     op, shape, rows, wrong, ratio, split = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
     found = timed or (isinstance(wrong, str) and ratio is None)
     if not (isinstance(op, str) and isinstance(shape, str) and type(rows) is int and type(split) is bool and found):
         raise ValueError(entry)
-    return (op, shape, rows), Found(wrong, ratio, split=split)
-
-
-def _spelling(spellings: dict[str, str], op: str) -> str:
-    """Read how an op's multiply-adds were spelled; ValueError where this module cannot have written it."""
-    if (found := spellings.get(op, AS_COMPILED)) not in SPELLINGS:
-        raise ValueError(found)
-    return found
+    if (used := spellings.get(op, AS_COMPILED)) not in SPELLINGS:
+        raise ValueError(used)
+    return (op, shape, rows), Found(wrong, ratio, used, split)
 
 
 def _kernels() -> str:
-    """Hash the kernels' sources, and the code that launches them."""
+    """Return a hash of the kernels' sources and of the code that launches them."""
     digest, parts = hashlib.sha256(), ((_source.DIRECTORY, "**/*"), (Path(_source.__file__).parent, "*.py"))
     files = [(p.relative_to(root), p) for root, pattern in parts for p in root.glob(pattern) if p.is_file()]
     for name, path in sorted(files):

@@ -1,4 +1,4 @@
-"""Choose drafts by what a cycle of so many texts costs: learned apart for each number, begun from the nearest one."""
+"""The number of drafts follows costs that are measured per number of sequences, starting from the nearest number."""
 
 import time
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def known(monkeypatch):
 
 
 def drive(control, cost: float, cycles: int = 150) -> list[int]:
-    """Cycles of two texts whose drafts are right four times of five; a draft costs so many plain steps."""
+    """Run cycles of two sequences; a draft costs `cost` plain steps. Return the number of drafts of each."""
     ks = []
     for _ in range(cycles):
         plan = control.plan()
@@ -29,17 +29,17 @@ def drive(control, cost: float, cycles: int = 150) -> list[int]:
     return ks
 
 
-def test_drafts_follow_what_so_many_texts_cost(known):
-    """Cheap at two texts and dear at eight; another batch knows both, and what drafts are right at five."""
+def test_drafts_follow_the_costs_of_the_number_of_sequences(known):
+    """Drafts are cheap at two sequences and expensive at eight; another batch uses both, and acceptance at five."""
     batch = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
     assert drive(batch.control(2, 3), 0.1)[-20:].count(3) >= 16
     assert drive(batch.control(8, 3), 1.2)[-20:].count(0) >= 16
     again = Controls(SimpleNamespace(drafter=None, mtp=()), adaptive=True)
     assert again.control(2, 3).plan().k > 0
     assert again.control(8, 3).plan().k == 0
-    guess = again.control(5, 3).costs
-    assert guess.counts["heads"]
-    assert (guess.pace, guess.unsure) == (None, 3)
+    estimate = again.control(5, 3).costs
+    assert estimate.counts["heads"]
+    assert (estimate.pace, estimate.plain_first) == (None, 3)
     assert sorted(known) == [2, 5, 8]
 
 
@@ -48,16 +48,16 @@ def test_a_fixed_number_of_drafts_is_not_learned(known):
     assert known == {}
 
 
-def test_the_outcome_of_several_texts():
-    """Of three, one had a share of a single draft; at the second depth two could be right, and one was reached."""
+def test_the_outcome_of_several_sequences():
+    """Of three sequences one may accept a single draft; at the second depth two may accept, and one does."""
     cycle = outcome(Plan(k=2), 2, [(2, 2), (0, 2), (1, 1)], 0.5, 7)
-    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.caught_up) == (1.0, 2, 0.5, 7)
+    assert (cycle.accepted, cycle.verified, cycle.seconds, cycle.prefilled) == (1.0, 2, 0.5, 7)
     assert cycle.depths == ((2 / 3, 1.0), (1 / 3, 1 / 3))
     assert outcome(PLAIN, 0, [(0, 0)], None, 0).depths == ()
 
 
-def test_the_clock_tells_nothing_of_what_is_hidden(monkeypatch):
-    """By another's work, or by a caller who takes longer than the device; it tells what it waited for."""
+def test_hidden_cycles_are_not_timed(monkeypatch):
+    """Hidden by other work, or by a caller that takes longer than the device."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = Clock()
@@ -73,6 +73,6 @@ def test_the_clock_tells_nothing_of_what_is_hidden(monkeypatch):
     assert cycle(0, 1, 1) is None  # the first
     assert cycle(0, 2, 1) == pytest.approx(2)
     assert cycle(5, 1, 0) is None
-    assert cycle(5, 1, 1, late=True) == pytest.approx(1)  # it was built when the caller came back
+    assert cycle(5, 1, 1, late=True) == pytest.approx(1)  # it was built after the caller returned
     clock.hidden = True
     assert cycle(0, 2, 1) is None

@@ -1,4 +1,4 @@
-"""Sampled texts of a pool have exactly the target's distribution, each its own: every path of draws is enumerated."""
+"""Sampled sequences of a pool have exactly the target's distribution, independently: all paths are enumerated."""
 
 import itertools
 
@@ -9,20 +9,20 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import step
 from mlx_mtp.decoding.sampling import Sampling
 
 PROMPTS = [[1, 0, 1, 1], [0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 0]]
 HOT, COLD = Sampling(temp=0.9), Sampling()
 N = 2
-CASES = {"two": [HOT, COLD, Sampling(temp=2.0)], "all": [HOT, Sampling(temp=2.0), HOT]}  # by the texts that draw
+CASES = {"two": [HOT, COLD, Sampling(temp=2.0)], "all": [HOT, Sampling(temp=2.0), HOT]}  # by the sequences that draw
 
 
 @pytest.mark.parametrize("case", sampled(["two"], CASES))
 def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models, monkeypatch, case):
     model, plain = tiny_models(4, vocab_size=2)
     samplings, pools, kept = CASES[case], [], set()
-    draws, accept = Draws(), one_step.accept
+    draws, accept = Draws(), step.accept
     draws.stand_in(monkeypatch)
 
     def noted(drafts, tokens):
@@ -31,8 +31,8 @@ def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models,
         kept.update(found.tolist())
         return found
 
-    monkeypatch.setattr(one_step, "accept", noted)
-    same = [[lambda tokens, logits: logits]] * 3  # cycles are then built when the one before was read: fewer paths
+    monkeypatch.setattr(step, "accept", noted)
+    same = [[lambda tokens, logits: logits]] * 3  # cycles are then built late, which gives fewer paths
 
     def run():
         batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False, draft_sampling="greedy")
@@ -55,7 +55,7 @@ def test_distributions_of_a_pool_of_three_are_exact_and_independent(tiny_models,
         expected = own[0][texts[0]] * own[1][texts[1]] * own[2][texts[2]]
         assert found.get(texts, 0.0) == pytest.approx(expected, abs=1e-6), texts
     assert {shape[0] for shape in pools} == {3}
-    assert kept == {0, 1}, "drafts must have been both kept and refused"
+    assert kept == {0, 1}, "drafts must have been both accepted and rejected"
 
 
 def greedy(plain, prompt: list[int]) -> dict:
@@ -65,8 +65,8 @@ def greedy(plain, prompt: list[int]) -> dict:
     return {tuple(text[len(prompt) :]): 1.0}
 
 
-def test_a_pool_is_what_was_enumerated(tiny_models):
-    """The texts above share a pool from their first cycle on."""
+def test_the_enumerated_sequences_share_a_pool(tiny_models):
+    """From their first cycle on."""
     model, _ = tiny_models(4, vocab_size=2)
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False)
     batch.insert(PROMPTS, [5] * 3)
@@ -74,4 +74,4 @@ def test_a_pool_is_what_was_enumerated(tiny_models):
     batch.next()
     (group,) = batch._places.groups.values()
     assert isinstance(group.pool, Pool)
-    assert len(group.texts) == 3
+    assert len(group.sequences) == 3

@@ -1,4 +1,4 @@
-"""Give sequences of a batch limits of drafts of their own, whatever the generator's limit is."""
+"""Sequences of a batch with their own limits of drafts, independent of the generator's limit."""
 
 import families
 import mlx.core as mx
@@ -16,7 +16,7 @@ NAMES = ["three heads", "one head"]
 
 @pytest.fixture(scope="module")
 def model_of(tiny_models, tmp_path_factory):
-    """A model with three chained heads; one whose only head is recycled for up to seven drafts."""
+    """Return models by name: one with three chained heads, one with a recycled head for up to seven drafts."""
     one = mlx_mtp.load_model(families.build("mimo", tmp_path_factory.mktemp("mimo"))[0])
     return {"three heads": tiny_models(0)[0], "one head": one}.get
 
@@ -32,7 +32,7 @@ def tokens_of(batch, uids) -> list[list[int]]:
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("name", "default"), paired(NAMES, sampled([0, 1, None], [0, 1, 2, "most", None])))
 def test_each_sequence_has_its_own_limit(model_of, name, default, adaptive):
-    """Beside others and alone: the text of plain decoding, counts per depth, and their sum in the generator's."""
+    """With others and alone: tokens of plain decoding, counts per depth, and their sum in the generator's stats."""
     model = model_of(name)
     most = model.max_draft_tokens
     default = most if default == "most" else default
@@ -69,7 +69,7 @@ def test_a_lone_sequence_may_draft_more_than_the_generator(model_of):
 
 
 def test_a_cache_with_fewer_heads_lowers_the_default_only(model_of):
-    """As for `generate_step`: None takes what the cache has, a larger number is refused by name."""
+    """As for `generate_step`: None means the cache's heads, a larger number is refused."""
     model = model_of("three heads")
     batch, stats = BatchGenerator(model, adaptive=False), mlx_mtp.Stats()
     cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=1)
@@ -82,9 +82,9 @@ def test_a_cache_with_fewer_heads_lowers_the_default_only(model_of):
 
 
 def test_lookups_follow_the_sequences_own_limit(model_of, monkeypatch):
-    """Of a generator that decodes plainly, a sequence that drafts looks up, too; and the other way round."""
-    begun, lookups = Lone._begun, []
-    monkeypatch.setattr(Lone, "_begun", lambda self: lookups.append(self.text.max_lookup) or begun(self))
+    """A drafting sequence uses lookups also in a generator without drafts, a plain one never."""
+    start, lookups = Lone._start, []
+    monkeypatch.setattr(Lone, "_start", lambda self: lookups.append(self.sequence.max_lookup) or start(self))
     model = model_of("three heads")
     for default, limit in ((0, 2), (2, 0), (0, None)):
         batch = BatchGenerator(model, num_draft_tokens=default, prompt_lookup=True if limit == 2 else None)
@@ -97,7 +97,7 @@ def test_lookups_follow_the_sequences_own_limit(model_of, monkeypatch):
 @pytest.mark.parametrize("default", [0, 1, None])
 @pytest.mark.parametrize("name", NAMES)
 def test_limits_that_are_refused(model_of, name, default):
-    """Above the model's, and what is no number; nothing is queued then."""
+    """Numbers above the model's and other types are refused, and nothing is queued."""
     model, n = model_of(name), len(PROMPTS)
     batch = BatchGenerator(model, num_draft_tokens=default)
     for limit in (model.max_draft_tokens + 1, 99, -1, True, 1.0, "1", mx.array(1)):
@@ -109,7 +109,7 @@ def test_limits_that_are_refused(model_of, name, default):
     assert batch.next() == ([], [])
 
 
-def test_counters_that_would_count_two_things_are_refused(model_of):
+def test_stats_given_twice_are_refused(model_of):
     one, other = mlx_mtp.Stats(), mlx_mtp.Stats()
     batch = BatchGenerator(model_of("three heads"), stats=one)
     for stats in ([one, other], [other, other]):

@@ -1,4 +1,4 @@
-"""Heads in a pool draft what they would alone, whatever they missed meanwhile and whoever came and went."""
+"""Heads in a pool draft what they draft alone, after any pauses, joins and departures."""
 
 import random
 from itertools import count as counted
@@ -25,7 +25,7 @@ def subject(tiny_models, tmp_path_factory):
 
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
-    """In the pool, and of who is alone before and after it."""
+    """In the pool, and for lone sequences before and after it."""
     s = subject(name)
     spy = Spy(monkeypatch, s.model)
     checked = [0, 0]
@@ -54,8 +54,8 @@ def test_drafts_are_those_from_scratch(subject, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
-def test_heads_that_were_idle_for_long_draft_as_from_scratch(subject, monkeypatch, name):
-    """Two drafting cycles of 30; in the idle ones one text ends and two come, and rows go out more than once."""
+def test_heads_draft_after_long_pauses_as_from_scratch(subject, monkeypatch, name):
+    """Two of 30 cycles draft; in the others one sequence ends, two join, and kept rows are distributed repeatedly."""
     s, turn = subject(name), counted()
     spy = Spy(monkeypatch, s.model)
     monkeypatch.setattr(Fixed, "plan", lambda *_, **__: Plan(k=s.k * (next(turn) % 30 > 27)))
@@ -70,8 +70,8 @@ def test_heads_that_were_idle_for_long_draft_as_from_scratch(subject, monkeypatc
         pass
     checked = 0
     for offset, members, every, _ in spy.calls:
-        for text, position, drafts in zip(members, offset.tolist(), every.tolist(), strict=True):
-            if text and position + 1 <= len(text.text.tokens):
-                assert drafts == s.scratch(text.text.tokens[: position + 1].tolist(), len(drafts))
+        for sequence, position, drafts in zip(members, offset.tolist(), every.tolist(), strict=True):
+            if sequence and position + 1 <= len(sequence.history.tokens):
+                assert drafts == s.scratch(sequence.history.tokens[: position + 1].tolist(), len(drafts))
                 checked += 1
     assert checked >= 8

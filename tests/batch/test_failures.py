@@ -1,4 +1,4 @@
-"""Let a text's own sampler or processor raise: that text ends, and the others are what they are alone."""
+"""If a sequence's sampler or processor raises, that sequence ends and the others do not change."""
 
 import itertools
 
@@ -13,11 +13,11 @@ PROMPTS = [[1, 2, 3, 0, 2, 4], [2, 2, 1], [3, 0, 1, 2]]
 
 
 class Broken(Exception):
-    """What only these tests raise."""
+    """Raised by these tests only."""
 
 
 def breaking(call: int):
-    """Make what serves as a sampler and as a processor, until one call of it."""
+    """Return a function that works as a sampler and as a processor, and raises at one call."""
     calls = itertools.count(1)
 
     def choose(*given):
@@ -28,8 +28,8 @@ def breaking(call: int):
     return choose
 
 
-def told(batch, uids) -> tuple[dict, list]:
-    """Collect the tokens of all texts, and the numbers of those that fail, in order."""
+def collected(batch, uids) -> tuple[dict, list]:
+    """Return the tokens of all sequences, and the uids of those that fail, in order."""
     found, failed = {uid: [] for uid in uids}, []
     while True:
         try:
@@ -49,13 +49,13 @@ def alone(model, prompt, n) -> list[int]:
 
 @pytest.mark.parametrize("call", [1, 2, 9])
 @pytest.mark.parametrize("kind", ["samplers", "logits_processors"])
-def test_it_alone_fails(tiny_models, kind, call):
-    """At its first token, when it comes to the others, and in their middle."""
+def test_only_that_sequence_fails(tiny_models, kind, call):
+    """At its first token, when it joins the others, and later."""
     model, _ = tiny_models(0)
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False)
     own = [None, breaking(call) if kind == "samplers" else [breaking(call)], None]
     uids = batch.insert(PROMPTS, [12, 12, 12], **{kind: own})
-    found, failed = told(batch, uids)
+    found, failed = collected(batch, uids)
     assert failed == uids[1:2]
     assert [found[uid] for uid in uids[::2]] == [alone(model, PROMPTS[i], 12) for i in (0, 2)]
     assert found[uids[1]] == alone(model, PROMPTS[1], 12)[: len(found[uids[1]])]
@@ -65,34 +65,34 @@ def test_it_alone_fails(tiny_models, kind, call):
 
 @pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("call", [1, 2, 5])
-def test_all_that_are_there_fail(tiny_models, texts, call):
-    """Then others come, and what was removed before it was told of is not told of."""
+def test_all_active_sequences_fail(tiny_models, texts, call):
+    """Then others join. The error of a sequence that is removed is not raised."""
     model, _ = tiny_models(0)
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False)
     uids = batch.insert(PROMPTS[:texts], samplers=[breaking(call) for _ in range(texts)])
-    assert sorted(told(batch, uids)[1]) == uids
+    assert sorted(collected(batch, uids)[1]) == uids
     gone = batch.insert(PROMPTS[:1], samplers=[breaking(1)])
     batch.next()
     batch.remove(gone)
     uids = batch.insert(PROMPTS, [5] * 3)
-    found, failed = told(batch, uids)
+    found, failed = collected(batch, uids)
     assert not failed
     assert [found[uid] for uid in uids] == [alone(model, prompt, 5) for prompt in PROMPTS]
 
 
-def test_a_text_whose_prompt_cannot_be_read_fails_alone(tiny_models, monkeypatch):
-    """While another one decodes, and one more waits."""
+def test_only_the_sequence_whose_prefill_fails_ends(tiny_models, monkeypatch):
+    """While another one decodes, and one more is queued."""
     model, _ = tiny_models(0)
 
-    def broken(model, cache, chunk, **how):
-        if chunk[0] == PROMPTS[1][0] and not cache.offset:
+    def broken(model, cache, tokens, **how):
+        if tokens[0] == PROMPTS[1][0] and not cache.offset:
             raise Broken
-        return read_chunk(model, cache, chunk, **how)
+        return read_chunk(model, cache, tokens, **how)
 
     monkeypatch.setattr(generator, "read_chunk", broken)
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=1, adaptive=False, prefill_step_size=2)
     uids = batch.insert(PROMPTS, [12, 12, 12])
-    found, failed = told(batch, uids)
+    found, failed = collected(batch, uids)
     assert failed == uids[1:2]
     assert [found[uid] for uid in uids] == [alone(model, PROMPTS[0], 12), [], alone(model, PROMPTS[2], 12)]
     assert batch.prompt_cache_nbytes == 0

@@ -1,4 +1,4 @@
-"""Metal refuses a kernel while several texts are decoded together: each has the tokens that it has alone."""
+"""Metal refuses a kernel while several sequences decode: each has the tokens that it has alone."""
 
 import random
 import warnings
@@ -24,11 +24,11 @@ def alone(model, prompt, n, temp, seed, k):
 
 
 def together(model, texts, k, **options):
-    """Tokens of texts (prompt, most tokens, temp, seed, step at which it comes)."""
+    """Return the tokens of sequences given as (prompt, max_tokens, temp, seed, cycle at which it joins)."""
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, **options)
     found, steps, left = {}, 0, sorted(enumerate(texts), key=lambda item: item[1][-1])
     numbers = {}
-    while left or batch._texts():
+    while left or batch._sequences():
         while left and left[0][1][-1] <= steps:
             i, (prompt, n, temp, seed, _) = left.pop(0)
             (uid,) = batch.insert([prompt], [n], samplers=[Sampling(temp=temp)], seeds=[seed])
@@ -47,7 +47,7 @@ TEXTS = [([1, 2, 3, 4], 14, 0, 0, 0), ([9, 8, 7, 6, 5, 4], 9, 1.0, 3, 0), ([2, 2
 @pytest.mark.parametrize("compiled", sampled([True], [True, False]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_never_compiles(model, k, compiled, kind):
-    """The third text joins when the others have begun: at another number of rows."""
+    """The third sequence joins later, which changes the number of rows."""
     want = [alone(model, *each[:-1], k) for each in TEXTS]
     every = [("add_norm", None), ("verify_gemv", 4), ("verify_head_merge", None)]
     for op, rows in sampled(every[:1], every):
@@ -60,7 +60,7 @@ def test_a_kernel_that_never_compiles(model, k, compiled, kind):
 
 
 def test_a_compiler_that_fails_at_random(model):
-    """Texts come and go meanwhile, and no graph's arrays are what they were."""
+    """Sequences join and leave meanwhile."""
     rng, failures = random.Random(2), 0
     for _ in range(70 if SWEEP else 3):
         k, n = rng.randrange(4), rng.randrange(1, 6)
@@ -82,8 +82,8 @@ def test_a_compiler_that_fails_at_random(model):
     assert failures
 
 
-def test_a_text_that_is_alone_again_goes_on(model):
-    """Its graph is lost when the last cycle in the pool is read: it stays there, and leaves later."""
+def test_a_sequence_that_is_alone_again_continues(model):
+    """The graph of the last cycle in the pool is lost: the sequence stays in the pool and leaves later."""
     long = [([1, 2, 3, 4], 60, 0, 0, 0), TEXTS[1]]
     want = [alone(model, *each[:-1], 2) for each in long]
     for n in sampled([300], range(100, 900, 90)):

@@ -1,4 +1,4 @@
-"""Call `BatchGenerator` as mlx_lm's own callers do, and end its texts in every way."""
+"""Call `BatchGenerator` as mlx_lm's own callers do, and end its sequences in every way."""
 
 import gc
 import types
@@ -23,7 +23,7 @@ def pair(tiny_models):
 
 
 def texts(generator, prompts, limits, stops=None) -> tuple[dict, dict]:
-    """As a caller of mlx_lm's writes it; the tokens and the end of each text."""
+    """Generate as a caller of mlx_lm does; return the tokens and the end of each sequence."""
     uids = generator.insert(prompts, max_tokens=limits, stop_sequences=stops)
     found, ends = {uid: [] for uid in uids}, {}
     while responses := generator.next_generated():
@@ -35,8 +35,8 @@ def texts(generator, prompts, limits, stops=None) -> tuple[dict, dict]:
     return found, ends
 
 
-def test_it_stands_in_for_mlx_lms(pair):
-    """A stop sequence of two tokens ends the first; the caches hold a token less, for it has not been read."""
+def test_it_replaces_mlx_lms(pair):
+    """A stop sequence of two tokens ends the first; caches lack the last token, unlike mlx_lm's."""
     model, prompts, theirs = pair
     sampler = make_sampler(temp=0.0)
     first = texts(Theirs(theirs), prompts[:1], [12])[0][0]
@@ -49,7 +49,7 @@ def test_it_stands_in_for_mlx_lms(pair):
     assert ends == {uid: (reason, held - 1) for uid, (reason, held) in their_ends.items()}
 
 
-def test_segments_are_told_and_the_work_is_counted(pair):
+def test_progress_of_segments_and_counters(pair):
     model, (prompt, *_), _ = pair
     stats = mlx_mtp.Stats()
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, stats=stats, prefill_step_size=2)
@@ -72,7 +72,7 @@ def test_segments_are_told_and_the_work_is_counted(pair):
     assert [r.token for r in tokens] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=20)]
 
 
-def test_logprobs_where_they_are_asked_for(pair):
+def test_logprobs_if_requested(pair):
     model, prompts, _ = pair
     batch = mlx_mtp.BatchGenerator(model, logprobs=True, num_draft_tokens=3)
     uids = batch.insert(prompts[:2], [10, 10])
@@ -86,7 +86,7 @@ def test_logprobs_where_they_are_asked_for(pair):
         assert all(mx.array_equal(a, b) for a, b in zip(found[uid], alone, strict=True))
 
 
-def test_a_text_goes_before_its_prompt_is_read(pair):
+def test_a_sequence_is_removed_before_its_prompt_is_prefilled(pair):
     model, prompts, _ = pair
     batch = mlx_mtp.BatchGenerator(model, prefill_step_size=2)
     uids = batch.insert(prompts[:2], [5, 5])
@@ -101,8 +101,8 @@ def test_a_text_goes_before_its_prompt_is_read(pair):
     assert [t for t, *_ in again] == [t for t, *_ in fresh]
 
 
-def test_a_cache_is_copied_while_its_text_goes_on(pair):
-    """Before its prompt is read, before it is in the pool, and in the middle of it; beside one on its own."""
+def test_a_cache_is_copied_while_its_sequence_continues(pair):
+    """During the prefill and while it decodes."""
     model, prompts, _ = pair
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False, prefill_step_size=3)
     (uid,) = batch.insert(prompts[:1], [16])
@@ -120,8 +120,8 @@ def test_a_cache_is_copied_while_its_text_goes_on(pair):
     assert min(seen) < 0 == sorted(seen & {0})[0] < max(seen)
 
 
-def test_caches_change_while_texts_decode(tiny_models):
-    """One is quantized at its start, in the middle of the other, which is short and never is."""
+def test_caches_are_quantized_while_sequences_decode(tiny_models):
+    """One of them becomes quantized, one is quantized from the prompt on, and a short one never is."""
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     options = {"kv_bits": 4, "quantized_kv_start": 12, "num_draft_tokens": 2}
     batch = mlx_mtp.BatchGenerator(model, **options)
@@ -131,8 +131,8 @@ def test_caches_change_while_texts_decode(tiny_models):
         assert found[uid] == [t for t, *_ in mlx_mtp.generate_step(prompt, model, max_tokens=n, **options)]
 
 
-def test_a_batch_that_is_dropped_lets_go_at_once(pair):
-    """Its caches and what it keeps resident wait for no garbage collector."""
+def test_a_dropped_batch_is_released_at_once(pair):
+    """Without a run of the garbage collector."""
     batch = mlx_mtp.BatchGenerator(pair[0])
     batch.insert(PROMPTS, [5] * 3)
     batch.next_generated()
@@ -145,8 +145,8 @@ def test_a_batch_that_is_dropped_lets_go_at_once(pair):
         gc.enable()
 
 
-def test_a_text_that_is_over_is_let_go_while_others_decode(pair, monkeypatch):
-    """Its heads were idle, and those of the others draft from then on."""
+def test_the_cache_of_a_finished_sequence_is_released_while_others_decode(pair, monkeypatch):
+    """Its heads were paused, and those of the others draft from then on."""
     turn = iter([0] * 4)
     monkeypatch.setattr(Fixed, "plan", lambda self, *_, **__: Plan(k=next(turn, self.k)))
     batch = mlx_mtp.BatchGenerator(pair[0], num_draft_tokens=2, adaptive=False)
@@ -159,10 +159,10 @@ def test_a_text_that_is_over_is_let_go_while_others_decode(pair, monkeypatch):
     batch.close()
 
 
-def test_waking_counts_what_the_heads_of_all_texts_missed(pair, monkeypatch):
-    """Three texts whose heads did not read along: all their rows are told, but the newest of each."""
+def test_the_control_receives_the_unread_rows_of_all_sequences(pair, monkeypatch):
+    """Three sequences whose heads have no row of the prompt: all rows but the newest of each are counted."""
     asked, model = [], pair[0]
-    monkeypatch.setattr(Fixed, "plan", lambda self, matched=0, behind=0: asked.append(behind) or Plan(k=self.k))
+    monkeypatch.setattr(Fixed, "plan", lambda self, matched=0, unread=0: asked.append(unread) or Plan(k=self.k))
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, adaptive=False)
     batch.insert(PROMPTS, [5] * 3)
     while batch.next_generated():
@@ -170,7 +170,7 @@ def test_waking_counts_what_the_heads_of_all_texts_missed(pair, monkeypatch):
     assert max(asked) == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
-def test_a_text_without_a_limit_goes_on_to_its_stop(pair):
+def test_a_sequence_without_a_limit_continues_to_its_stop(pair):
     model, prompts, _ = pair
     alone = [token for token, *_ in mlx_mtp.generate_step(prompts[0], model, max_tokens=30)]
     found, ends = texts(mlx_mtp.BatchGenerator(model), prompts[:1], [-1], [[alone[20:22]]])
@@ -179,9 +179,9 @@ def test_a_text_without_a_limit_goes_on_to_its_stop(pair):
 
 
 def test_ranks_are_refused(pair, monkeypatch):
-    """They would have to agree on what a clock decides, and on who is there."""
+    """A batch does not support ranks."""
     monkeypatch.setattr(pair[0].runtime, "ranks", types.SimpleNamespace(size=2))
-    with pytest.raises(ValueError, match=r"^model: split over 2 ranks; texts at once are for one"):
+    with pytest.raises(ValueError, match=r"^model: split over 2 ranks; a batch needs one rank"):
         mlx_mtp.BatchGenerator(pair[0])
 
 

@@ -1,4 +1,4 @@
-"""Let thousands of texts come and go: what they held is given back."""
+"""Memory does not grow while thousands of sequences join and leave."""
 
 import gc
 import random
@@ -18,21 +18,21 @@ TEXTS = 5000
 @sweep
 @pytest.mark.parametrize("replayed", [False, True])
 def test_memory_does_not_grow(tiny_models, replayed):
-    """Texts join up to three others, and end or are removed; the first fifth shows what they need."""
+    """Up to four sequences decode at once, and end or are removed; the first fifth is the reference."""
     model, _ = tiny_models(0)
     rng, stats = random.Random(0), mlx_mtp.Stats()
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=2, compile_cycles=replayed, stats=stats)
-    there, held, resident = set(), [], []
+    active, held, resident = set(), [], []
     for joined in range(TEXTS + 1):
         prompt = [rng.randrange(model.vocab_size) for _ in range(rng.choice([1, 3, 20]))]
-        there |= set(batch.insert([prompt], [rng.randint(1, 6)]))
-        while len(there) > 3:
-            there -= {r.uid for r in batch.next_generated() if r.finish_reason}
-            if there and rng.random() < 0.05:
-                batch.remove([there.pop()])
+        active |= set(batch.insert([prompt], [rng.randint(1, 6)]))
+        while len(active) > 3:
+            active -= {r.uid for r in batch.next_generated() if r.finish_reason}
+            if active and rng.random() < 0.05:
+                batch.remove([active.pop()])
         if joined % (TEXTS // 10) == 0:
-            batch.remove(there)
-            there.clear()
+            batch.remove(active)
+            active.clear()
             gc.collect()
             mx.clear_cache()
             held.append(mx.get_active_memory())

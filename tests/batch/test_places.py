@@ -1,4 +1,4 @@
-"""Let texts move between the loop for one and the pool at any point: each is what it is alone."""
+"""Sequences move between the loop for one and the pool at any point, and have the tokens that they have alone."""
 
 import random
 
@@ -24,7 +24,7 @@ def subject(tiny_models, tmp_path_factory):
 
 @pytest.fixture
 def moves(monkeypatch):
-    """Who moved: "together" from the loop to a pool, "apart" back."""
+    """Record moves: "together" from the loop to a pool, "apart" back."""
     found = []
     finish, leave = Lone.finish, Group.finish
     monkeypatch.setattr(Lone, "finish", lambda lone: (found.append("together"), finish(lone))[1])
@@ -32,8 +32,8 @@ def moves(monkeypatch):
     return found
 
 
-def test_what_moves_is_the_row_that_chose_the_last_token(subject, monkeypatch):
-    """Wherever it stands among those of the last cycle, and behind it the heads' rows."""
+def test_a_moving_sequence_keeps_the_row_that_chose_its_last_token(subject, monkeypatch):
+    """For any number of accepted rows in the last cycle."""
     s, seen = subject("step3p5"), []
     for kind in (Lone, Group):
         monkeypatch.setattr(kind, "finish", _watched(kind.finish, s.model, seen))
@@ -49,7 +49,7 @@ def test_what_moves_is_the_row_that_chose_the_last_token(subject, monkeypatch):
 def _watched(finish, model, seen: list[int]):
     def watched(place):
         found = finish(place)
-        moved = found[1] if isinstance(place, Group) else [(place.text, place.run)]
+        moved = found[1] if isinstance(place, Group) else [(place.sequence, place.run)]
         for text, row in moved:
             seen.append(len(found[0] if isinstance(place, Group) else found))
             hidden = model.hidden(mx.array([text.all_tokens[:-1]]), mlx_mtp.make_prompt_cache(model).layers)[:, -1:]
@@ -61,18 +61,18 @@ def _watched(finish, model, seen: list[int]):
 
 
 def long_one_and_guests(rng: random.Random, vocab: int, most: int) -> list[Case]:
-    """A text that is there throughout, and short ones beside it from time to time."""
+    """Return a long case, and short ones that join it at intervals."""
     cases = [Case(rng, vocab, most) for _ in range(4)]
     for i, case in enumerate(cases):
         case.comes, case.goes, case.max_tokens = 5 * i + rng.randrange(4), None, rng.randint(1, 5)
     host = cases[0]
     host.comes, host.k, host.stops, host.max_tokens = 0, rng.randint(1, most), [], 50
-    host.prompt *= 2  # so that something can be looked up
+    host.prompt *= 2  # so that lookups find a match
     return cases
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[:2], NAMES))
-def test_a_text_moves_and_stays_what_it_is(subject, tiny_models, moves, monkeypatch, name):
+def test_a_sequence_moves_and_keeps_its_tokens(subject, tiny_models, moves, monkeypatch, name):
     quantized = name == "quantized"
     model = quantizable_model(tiny_models)[0] if quantized else subject(name).model
     most = min(3, model.max_draft_tokens)
@@ -86,8 +86,8 @@ def test_a_text_moves_and_stays_what_it_is(subject, tiny_models, moves, monkeypa
     assert {"together", "apart"} <= set(moves)
 
 
-def test_each_text_is_counted_wherever_it_is(tiny_models, moves, monkeypatch):
-    """All together are what the generator counts."""
+def test_each_sequence_is_counted_wherever_it_decodes(tiny_models, moves, monkeypatch):
+    """The sum equals the generator's stats."""
     monkeypatch.setattr(places, "CALM", 2)
     model, _ = tiny_models(0)
     every, own = mlx_mtp.Stats(), [mlx_mtp.Stats(), mlx_mtp.Stats()]

@@ -1,4 +1,4 @@
-"""Replayed cycles of several texts do what built ones do, bit for bit; few are recorded while texts come and go."""
+"""Replayed cycles of several sequences equal built ones bit for bit; few are recorded while sequences come and go."""
 
 import copy
 import random
@@ -28,14 +28,14 @@ def subject(tiny_models, tmp_path_factory):
 
 
 def fresh(model):
-    """The model with nothing recorded."""
+    """Return the model without records."""
     twin = copy.copy(model)
     twin.runtime = replace(twin.runtime, recorder=Recorder())
     return twin
 
 
 def session(model, limits, comes, **options):
-    """Texts of PROMPTS, each from a cycle on; what is said of each, its last cache, and the counters."""
+    """Run sequences of PROMPTS that join at cycles; return their (token, from_draft), last caches and the stats."""
     stats, found, caches, cycle = mlx_mtp.Stats(), {}, {}, 0
     batch = mlx_mtp.BatchGenerator(model, stats=stats, **{"adaptive": False, **options})
     while cycle <= max(comes) or len(caches) < len(limits):
@@ -55,7 +55,7 @@ def session(model, limits, comes, **options):
     sampled([("step3p5", 3, 1.0)], [(n, k, t) for n in NAMES for k in (0, 1, 3) for t in (0, 1)]),
 )
 def test_replayed_as_built(subject, monkeypatch, name, k, temp):
-    """Tokens, drafts that were kept, and every bit of the caches handed out."""
+    """Tokens, accepted drafts, and every bit of the returned caches."""
     model, schedule = fresh(subject(name).model), ([20, 6, 24, 30], [0, 0, 3, 6])
     monkeypatch.setattr(replay, "OFTEN", 1)
     built, caches, none = session(model, *schedule, num_draft_tokens=k, temp=temp)
@@ -76,7 +76,7 @@ def test_slots_come_in_few_numbers():
 
 
 def test_what_is_built(subject, monkeypatch):
-    """Where two draw differently, and nothing on a CPU unless it is asked for."""
+    """Cycles of sequences with different sampling, and the default on a CPU, are built."""
     model = fresh(subject("step3p5").model)
     monkeypatch.setattr(replay, "OFTEN", 1)
     own = {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
@@ -93,7 +93,7 @@ def test_what_is_built(subject, monkeypatch):
 
 @sweep
 def test_a_trial_finds_out_whether_replays_are_quicker(subject, monkeypatch):
-    """On a GPU, where nobody says: blocks of cycles are replayed and built in turns, and the text is the same."""
+    """The default on a GPU: blocks of cycles are replayed and built in turns, with the same tokens."""
     model = fresh(subject("step3p5").model)
     monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
     observe, expected = CompileChoice.observe, session(model, [150, 150], [0, 0], num_draft_tokens=1)[0]
@@ -113,7 +113,7 @@ def test_a_trial_finds_out_whether_replays_are_quicker(subject, monkeypatch):
 @sweep
 @pytest.mark.parametrize(("name", "k"), [("step3p5", 3), ("qwen3_5", 1), ("qwen3_5", 0)])
 def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
-    """Each asks four times, as soon as its answer of up to 500 tokens is there, behind all that was said before.
+    """Each sends four requests, as soon as its answer of up to 500 tokens has arrived, after all earlier turns.
 
     One kind for every 256 positions up to 2,304, and one or two where the last ones are fewer than four.
     """
@@ -121,7 +121,7 @@ def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
     frames, real, stats = [], replay.step, mlx_mtp.Stats()
     monkeypatch.setattr(replay, "step", lambda *args: frames.append(args[0]) or real(*args))
     options = {"num_draft_tokens": k, "adaptive": False, "compile_cycles": True, "stats": stats}
-    batch, turns, said = mlx_mtp.BatchGenerator(model, **options), {}, {}
+    batch, turns, conversations = mlx_mtp.BatchGenerator(model, **options), {}, {}
 
     def ask(agent, cache=None):
         prompt = [rng.randrange(model.vocab_size) for _ in range(40 if cache else 300)]
@@ -133,8 +133,8 @@ def test_kinds_of_a_session_of_four_agents(subject, monkeypatch, name, k):
     while responses := batch.next_generated():
         for r in responses:
             agent = turns[r.uid]
-            said[agent] = said.get(agent, 0) + bool(r.finish_reason)
-            if r.finish_reason and said[agent] < 4:
+            conversations[agent] = conversations.get(agent, 0) + bool(r.finish_reason)
+            if r.finish_reason and conversations[agent] < 4:
                 ask(agent, r.prompt_cache)
     traced = [frame for frame in frames if isinstance(frame.cache, Pool)]
     alone = [frame for frame in frames if not isinstance(frame.cache, Pool)]

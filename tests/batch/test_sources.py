@@ -1,4 +1,4 @@
-"""Texts of a pool draft with all that a text alone has: the LM head's kernel, lookups, and confidence that cuts."""
+"""Sequences of a pool draft as a lone one does: with the LM head's kernel, lookups and p_min."""
 
 import pytest
 from subjects import subjects
@@ -7,7 +7,7 @@ from sweep import paired
 import mlx_mtp
 from mlx_mtp.batch import pool_cycle
 from mlx_mtp.cache.pool import Pool
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import step
 from mlx_mtp.decoding.policy import LOOKUP_DRAFTS
 from mlx_mtp.kernels import KernelRefused
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
@@ -40,22 +40,22 @@ def alone(model, n: int = 30, **options) -> list[list[int]]:
 
 @pytest.fixture
 def verified(monkeypatch):
-    """Drafts of each text that a pool's passes verified, and how many passes looked them up."""
-    found, real = [], one_step.verify
+    """Record the plan and the number of drafts of each verify of a pool."""
+    found, real = [], step.verify
 
-    def verify(frame, run, drafts, most=None):
+    def verify(frame, run, drafts, limits=None):
         if isinstance(frame.cache, Pool):
             found.append((frame.plan, drafts.k))
-        return real(frame, run, drafts, most)
+        return real(frame, run, drafts, limits)
 
-    monkeypatch.setattr(one_step, "verify", verify)
+    monkeypatch.setattr(step, "verify", verify)
     monkeypatch.setattr("mlx_mtp.batch.pool_cycle.verify", verify)
     return found
 
 
 @pytest.mark.parametrize(("name", "options"), paired(["step3p5", "qwen3_next"], [{}, {"temp": 1.0}]))
-def test_what_is_looked_up_in_a_pool(subject, verified, name, options):
-    """By texts of which one repeats itself."""
+def test_lookups_in_a_pool(subject, verified, name, options):
+    """One of the sequences repeats itself."""
     model = subject(name).model
     for k in (1, 2):
         texts, stats = together(model, num_draft_tokens=k, prompt_lookup=True, **options)
@@ -71,7 +71,7 @@ def test_what_is_looked_up_in_a_pool(subject, verified, name, options):
 
 @pytest.mark.parametrize("p_min", [0.0001, 0.5, 1.0])
 def test_confidence_cuts_the_drafts_of_a_pool(subject, verified, p_min):
-    """The pass has as many rows as the surest text needs; the others' drafts are verified beside them."""
+    """A pass has the rows of the sequence with the most probable drafts; the others' drafts are verified too."""
     s = subject("step3p5")
     texts, _ = together(s.model, num_draft_tokens=3, draft_p_min=p_min, prompt_lookup=False)
     assert texts == alone(s.model)
@@ -81,7 +81,7 @@ def test_confidence_cuts_the_drafts_of_a_pool(subject, verified, p_min):
 
 
 def test_drafts_of_a_pool_are_chosen_by_the_lm_heads_kernel(subject, monkeypatch):
-    """In one launch for all texts, where it is on for so many rows: no logits are written."""
+    """One launch for all sequences, if the kernel is on for that number of rows; no logits are written."""
     model, rows, real = subject("step3p5").model, [], LMHeadSite.ours
     expected, _ = together(model, num_draft_tokens=2, prompt_lookup=False)
     monkeypatch.setattr(LMHeadSite, "ours", lambda site, x: rows.append(x.shape[0]) or real(site, x))
@@ -94,11 +94,11 @@ def test_drafts_of_a_pool_are_chosen_by_the_lm_heads_kernel(subject, monkeypatch
         for head in heads:
             del head.module.choice
     assert found == expected
-    assert {3, 9} <= set(rows)  # drafts of three texts, and the verify of three rows of each
+    assert {3, 9} <= set(rows)  # drafts of three sequences, and the verify of three rows of each
 
 
-def test_plans_of_a_pool_come_in_any_order(subject, monkeypatch, verified):
-    """Lookups while heads are idle and while they follow, behind cycles whose confidence was read."""
+def test_plans_of_a_pool_in_any_order(subject, monkeypatch, verified):
+    """Lookups while heads are paused and while they read, after cycles with p_min."""
     s, turn = subject("eagle"), iter(range(10**6))
     expected = alone(s.model, 60)
     sure, plans = Plan(k=2, p_min=True), [Plan(k=2), Plan("lookup", 5), Plan(), Plan("lookup", 7), Plan()]
@@ -111,8 +111,8 @@ def test_plans_of_a_pool_come_in_any_order(subject, monkeypatch, verified):
     assert {(plan.source, plan.p_min) for plan, _ in verified} >= {("lookup", False), ("heads", True)}
 
 
-def test_a_failure_behind_read_confidence_is_recovered(subject, monkeypatch):
-    """Its drafts were evaluated, so that no text's own cache is what it was: all are read again."""
+def test_a_failure_after_reading_the_confidence_is_recovered(subject, monkeypatch):
+    """The drafts were evaluated and have changed the caches: all sequences are prefilled again."""
     s, real, calls = subject("step3p5"), pool_cycle.verify, []
 
     def refused(*args):

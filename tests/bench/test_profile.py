@@ -14,9 +14,9 @@ import mlx_mtp
 from mlx_mtp.bench import census, profile_report
 from mlx_mtp.bench.page import tables_of
 from mlx_mtp.bench.profile import HOST, PHASES, Timer, Workload, decode_in_phases, profile
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.drafters.heads import Heads
-from mlx_mtp.decoding.text import Text
+from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.layers.mtp_head import MTPHead
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 0]
@@ -103,10 +103,10 @@ PLANTED = {
     "prefill": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows > ROWS), 0),
     "draft": (lambda patch, model: on_the_device(patch, MTPHead, "__call__", lambda rows: rows <= ROWS), 3),
     "verify": (lambda patch, model: on_the_device(patch, type(model), "hidden", lambda rows: rows <= ROWS), 1),
-    "accept": (lambda patch, model: on_the_device(patch, one_step, "accept"), 1),
+    "accept": (lambda patch, model: on_the_device(patch, step_module, "accept"), 1),
     "build the draft": (lambda patch, model: asleep(patch, Heads, "propose"), 1),
-    "build the verify": (lambda patch, model: asleep(patch, one_step, "accept"), 1),
-    "commit": (lambda patch, model: asleep(patch, Text, "extend"), 1),
+    "build the verify": (lambda patch, model: asleep(patch, step_module, "accept"), 1),
+    "commit": (lambda patch, model: asleep(patch, TokenHistory, "extend"), 1),
 }
 
 
@@ -159,7 +159,7 @@ class Pedant(Timer):
 @pytest.mark.parametrize(("family", "k"), [(None, 3), ("qwen3_5", 0)])  # its new states are not read by its own rows
 def test_nothing_is_pending_after_a_phase(tiny_models, tmp_path, monkeypatch, family, k):
     model = mlx_mtp.load_model(families.build(family, tmp_path)[0]) if family else tiny_models()[0]
-    pending, real = [], one_step.propose
+    pending, real = [], step_module.propose
 
     def propose(frame, run, *args):
         cache = frame.cache

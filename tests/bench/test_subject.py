@@ -28,8 +28,7 @@ from mlx_mtp.bench.subject import (
     reset_costs,
 )
 from mlx_mtp.checkpoint.build import read_args
-from mlx_mtp.decoding import policy
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import policy, step
 from mlx_mtp.demo import demo_path
 from mlx_mtp.models import find_port
 from mlx_mtp.tuning.cost_file import RememberedCosts
@@ -266,11 +265,11 @@ def test_rates_are_the_shares_in_results_and_continue_to_fall(drawn):
 
 
 def test_nothing_is_drawn_after_the_block():
-    pick = one_step.pick
+    pick = step.pick
     with suppress(KeyboardInterrupt), drawn_acceptance([1.0]):
-        assert one_step.pick is not pick
+        assert step.pick is not pick
         raise KeyboardInterrupt
-    assert one_step.pick is pick
+    assert step.pick is pick
 
 
 def test_replayed_cycles_use_new_draws(drawn):

@@ -1,4 +1,4 @@
-"""Save and load prompt caches: the text goes on as if nothing had happened, and a damaged file is refused."""
+"""Save and load prompt caches: generation continues with the same tokens, and a damaged file is refused."""
 
 import itertools
 import os
@@ -18,10 +18,10 @@ from mlx.utils import tree_flatten
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache import file as saved_cache
+from mlx_mtp.cache import file as cache_file
 from mlx_mtp.cache.file import fingerprint, load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
-from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine import memory
 from mlx_mtp.machine.memory import Available
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
@@ -49,7 +49,7 @@ def model(tiny_models):
 
 
 class Content(bytes):
-    """Bytes that hypothesis shows without their megabyte."""
+    """Bytes with a short representation in hypothesis' messages."""
 
     def __repr__(self):
         return f"{len(self)} bytes"
@@ -57,7 +57,7 @@ class Content(bytes):
 
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
-    """(file, its bytes) of a short conversation."""
+    """Return the file of a short conversation, and its bytes."""
     file = tmp_path_factory.mktemp("saved") / "cache.safetensors"
     cache = mlx_mtp.make_prompt_cache(model)
     tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
@@ -66,8 +66,8 @@ def saved(model, tmp_path_factory):
     return file, Content(file.read_bytes())
 
 
-def goes_on(model, tmp_path, before, after, **layout):
-    """The text of a run that was saved and loaded after so many tokens, and that of one run."""
+def check_resumed(model, tmp_path, before, after, **layout):
+    """Check that a run which was saved and loaded after n tokens gives the tokens of an uninterrupted run."""
     whole = tokens_of(model, PROMPT, TEXT, 0, **layout)
     for n in (0, 5, 13):  # the window of 8 is not full, wraps, has wrapped
         cache = mlx_mtp.make_prompt_cache(model, **layout)
@@ -83,7 +83,7 @@ def goes_on(model, tmp_path, before, after, **layout):
 @pytest.mark.parametrize(("layout", "counts"), paired(LAYOUTS, [(3, 3), (0, 2), (2, 0)]))
 def test_the_text_is_that_of_one_run(model, tmp_path, layout, counts):
     before, after = counts
-    goes_on(model, tmp_path, before, after, **LAYOUTS[layout])
+    check_resumed(model, tmp_path, before, after, **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_the_text_is_that_of_one_run(model, tmp_path, layout, counts):
     ),
 )
 def test_the_text_is_that_of_one_run_in_every_family(name, tmp_path):
-    """Recurrent states, latent rows, an indexer's keys, and heads that are recycled."""
+    """Check recurrent states, latent rows, an indexer's keys, and recycled heads."""
     model = mlx_mtp.load_model(families.build(name, tmp_path)[0])
-    goes_on(model, tmp_path, min(2, model.max_draft_tokens), 1)
+    check_resumed(model, tmp_path, min(2, model.max_draft_tokens), 1)
 
 
 @settings(max_examples=200 if SWEEP else 80, deadline=None)
 @given(data=st.data())
 def test_damage_anywhere_is_refused(model, saved, data):
-    """Bits flipped in any region, an end that is missing or too long, a part that was not written."""
+    """Flip bits in any region, cut or extend the file, or leave out a part that was not written."""
     file, content = saved
     header = 8 + struct.unpack("<Q", content[:8])[0]
     regions = {
@@ -127,7 +127,7 @@ def test_damage_anywhere_is_refused(model, saved, data):
     assume(damaged != content)
     bad = file.with_name("damaged.safetensors")
     bad.write_bytes(damaged)
-    for read in (lambda: load_prompt_cache(bad, model), lambda: saved_cache.saved_opening(bad)):
+    for read in (lambda: load_prompt_cache(bad, model), lambda: cache_file.saved_prefix(bad)):
         with pytest.raises(ValueError, match=r"damaged\.safetensors: .*(damaged|of an? \w+ format)") as e:
             read()
         assert "\n" not in str(e.value)
@@ -162,24 +162,24 @@ def test_damage_anywhere_is_refused(model, saved, data):
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(model, saved, tmp_path, change, message):
-    """Even with a right checksum."""
+    """Check each field of the state with a right checksum."""
     file = sealed(tmp_path / "made.safetensors", rewritten(saved[1], change))
     with pytest.raises(ValueError, match=rf"made\.safetensors: {message}") as e:
         load_prompt_cache(file, model)
     assert "\n" not in str(e.value)
 
 
-def test_a_snapshot_remembers_where_the_heads_windows_began(model):
+def test_a_snapshot_restores_the_start_of_the_heads_windows(model):
     cache = mlx_mtp.make_prompt_cache(model)
     tokens_of(model, PROMPT, 6, 3, prompt_cache=cache)
     snapshot, starts = cache.snapshot(), [c.start for c in cache.heads]
     for c in cache.heads:
-        c.start += 5  # as heads do that begin anew behind rows that none of them reaches
+        c.start += 5  # as if the heads had restarted after rows beyond their windows
     cache.rewind(snapshot)
     assert [c.start for c in cache.heads] == starts
 
 
-def test_what_is_no_cache_is_refused(model, tmp_path):
+def test_other_files_are_refused(model, tmp_path):
     mx.save_safetensors(str(tmp_path / "other.safetensors"), {"a": mx.zeros(3)}, {"model": "x"})
     for name, content in {"empty": b"", "text": b"{}" * 99, "deep": struct.pack("<Q", 40000) + b"[" * 40000}.items():
         (tmp_path / f"{name}.safetensors").write_bytes(content)
@@ -191,7 +191,7 @@ def test_what_is_no_cache_is_refused(model, tmp_path):
 
 
 def test_another_finetune_is_another_model(tmp_path):
-    """Any tensor of the target's that was trained on, or a configuration that only positions notice."""
+    """Change any trained tensor of the target, or a configuration that affects only positions."""
     weights = tiny.random_weights(tiny.CONFIG)
     model = mlx_mtp.load_model(tiny.save(tmp_path / "own", tiny.CONFIG, weights))
     own = {heads: fingerprint(model, heads=heads) for heads in (False, True)}
@@ -245,7 +245,7 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
     with pytest.raises(expected[0], match=expected[1]):
         save_prompt_cache(file, cache)
     monkeypatch.undo()
-    monkeypatch.setattr(saved_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    monkeypatch.setattr(cache_file.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(file))}'$"):
         save_prompt_cache(file, cache)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
@@ -253,7 +253,7 @@ def test_an_interrupted_write_leaves_the_old_file(model, saved, tmp_path, monkey
 
 
 def test_a_file_that_is_replaced_while_it_is_read(model, saved, tmp_path, monkeypatch):
-    """What was checked is what is read; its place is another's by then."""
+    """The content that was checked is the content that is loaded, even if the file is replaced in between."""
     file, longer = tmp_path / "cache", mlx_mtp.make_prompt_cache(model)
     file.write_bytes(saved[1])
     tokens_of(model, PROMPT[::-1], 6, 3, prompt_cache=longer)
@@ -286,9 +286,9 @@ def test_writers_and_readers_at_the_same_time(model, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["cache"]
 
 
-def test_a_cache_there_is_no_memory_for(model, saved, monkeypatch):
-    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
-    monkeypatch.setattr(machine_memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
+def test_a_cache_too_large_for_memory_is_refused(model, saved, monkeypatch):
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
     with pytest.raises(
         ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); MLX"
     ):
@@ -306,7 +306,7 @@ def test_only_files_are_replaced(model, tmp_path):
 
 
 @pytest.mark.parametrize("made", [{}, *LAYOUTS.values()])
-def test_the_layout_is_known(model, made):
+def test_the_layout_is_restored(model, made):
     expected = {name: made.get(name) for name in ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size")}
     cache = mlx_mtp.make_prompt_cache(model, **made)
     for c in (cache, cache.like_new()):

@@ -14,14 +14,14 @@ B, H, D = 1, 2, 32
 
 
 def rows_of(positions, salt=0):
-    """Distinct rows [1, H, n, D] that tell their position."""
+    """Return distinct rows [1, H, n, D] whose values encode their position."""
     n = len(positions)
     base = np.array(list(positions), np.float32).reshape(1, 1, n, 1) + salt
     return mx.array(np.broadcast_to(base, (B, H, n, D)).copy())
 
 
 def attended(cache, keys, mask, n):
-    """Per row, the sorted first components of the keys that it may attend to."""
+    """Return, per row, the sorted first components of the keys that it may attend to."""
     values = np.array(keys)[0, 0, :, 0]
     if mask is None:
         allowed = np.ones((n, len(values)), bool)
@@ -32,12 +32,12 @@ def attended(cache, keys, mask, n):
     return [sorted(values[row].tolist()) for row in allowed]
 
 
-def expected(text, first, n, window, start, keep):
-    """The same from a list: row i of n, at position first + i, sees positions start.. of its window."""
+def expected(row_values, first, n, window, start, keep):
+    """Return the same from a list: row i of n, at position first + i, attends to its window from `start` on."""
     out = []
     for q in range(first, first + n):
         low = max(min(start, q), keep, 0 if window is None else q - (window - keep) + 1)
-        out.append(sorted(float(v) for v in (*text[: min(keep, q + 1)], *text[low : q + 1])))
+        out.append(sorted(float(v) for v in (*row_values[: min(keep, q + 1)], *row_values[low : q + 1])))
     return out
 
 
@@ -60,16 +60,16 @@ steps = st.lists(
     ),
 )
 def test_rows_see_exactly_their_window(steps, kind):
-    """Any order of prefill chunks (host positions) and verifies with rollbacks (device positions)."""
+    """Mix prefill chunks (host positions) and verifies with rollbacks (device positions) in any order."""
     window, start, keep = kind
     keep = min(keep, (window or 1) - 1)
     cache, text, salt = make_cache(window, start=start, keep=keep), [], 0.0
     for kind, n, back in steps:
         first, salt = len(text), salt + 0.001
         if kind == "prefill" and first < start:
-            continue  # prefill begins at `start`; only a verify may cover positions before it
+            continue  # prefill begins at `start`; only a verify may include earlier positions
         if kind == "verify":
-            cache.seek(mx.array([first]), first + 1)  # the bound may be loose
+            cache.seek(mx.array([first]), first + 1)  # a loose bound is allowed
         new = rows_of(range(first, first + n), salt)
         mask = cache.make_mask(n)
         keys, values = cache.update_and_fetch(new, new + 1000)
@@ -125,7 +125,7 @@ def test_growth_is_geometric_and_in_whole_steps():
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("device_side", [False, True])
 def test_writes_are_in_place(window, device_side):
-    """One row into a large buffer: no second buffer, ever."""
+    """Write one row into a large buffer; a second buffer is never allocated."""
     cache = make_cache(window)
     cache.update_and_fetch(*mx.zeros((2, 1, 8, 4000, 128)))
     mx.eval(cache.parts)
@@ -140,7 +140,7 @@ def test_writes_are_in_place(window, device_side):
     assert mx.get_peak_memory() - before < cache.parts[0].nbytes / 4
 
 
-def test_a_kept_handle_still_means_the_old_contents():
+def test_an_earlier_handle_keeps_the_old_contents():
     for device_side in (False, True):
         cache = make_cache(8)
         cache.update_and_fetch(*mx.zeros((2, 1, H, 5, D)))
@@ -162,7 +162,7 @@ def test_layers_of_one_window_share_their_ring():
     assert ring.index(mx.array([29 + ring.slots]), 2).flatten().tolist() == [29, 30]
 
 
-def test_a_call_larger_than_a_ring_can_take_back_is_refused():
+def test_a_call_larger_than_a_ring_can_roll_back_is_refused():
     cache = make_cache(8)
     cache.seek(mx.array([0]), 0)
     with pytest.raises(AssertionError, match="more rows than a ring can take back"):

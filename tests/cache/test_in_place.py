@@ -1,4 +1,4 @@
-"""Check that caches are written in place, and that a large one costs no time per cycle."""
+"""Check that caches are written in place, and that a large one does not slow a cycle down."""
 
 import time
 
@@ -28,7 +28,7 @@ PROMPT = [i * 7 % 64 for i in range(1500)]
 @sweep
 @pytest.mark.parametrize(("bits", "k"), sampled([(None, 0)], [(None, 0), (8, 3)]))
 def test_peak_memory_is_weights_and_kv(tiny_models, k, bits):
-    """From the first new token on, the peak stays near what weights and the KV of all tokens take."""
+    """After the first new token the peak stays near the size of the weights and of all tokens' keys and values."""
     model, _ = tiny_models(0, **SHAPE)
     weights = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
     mx.clear_cache()
@@ -79,7 +79,7 @@ def test_time_per_cycle_does_not_grow_with_capacity(tiny_models, k):
         list(mlx_mtp.generate_step(prompt, model, prompt_cache=caches[capacity], max_tokens=0))
     assert caches[32768].nbytes > 20 * caches[1024].nbytes
     best = dict.fromkeys(caches, float("inf"))
-    for _ in range(10):  # the best of many short runs, on machines that do other things too
+    for _ in range(10):  # the fastest of many short runs, because other programs may run
         for capacity, cache in caches.items():
             tic = time.perf_counter()
             for _ in mlx_mtp.generate_step(

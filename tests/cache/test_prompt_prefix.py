@@ -1,4 +1,4 @@
-"""Read the beginning of a prompt once: chats and commands go on from it, with the text of one run."""
+"""Prefill the start of a prompt once: chats and commands continue it with the tokens of a single run."""
 
 import os
 import re
@@ -13,10 +13,11 @@ from sweep import paired, sampled
 import mlx_mtp
 from mlx_mtp.cache.file import load_prompt_cache, save_prompt_cache
 from mlx_mtp.cache.prompt_prefix import PromptPrefix
+from mlx_mtp.checkpoint.chat_template import prompt_tokens, stable_tokens
 from mlx_mtp.demo import demo_path
 
 BOTH = ("What does os.path", ".join do?")
-BEGINNING = "abcdefghij]abc[abcabc]a"
+START = "abcdefghij]abc[abcabc]a"
 TURNS = ["hgf", "d", "efghabcdefghij"]
 
 
@@ -25,24 +26,28 @@ def model(tiny_models):
     return tiny_models(2, vocab_size=len(VOCAB))[0]
 
 
-def begun(model, tmp_path, template=PLAIN, opening=PromptPrefix(BEGINNING), **layout):  # noqa: B008 - it is frozen
-    """A cache that has read an opening, by way of a file."""
+def cache_of(model, tmp_path, template=PLAIN, prefix=PromptPrefix(START), **layout):  # noqa: B008 - it is frozen
+    """Return a cache that has read a prefix, after saving and loading it."""
     cache = mlx_mtp.make_prompt_cache(model, **layout)
-    list(mlx_mtp.generate_step(opening.settled(make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache))
-    cache.prefix = opening
+    list(
+        mlx_mtp.generate_step(
+            stable_tokens(prefix, make_tokenizer(template)), model, max_tokens=0, prompt_cache=cache
+        )
+    )
+    cache.prefix = prefix
     save_prompt_cache(tmp_path / "cache", cache)
     return load_prompt_cache(tmp_path / "cache", model)
 
 
-def conversation(session, beginning=""):
-    texts = [beginning + TURNS[0], *TURNS[1:]]
+def conversation(session, start=""):
+    texts = [start + TURNS[0], *TURNS[1:]]
     return [answer(session, text) for text in texts]
 
 
 @pytest.mark.parametrize(("template", "layout"), paired([PLAIN, REWRITING], [{}, {"max_kv_size": 9}]))
 def test_a_chat_that_begins_with_a_cache(model, tmp_path, template, layout):
-    expected = conversation(make_session(model, template, **layout), BEGINNING)
-    cache = begun(model, tmp_path, template, **layout)
+    expected = conversation(make_session(model, template, **layout), START)
+    cache = cache_of(model, tmp_path, template, **layout)
     held = cache.offset
     session = make_session(model, template, prompt_cache=cache)
     for _ in range(2):
@@ -55,8 +60,8 @@ def test_a_chat_that_begins_with_a_cache(model, tmp_path, template, layout):
     assert session.messages == []
 
 
-def test_a_turn_that_fails_leaves_a_conversation_to_go_on_with(model, tmp_path, monkeypatch):
-    session = make_session(model, prompt_cache=begun(model, tmp_path))
+def test_a_conversation_continues_after_a_failed_turn(model, tmp_path, monkeypatch):
+    session = make_session(model, prompt_cache=cache_of(model, tmp_path))
     hidden, calls = type(model).hidden, []
 
     def failing(self, tokens, cache):
@@ -70,11 +75,11 @@ def test_a_turn_that_fails_leaves_a_conversation_to_go_on_with(model, tmp_path, 
         answer(session, TURNS[0])
     monkeypatch.undo()
     session.reset()
-    assert conversation(session) == conversation(make_session(model), BEGINNING)
+    assert conversation(session) == conversation(make_session(model), START)
 
 
 def test_a_turn_that_is_too_long_is_refused_and_the_next_one_is_not(model, tmp_path):
-    session = make_session(model, prompt_cache=begun(model, tmp_path), max_context=60)
+    session = make_session(model, prompt_cache=cache_of(model, tmp_path), max_context=60)
     first = answer(session, "hgf")
     reused = session.cache.offset
     with pytest.raises(
@@ -83,32 +88,32 @@ def test_a_turn_that_is_too_long_is_refused_and_the_next_one_is_not(model, tmp_p
         answer(session, "a" * 30)
     assert session.cache.offset == reused
     plain = make_session(model)
-    assert [first, answer(session, "d")] == [answer(plain, BEGINNING + "hgf"), answer(plain, "d")]
+    assert [first, answer(session, "d")] == [answer(plain, START + "hgf"), answer(plain, "d")]
     assert session.turn.reused == reused
 
 
 def test_system_prompts_and_variables_are_those_of_the_cache(model, tmp_path):
-    opening = PromptPrefix(BEGINNING, "ij", template_config={"x": 1})
-    session = make_session(model, prompt_cache=begun(model, tmp_path, opening=opening))
+    prefix = PromptPrefix(START, "ij", template_config={"x": 1})
+    session = make_session(model, prompt_cache=cache_of(model, tmp_path, prefix=prefix))
     expected = make_session(model, system_prompt="ij")
-    assert conversation(session) == conversation(expected, BEGINNING)
+    assert conversation(session) == conversation(expected, START)
     for given in ({"system_prompt": "ji"}, {"template_config": {"x": 2}}):
         with pytest.raises(ValueError, match="the prompt cache was made with"):
-            make_session(model, prompt_cache=begun(model, tmp_path, opening=opening), **given)
-    cache = begun(model, tmp_path, opening=PromptPrefix(BEGINNING, template=False))
+            make_session(model, prompt_cache=cache_of(model, tmp_path, prefix=prefix), **given)
+    cache = cache_of(model, tmp_path, prefix=PromptPrefix(START, template=False))
     with pytest.raises(ValueError, match="does not hold the start of a conversation"):
         make_session(model, prompt_cache=cache)
 
 
 def test_no_token_that_is_kept_depends_on_what_follows():
-    """With the demo's tokenizer, whose tokens are made of several characters, cut at every character."""
+    """Cut a text at every character, with the demo's tokenizer, whose tokens have several characters."""
     _, tokenizer = mlx_mtp.load(demo_path(), lazy=True)
     text = "What does os.path.join(a, b)  do?\n\n    return  self.x10\n"
     for template in (True, False):
         kept = 0
         for end in range(len(text)):
-            tokens = PromptPrefix(text[:end], template=template).settled(tokenizer)
-            whole = PromptPrefix(text, template=template).tokens(tokenizer, "")
+            tokens = stable_tokens(PromptPrefix(text[:end], template=template), tokenizer)
+            whole = prompt_tokens(PromptPrefix(text, template=template), tokenizer, "")
             assert whole[: len(tokens)] == tokens, text[:end]
             kept += len(tokens)
         assert kept > len(text) * len(whole) / 4
@@ -121,7 +126,7 @@ def demo():
 
 @pytest.fixture
 def once(demo, monkeypatch):
-    """The demo is loaded once for all commands."""
+    """Load the demo once for all commands."""
     monkeypatch.setattr(sys.modules["mlx_mtp.checkpoint.load"], "load", lambda *_, **__: demo)
 
 
@@ -129,13 +134,13 @@ FLAGS = [["--system-prompt", "Be brief."], ["--ignore-chat-template"], [], ["--k
 
 
 @pytest.mark.parametrize("flags", sampled(FLAGS[:1], FLAGS), ids=" ".join)
-def test_the_commands_text_is_that_of_one_run(once, tmp_path, flags):
+def test_the_commands_give_the_text_of_one_run(once, tmp_path, flags):
     file = tmp_path / "c"
-    beginning, rest = ("def read_", "lines(path):") if "--ignore-chat-template" in flags else BOTH
-    made = call("cache-prompt", "-p", beginning, "--prompt-cache-file", file, *flags)
+    start, rest = ("def read_", "lines(path):") if "--ignore-chat-template" in flags else BOTH
+    made = call("cache-prompt", "-p", start, "--prompt-cache-file", file, *flags)
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("Prompt: ")
-    expected = call("generate", "--quiet", "-m", 30, "-p", beginning + rest, *flags)
+    expected = call("generate", "--quiet", "-m", 30, "-p", start + rest, *flags)
     again = [] if flags == ["--ignore-chat-template"] else flags
     for drafts in (0, 3):
         found = call(
@@ -146,7 +151,7 @@ def test_the_commands_text_is_that_of_one_run(once, tmp_path, flags):
         assert len(found.stdout) > 40
 
 
-def test_a_file_without_a_text_is_gone_on_with_as_it_is(once, demo, tmp_path):
+def test_a_file_without_a_prefix_is_continued_unchanged(once, demo, tmp_path):
     model, tokenizer = demo
     cache = mlx_mtp.make_prompt_cache(model)
     tokens = tokenizer.encode("def read_lines(path):\n")
@@ -186,7 +191,7 @@ def test_errors_of_the_commands(once, tmp_path, monkeypatch):
 
 
 def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
-    """And the end-of-text token; a directory wherever the next command is run. Another one's name is checked."""
+    """The file names model and end-of-text token, valid in any working directory; another model's name is checked."""
     loaded = []
     monkeypatch.setattr(
         sys.modules["mlx_mtp.checkpoint.load"], "load", lambda path, **o: (loaded.append((path, o)), demo)[1]
@@ -206,7 +211,7 @@ def test_the_model_is_the_files(demo, tmp_path, monkeypatch):
             assert loaded[-1][1]["tokenizer_config"] == {"eos_token": "x"}
 
 
-def test_a_cache_without_heads_says_so(once, tmp_path):
+def test_a_cache_without_heads_is_reported(once, tmp_path):
     flags = ["--prompt-cache-file", tmp_path / "c"]
     call("cache-prompt", "-p", "What does os.path", "--num-draft-tokens", 0, *flags)
     found = call("generate", "-p", ".join do?", "-m", 5, *flags)
@@ -216,7 +221,7 @@ def test_a_cache_without_heads_says_so(once, tmp_path):
     assert "MTP off" in chat.stdout
 
 
-def test_limits_are_those_before_when_a_command_has_ended(once):
+def test_a_command_restores_the_cache_limit(once):
     before = mx.set_cache_limit(5 * 10**8)
     try:
         call("generate", "--quiet", "-m", 1, "--cache-limit", 0.001)
@@ -225,5 +230,5 @@ def test_limits_are_those_before_when_a_command_has_ended(once):
         mx.set_cache_limit(before)
 
 
-def test_the_letters_are_of_the_vocabulary():
-    assert set("".join([BEGINNING, *TURNS])) <= set(LETTERS)
+def test_the_letters_are_in_the_vocabulary():
+    assert set("".join([START, *TURNS])) <= set(LETTERS)

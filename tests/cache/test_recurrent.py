@@ -1,4 +1,4 @@
-"""Roll recurrent layers back: their states are those of reading the accepted rows in turn."""
+"""Roll recurrent layers back: the states equal those after reading only the accepted rows."""
 
 import copy
 
@@ -22,8 +22,8 @@ def text(model, prompt: list[int], n: int, k: int, **options) -> list[int]:
     return [token for token, _, _ in steps]
 
 
-def test_a_copy_of_a_cache_goes_on_by_itself(tmp_path):
-    """As `copy.deepcopy` makes it, which is how mlx-lm's users keep a cache."""
+def test_a_copy_of_a_cache_is_independent(tmp_path):
+    """Copy with `copy.deepcopy`, as mlx-lm's users do."""
     model = mlx_mtp.load_model(families.build("qwen3_5", tmp_path)[0])
     cache = mlx_mtp.make_prompt_cache(model)
     last = text(model, [1, 2, 3, 4, 5], 6, 2, prompt_cache=cache)[-1]
@@ -35,7 +35,7 @@ def test_a_copy_of_a_cache_goes_on_by_itself(tmp_path):
 
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_every_accepted_part(tmp_path, monkeypatch, name):
-    """Drafts that are right up to any of their positions, in any order."""
+    """Drafts are right up to any of their positions, in any order."""
     path, _, plain = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
     truth = prompt + tiny.greedy(plain, prompt, 60)
@@ -45,13 +45,13 @@ def test_every_accepted_part(tmp_path, monkeypatch, name):
         monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
         stats = mlx_mtp.Stats()
         assert text(model, prompt, 60, k, stats=stats) == truth[len(prompt) :], f"k={k}"
-        kept = [stats.drafted[0] - 1, *stats.accepted]  # one at least is wrong, and one is kept to its end
+        kept = [stats.drafted[0] - 1, *stats.accepted]  # at least one cycle has a wrong draft, and one accepts all
         assert all(kept[i] >= kept[i + 1] > 0 for i in range(k)), kept
 
 
 @pytest.fixture(scope="module")
 def mixer(tmp_path_factory):
-    """(a Mamba2 mixer that takes projected rows, and forgets slowly; that many features)"""
+    """Return a Mamba2 mixer with a slow decay, whose input is projected already, and the number of its features."""
     path, _, _ = families.build("nemotron_h", tmp_path_factory.mktemp("mixer"), seed=1)
     mixer = mlx_mtp.load_model(path).layers[0].mixer
     mixer.in_proj, mixer.A_log = (lambda x: x), mixer.A_log - 3
@@ -61,9 +61,9 @@ def mixer(tmp_path_factory):
 @pytest.mark.parametrize("rows", [1, 2, 4, STEPPED_ROWS])
 @pytest.mark.parametrize("start", sampled([0, 40], [0, 2, 40]))
 def test_a_rolled_back_state_is_that_of_single_rows(mixer, rows, start):
-    """After a prompt of `start` rows: verifies of `rows` rows, of which 0, 1, .. all are kept; equal in every bit.
+    """Read `start` rows, then verify `rows` rows, of which 0, 1, .. all are accepted; states are equal in every bit.
 
-    A tape or a convolution that is off by one row shows in the next outputs.
+    A tape or a convolution that is off by one row changes the next outputs.
     """
     mixer, features = mixer
     with mx.stream(mx.cpu):
@@ -98,13 +98,13 @@ def test_a_prompt_in_chunks_is_single_rows_up_to_rounding(mixer, cuts):
 
 
 def states(model, cache) -> list[mx.array]:
-    """Each recurrent layer's state at the position where a cache is at rest."""
+    """Return each recurrent layer's state at the cache's position, between generations."""
     mixers = [m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay")]
     caches = [c for c in cache.layers if c.is_state]
     return [c.state(m._replay) for c, m in zip(caches, mixers, strict=True)]
 
 
-DRIFTING = sorted({*NAMES} - {"qwen3_5"})  # whose recurrence is Qwen3-Next's
+DRIFTING = sorted({*NAMES} - {"qwen3_5"})  # its recurrence is Qwen3-Next's
 
 
 @pytest.mark.parametrize("name", sampled(["nemotron_h"], DRIFTING))
@@ -138,7 +138,7 @@ def test_states_do_not_drift(tmp_path, monkeypatch, record_property, name):
 
 @pytest.mark.parametrize("start", sampled([13], [0, 13]))
 def test_kv_bits_are_for_the_attention_layers(tmp_path, start):
-    """Quantizing changes the text; drafting must not, nor a cache's way through a file."""
+    """Quantization changes the tokens; drafts and saving the cache must not."""
     path, _, _ = families.build("nemotron_h", tmp_path, head_dim=32)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5, 6, 7]
     options = {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}

@@ -103,7 +103,7 @@ def test_a_wrong_prefix(broken):
 
 @in_families(1)
 def test_the_wrong_layer(broken):
-    """As where the trunk was cut without renumbering what follows."""
+    """As when the trunk was cut without renumbering the later layers."""
     later = lambda match: f"{match[1]}.{int(match[2]) + 3}."  # noqa: E731
     moved = {n: re.sub(r"(layers)\.(\d+)\.", later, n, count=1) if n in broken.heads else n for n in broken.weights}
     message = broken.message({moved[n]: w for n, w in broken.weights.items()})
@@ -114,7 +114,7 @@ def test_the_wrong_layer(broken):
 
 @in_families(2)
 def test_nothing_but_zeros_or_nan(broken):
-    """Of a whole head there is a warning, for it changes no text; a part of one is damage."""
+    """A whole head of zeros is a warning, because the output does not change; a part of one is an error."""
     zeros = {name: mx.zeros_like(w) for name, w in broken.weights.items() if name in broken.heads}
     tiny.save(broken.path, broken.config, broken.weights | zeros)
     with pytest.warns(
@@ -132,7 +132,7 @@ def test_nothing_but_zeros_or_nan(broken):
 
 @in_families(3)
 def test_the_head_of_another_model(broken):
-    """Twice as wide, as a larger sibling's."""
+    """The head has twice the hidden size, as in a larger model of the family."""
     wide = {n: mx.concatenate([w, w], -1) for n, w in broken.weights.items() if n in broken.heads}
     message = broken.message(broken.weights | wide)
     found = re.search(r"tensor (\S+) has shape \((.+)\); config\.json expects \((.+)\)$", message)
@@ -157,12 +157,12 @@ def test_more_or_fewer_heads_than_declared(broken):
     for declared in (0, found + 4):
         text[field] = declared
         tiny.save(broken.path, broken.config, broken.weights)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             report = str(mlx_mtp.load_model(broken.path).report)
         assert f"{found} of {declared} declared" in report
         expected = f"tensors of {found} MTP heads found, config.json declares {declared}"
-        messages = [str(w.message) for w in said if "agrees with the target" not in str(w.message)]
+        messages = [str(w.message) for w in caught if "agrees with the target" not in str(w.message)]
         assert messages == ([f"{broken.path}: {expected}"] if declared else [])
 
 

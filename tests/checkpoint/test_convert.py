@@ -1,4 +1,4 @@
-"""Convert every family: what is loaded afterwards is what was loaded before, in its bits, and loses nothing."""
+"""Convert every family: the result loads with the source's parameters in the chosen formats, and stays lossless."""
 
 import json
 import re
@@ -14,16 +14,16 @@ from mlx_lm import utils as mlx_lm_utils
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
-from mlx_mtp.checkpoint import files as checkpoint
+from mlx_mtp.checkpoint import files
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.norm_conventions import conventions
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 STEP = {**tiny.CONFIG, "vocab_size": 13}
 NAMES = [*sorted(families.FAMILIES), "step3p5", "step3p7"]
-VARIANTS = ("glm4_moe_untied", "glm_moe_dsa_shared", "nemotron_h", "step3p7")  # of families of which another is there
+VARIANTS = ("glm4_moe_untied", "glm_moe_dsa_shared", "nemotron_h", "step3p7")  # of families that another one covers
 FAMILIES = [name for name in NAMES if name not in VARIANTS]
-NOT_MLX_LM = ("glm_moe_dsa_shared", "step3p7")  # mlx-lm's models of these are others, or none
+NOT_MLX_LM = ("glm_moe_dsa_shared", "step3p7")  # mlx-lm has another model, or none, for these
 BITS = {"bf16": {"dtype": "bfloat16"}, "8": {"quantize": True, "q_bits": 8}, "4": {"quantize": True, "q_bits": 4}}
 KINDS = ("weight", "scales", "biases")
 G32 = {"q_group_size": 32, "mtp_q_group_size": 32}
@@ -71,7 +71,7 @@ def text(model, k):
 
 
 def decoded(model):
-    """Tokens with all drafts, and of the drafts per depth how many there were and how many were right."""
+    """Return the tokens with all drafts, and per depth the number of drafts and of accepted drafts."""
     stats = mlx_mtp.Stats()
     steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=5, adaptive=False, prompt_lookup=False, stats=stats)
     return [token for token, _, _ in steps], stats.drafted, stats.accepted
@@ -85,7 +85,7 @@ def same(a, b):
 
 
 def in_bits(before: dict, bits: int, found: dict, of_heads: int = 8) -> dict:
-    """The parameters `before`, of which those are packed whose scales are `found`."""
+    """Return the parameters `before`, with those quantized whose scales are in `found`."""
     wanted = {}
     for name, w in before.items():
         module = name.removesuffix(".weight")
@@ -99,20 +99,20 @@ def in_bits(before: dict, bits: int, found: dict, of_heads: int = 8) -> dict:
 
 
 def packed_of_heads(before: dict) -> set[str]:
-    """Every matrix of a head whose rows are whole groups, but for eh_proj, norms and routers."""
+    """Return every matrix of a head whose rows are whole groups, except eh_proj, norms and routers."""
     kept = re.compile(r"\.(eh_proj|gate|shared_expert_gate|\w*norm)\.weight$")
     heads = {n for n, w in before.items() if n.startswith("mtp.") and w.ndim > 1 and w.shape[-1] % 32 == 0}
     return {n.removesuffix("weight") + "scales" for n in heads if not kept.search(n)}
 
 
 ROUND_TRIPS = [(n, b) for n in NAMES for b in BITS if n in FAMILIES or b == "4"]
-if not SWEEP:  # every other family in one of the three, variants in 4 bits
+if not SWEEP:  # every other family in one of three formats, variants in 4 bits
     ROUND_TRIPS = [(n, list(BITS)[FAMILIES.index(n) % 3] if n in FAMILIES else "4") for n in NAMES[::3]]
 
 
 @pytest.mark.parametrize(("name", "bits"), ROUND_TRIPS)
 def test_round_trip(checkpoints, tmp_path, name, bits):
-    """What is loaded is what the source's parameters are in these bits; it decodes without loss, for mlx-lm too."""
+    """The result has the source's parameters in the chosen formats, and decodes without loss, also in mlx-lm."""
     path, _, before = checkpoints(name)
     new = tmp_path / "new"
     convert(path, new, **BITS[bits], **(G32 if bits != "bf16" else {}))
@@ -136,34 +136,34 @@ def test_round_trip(checkpoints, tmp_path, name, bits):
     assert text(model, 2) == tiny.greedy(plain, PROMPT, 5)
 
 
-# One whose heads mlx-lm would take for the target's, and others.
+# One whose heads mlx-lm would load as the target's, and others.
 @pytest.mark.parametrize("name", sampled(FAMILIES[::5], FAMILIES))
-def test_heads_in_shards_and_beside_them(checkpoints, tmp_path, name):
-    """Either way what the source has: parameters, tokens, and drafts accepted; for mlx-lm the target's parameters.
+def test_heads_in_shards_and_in_a_sidecar(checkpoints, tmp_path, name):
+    """Both layouts have the source's parameters, tokens and accepted drafts; mlx-lm reads the target's parameters.
 
-    Two families' heads mlx-lm would take for the target's: in shards they are for us alone, and not written so.
+    mlx-lm would load two families' heads as the target's: their conversion to shards is refused.
     """
     path, _, before = checkpoints(name)
-    beside, new = tmp_path / "beside", tmp_path / "shards"
-    convert(path, beside)
+    sidecar, new = tmp_path / "sidecar", tmp_path / "shards"
+    convert(path, sidecar)
     refused = name in ("deepseek_v3", "qwen3_next")
     if refused:
         with pytest.raises(ValueError, match=r"^mtp_layout='shards': mlx-lm would not load \S+ in shards with heads"):
             convert(path, new, mtp_layout="shards")
         assert not new.exists()
-        shutil.copytree(beside, new)
+        shutil.copytree(sidecar, new)
         merged = mx.load(str(new / "model.safetensors")) | mx.load(str(new / "mtp.safetensors"))
-        mx.save_safetensors(str(new / "model.safetensors"), merged, checkpoint.CONVERTED)
+        mx.save_safetensors(str(new / "model.safetensors"), merged, files.CONVERTED)
         (new / "mtp.safetensors").unlink()
-        (new / checkpoint.INDEX).unlink()
+        (new / files.INDEX).unlink()
     else:
         convert(path, new, mtp_layout="shards")
-    assert (beside / "mtp.safetensors").exists()
+    assert (sidecar / "mtp.safetensors").exists()
     assert not (new / "mtp.safetensors").exists()
     target = {n: w for n, w in before.items() if not n.startswith("mtp.")}
     wanted = decoded(mlx_mtp.load_model(path))
     assert wanted[0] == text(mlx_mtp.load_model(path), 0)
-    for converted in (beside, new):
+    for converted in (sidecar, new):
         model = mlx_mtp.load_model(converted)
         same(dict(tree_flatten(model.parameters())), before)
         assert decoded(model) == wanted
@@ -180,7 +180,7 @@ ONCE = ["qwen3_5_moe", "qwen3_next", "step3p5", "deepseek_v3", "nemotron_h"]
 
 @pytest.mark.parametrize("name", sampled(ONCE[1:3], ONCE))
 def test_a_conversion_is_converted_to_itself(checkpoints, tmp_path, name):
-    """Norms are not shifted again, stacks not stacked, and what is quantized stays so."""
+    """Norms are not shifted again, experts not stacked again, and quantized modules stay the same."""
     path, _, before = checkpoints(name)
     convert(path, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b")
@@ -191,38 +191,38 @@ def test_a_conversion_is_converted_to_itself(checkpoints, tmp_path, name):
         assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "d" / file).read_bytes()
 
 
-@pytest.mark.parametrize(("name", "beside"), paired(["qwen3_5", "qwen3_next", "step3p5"], [True, True, False]))
-def test_small_norms_of_a_head_are_not_shifted_twice(checkpoints, tmp_path, name, beside):
-    """Such as lie nearer to the hub's convention than to ours: the conversion's files say which it is."""
+@pytest.mark.parametrize(("name", "sidecar"), paired(["qwen3_5", "qwen3_next", "step3p5"], [True, True, False]))
+def test_small_norms_of_a_head_are_not_shifted_twice(checkpoints, tmp_path, name, sidecar):
+    """Norms nearer to the hub's convention than to ours: the conversion's metadata decide."""
     path, weights, _ = checkpoints(name)
     small = {n: weights[n] - 0.8 if "norm" in n else weights[n] for n in names_of_heads(name, weights)}
     config = json.loads((path / "config.json").read_text())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such norms are warned of
+        warnings.simplefilter("ignore")  # such norms cause a warning
         tiny.save(tmp_path / "source", config, weights | small)
         before = parameters(tmp_path / "source")
         norm = before["mtp.0.block.input_layernorm.weight"]
         assert 0 < norm.mean() < 0.4
-        layout = "sidecar" if beside or name == "qwen3_next" else "shards"
+        layout = "sidecar" if sidecar or name == "qwen3_next" else "shards"
         convert(tmp_path / "source", tmp_path / "a", mtp_layout=layout)
         same(parameters(tmp_path / "a"), before)
         convert(tmp_path / "a", tmp_path / "b")
         same(parameters(tmp_path / "b"), before)
 
 
-@pytest.mark.parametrize(("metadata", "raw"), [(checkpoint.CONVERTED, False), ({"format": "mlx"}, True)])
-def test_small_norms_of_a_trunk_that_nothing_else_tells_of(tmp_path, metadata, raw):
+@pytest.mark.parametrize(("metadata", "raw"), [(files.CONVERTED, False), ({"format": "mlx"}, True)])
+def test_small_norms_of_a_trunk_without_other_evidence(tmp_path, metadata, raw):
     file = tmp_path / "model.safetensors"
     mx.save_safetensors(str(file), {"model.layers.0.input_layernorm.weight": mx.full((8,), 0.2)}, metadata)
-    assert conventions(("no name", "no name"), checkpoint.read_header([file]), {}) == (raw, raw)
+    assert conventions(("no name", "no name"), files.read_header([file]), {}) == (raw, raw)
 
 
 @pytest.mark.parametrize(
     ("repeated", "name"),
     paired([("embed_tokens",), ("head",), ("embed_tokens", "head")], ["glm4_moe", "deepseek_v3"]),
 )
-def test_what_repeats_the_target_is_not_kept(checkpoints, tmp_path, name, repeated):
-    """In other bits than the target's it would be an embedding and an LM head of its own."""
+def test_modules_that_repeat_the_target_are_dropped(checkpoints, tmp_path, name, repeated):
+    """With another format than the target's it would be a separate embedding or LM head."""
     path, weights, _ = checkpoints(name)
     config = json.loads((path / "config.json").read_text())
     inside = f"model.layers.{config['num_hidden_layers']}."
@@ -244,7 +244,7 @@ ALONE = ["deepseek_v32", "mimo_v2_flash", "nemotron_h_latent", "qwen3_5_moe", "s
 
 @pytest.mark.parametrize("name", sampled(ALONE[1::5], ALONE))
 def test_heads_alone_for_a_conversion_without(checkpoints, tmp_path, name):
-    """The heads beside a target that was quantized without them, in bits that nothing but the file knows."""
+    """Heads next to a target that was quantized without them; only their file contains their format."""
     path, _, before = checkpoints(name)
     convert(path, tmp_path / "new", quantize=True, **G32)
     whole = parameters(tmp_path / "new")
@@ -262,7 +262,7 @@ def test_heads_alone_for_a_conversion_without(checkpoints, tmp_path, name):
 
 @pytest.mark.parametrize("name", sampled(FAMILIES[1::5], FAMILIES))
 def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_path, monkeypatch, name):
-    """Of one on the hub only what holds them is downloaded, and what they may repeat."""
+    """Only files of the heads, and of target modules that they may repeat, are downloaded from the hub."""
     path, weights, before = checkpoints(name)
     heads = names_of_heads(name, weights)
     ends = {n for n in weights if n.endswith(("embed_tokens.weight", "lm_head.weight"))} - heads
@@ -286,7 +286,7 @@ def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_pa
                 shutil.copy(file, here)
         return here if (repo, revision) == ("they/model", "v2") else None
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(files, "snapshot_download", download)
     extract_heads("they/model", tmp_path / "mtp.safetensors", revision="v2")
     compared = {"glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}  # which have their own
     needed = ["model-1.safetensors"] if name in compared else []
@@ -296,12 +296,12 @@ def test_heads_of_a_repository_need_no_more_than_their_files(checkpoints, tmp_pa
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "step3p5"])
 def test_large_norms_of_heads_without_their_target(checkpoints, tmp_path, name):
-    """Such as lie nearer to our convention than to the hub's: the hub's files say which it is."""
+    """Norms nearer to our convention than to the hub's: the hub's metadata decide."""
     path, weights, _ = checkpoints(name)
     large = {n: weights[n] + 0.9 if "norm" in n else weights[n] for n in names_of_heads(name, weights)}
     config = json.loads((path / "config.json").read_text())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such norms are warned of
+        warnings.simplefilter("ignore")  # such norms cause a warning
         before = parameters(tiny.save(tmp_path / "whole", config, weights | large))
         assert before["mtp.0.block.input_layernorm.weight"].mean() > 1.75
         (tmp_path / "part").mkdir()
@@ -324,7 +324,7 @@ def test_a_head_in_few_bits_for_a_target_in_many(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_target_with_nan_is_refused(checkpoints, tmp_path, bits):
-    """What makes no numbers is not copied, nor packed; nothing is left behind."""
+    """A tensor with NaN is neither copied nor quantized, and no files are left."""
     path, weights, _ = checkpoints("glm4_moe")
     name = "model.layers.1.self_attn.q_proj.weight"
     w = mx.where(mx.arange(weights[name].shape[1]) == 7, mx.nan, weights[name])
@@ -338,7 +338,7 @@ def test_a_target_with_nan_is_refused(checkpoints, tmp_path, bits):
 @pytest.mark.parametrize("bad", ["NaN", "only zeros"])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_head_that_was_never_trained_is_refused(checkpoints, tmp_path, bad, bits):
-    """Before it is quantized, which would hide zeros; nothing is left behind."""
+    """It is refused before quantization, which would hide zeros, and no files are left."""
     path, weights, _ = checkpoints("glm4_moe")
     name = "model.layers.3.self_attn.q_proj.weight"
     w = weights[name] * 0 if bad != "NaN" else mx.where(mx.arange(weights[name].shape[1]) == 7, mx.nan, weights[name])

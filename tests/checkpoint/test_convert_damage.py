@@ -1,4 +1,4 @@
-"""Convert damaged checkpoints: what comes out loads as its source does, or there is one line and nothing else."""
+"""Convert damaged checkpoints: the result loads as its source does, or there is a one-line error and no files."""
 
 import shutil
 import warnings

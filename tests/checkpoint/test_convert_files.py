@@ -1,4 +1,4 @@
-"""Check what a conversion writes and what it refuses, and its command line."""
+"""Test the files of a conversion, refused arguments, and the command line."""
 
 import itertools
 import json
@@ -19,8 +19,7 @@ from mlx.utils import tree_flatten
 from safetensors import safe_open
 from sweep import sampled, sweep
 
-from mlx_mtp.checkpoint import convert_precision as precision
-from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint import convert_precision, convert_writer
 from mlx_mtp.checkpoint.convert import convert, extract_heads, open_source
 from mlx_mtp.cli.convert import RECIPES
 from mlx_mtp.demo import demo_path
@@ -34,9 +33,11 @@ def source(tmp_path_factory):
     return in_shards(tmp_path_factory.mktemp("source"))
 
 
-def test_what_is_written(source, tmp_path):
-    told = []
-    done = convert(source, tmp_path / "a" / "new", shard_bytes=SHARD, progress=lambda *counts: told.append(counts))
+def test_written_files(source, tmp_path):
+    reported = []
+    done = convert(
+        source, tmp_path / "a" / "new", shard_bytes=SHARD, progress=lambda *counts: reported.append(counts)
+    )
     new = tmp_path / "a" / "new"
     assert left(tmp_path / "a")[0] == "new"
     assert done.path == new
@@ -57,9 +58,9 @@ def test_what_is_written(source, tmp_path):
         found |= sizes
     assert found.keys() == index["weight_map"].keys()
     assert done.nbytes == sum(found.values()) == index["metadata"]["total_size"]
-    assert told[-1] == (done.nbytes, done.nbytes)
-    assert [total for _, total in told] == [done.nbytes] * len(found)
-    assert sorted(done for done, _ in told) == [done for done, _ in told]
+    assert reported[-1] == (done.nbytes, done.nbytes)
+    assert [total for _, total in reported] == [done.nbytes] * len(found)
+    assert sorted(done for done, _ in reported) == [done for done, _ in reported]
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "LICENSE.md"}
     for name in copied | {"generation_config.json"}:
         assert (new / name).read_bytes() == (source / name).read_bytes()
@@ -74,7 +75,7 @@ def test_what_is_written(source, tmp_path):
 @pytest.mark.parametrize("limit", [1, 100, 2000, 10**9])
 def test_shards_keep_the_order_and_the_limit(limit):
     tensors = {f"{i}": mx.zeros((n,), mx.uint8) for i, n in enumerate([90, 5, 5, 100, 101, 1, 99, 0, 1])}
-    parts = list(tensor_file.shards(tensors, limit).values())
+    parts = list(convert_writer.shards(tensors, limit).values())
     assert [name for part in parts for name in part] == list(tensors)
     sizes = [[w.nbytes for w in part.values()] for part in parts]
     assert all(sum(part) <= limit or sum(map(bool, part)) == 1 for part in sizes)
@@ -83,16 +84,16 @@ def test_shards_keep_the_order_and_the_limit(limit):
 
 def test_a_file_holds_every_type(tmp_path):
     values = mx.array([[0, 1, 2], [3, 100, 250]])
-    tensors = {str(dtype): values.astype(dtype) for dtype in tensor_file.DTYPES if dtype != mx.float64}
+    tensors = {str(dtype): values.astype(dtype) for dtype in convert_writer.DTYPES if dtype != mx.float64}
     tensors |= {"scalar": mx.array(1.5), "none": mx.zeros((0, 3)), "turned": values.T, "part": values[:, 1:]}
     written, order = dict(tensors), []
-    size = tensor_file.file_size(tensors, {"a": "b"})
+    size = convert_writer.file_size(tensors)
     file = tmp_path / "x.safetensors"
-    tensor_file.write(file, written, {"a": "b"}, lambda name, w: order.append(name))
+    assert convert_writer.write({file: written}, lambda name, w: order.append(name)) < size
     assert (written, order) == ({}, list(tensors))
     assert file.stat().st_size == size
     back, metadata = mx.load(str(file), return_metadata=True)
-    assert metadata == {"a": "b"}
+    assert metadata == {"format": "mlx", "norms": "converted"}
     assert {name: w.dtype for name, w in back.items()} == {name: w.dtype for name, w in tensors.items()}
     assert all(mx.array_equal(back[name], w) for name, w in tensors.items())
 
@@ -130,13 +131,13 @@ def test_directories_that_are_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "disk")
     monkeypatch.chdir(tmp_path / "here")
     cases = {
-        source: "in the directory that is to be converted",
-        source / "mtp": "in the directory that is to be converted",
-        tmp_path / "link": "in the directory that is to be converted",
+        source: "inside the directory to convert",
+        source / "mtp": "inside the directory to convert",
+        tmp_path / "link": "inside the directory to convert",
         tmp_path / "full": "already there and not empty; name a new directory, or delete it",
         tmp_path / "a file": "already there and no directory",
         tmp_path / "disk": "a mounted disk; name a new directory on it",
-        ".": "the working directory; name a new directory in it",  # whose shell would stay in a deleted one
+        ".": "the working directory; name a new directory in it",  # a shell there would stay in a deleted directory
     }
     for path, words in cases.items():
         with pytest.raises(ValueError, match=rf"^mlx_path=\S.*: {words}"):
@@ -145,10 +146,10 @@ def test_directories_that_are_refused(source, tmp_path, monkeypatch):
     assert left(tmp_path) == ["a file", "disk", "full", "full/a", "here", "link"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_to_an_empty_directory_or_to_none(source, tmp_path, there):
-    """The conversion is where the link leads to, which stays a link."""
-    if there:
+@pytest.mark.parametrize("target", [True, False])
+def test_a_link_to_an_empty_directory_or_to_none(source, tmp_path, target):
+    """The conversion is written to the link's target, and the link stays a link."""
+    if target:
         (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     assert convert(source, tmp_path / "link").path == tmp_path / "empty"
@@ -158,7 +159,7 @@ def test_a_link_to_an_empty_directory_or_to_none(source, tmp_path, there):
 
 
 def test_no_more_files_are_open_than_there_are(source, monkeypatch):
-    """A process may open but 256 on a Mac, and large checkpoints have 163."""
+    """A process can open only 256 files on a Mac, and large checkpoints have 163."""
     sanitized, opened = Port.sanitized, []
 
     def counted(model, trunk, heads, **shift):
@@ -169,17 +170,15 @@ def test_no_more_files_are_open_than_there_are(source, monkeypatch):
     before, files = len(os.listdir("/dev/fd")), len(list(source.glob("*.safetensors")))
     open_source(source)
     assert len(opened) == 1
-    assert files <= opened[0] - before <= files + 1  # one has tensors of both
+    assert files <= opened[0] - before <= files + 1  # one has tensors of trunk and heads
 
 
-def test_what_heads_alone_are_refused(source, tmp_path):
+def test_refused_arguments_for_heads_alone(source, tmp_path):
     (tmp_path / "mtp.safetensors").write_text("mine")
     for path in (tmp_path, tmp_path / "mtp.safetensors"):
         with pytest.raises(ValueError, match=r"^mtp_path=\S+mtp\.safetensors: already there"):
             extract_heads(source, path)
-    with pytest.raises(
-        ValueError, match=r"head: allowed are a directory that is there, or a new file \*\.safetensors"
-    ):
+    with pytest.raises(ValueError, match=r"head: allowed are an existing directory, or a new file \*\.safetensors"):
         extract_heads(source, tmp_path / "head")
     weights = {name: w for file in source.glob("model-*.safetensors") for name, w in mx.load(str(file)).items()}
     config = json.loads((source / "config.json").read_text())
@@ -206,9 +205,9 @@ def test_sources_that_are_refused(source, tmp_path):
     assert left(tmp_path) == []
 
 
-def test_the_command_converts_and_what_it_wrote_talks(tmp_path):
+def test_the_command_converts_and_the_result_generates(tmp_path):
     new = tmp_path / "new"
-    flags = ("-q", "--q-bits", 8, "--mtp-q-bits", 6, "--dtype", "float32")  # which a CPU is faster with
+    flags = ("-q", "--q-bits", 8, "--mtp-q-bits", 6, "--dtype", "float32")  # faster on a CPU
     done = call("convert", "--hf-path", demo_path(), "--mlx-path", new, *flags)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].split() == ["wrote", str(new)]
@@ -254,7 +253,7 @@ def test_flags_that_are_refused(tmp_path, monkeypatch, flags, words):
 
 
 def test_recipes_are_known_where_they_are_named():
-    assert RECIPES == precision.RECIPES
+    assert RECIPES == convert_precision.RECIPES
 
 
 RELEASED = ("deepseek-v3", "glm-4.6", "qwen3.6-35b-a3b", "nemotron-3-super", "step-3.5-flash", "mimo-v2-flash")
@@ -262,7 +261,7 @@ RELEASED = ("deepseek-v3", "glm-4.6", "qwen3.6-35b-a3b", "nemotron-3-super", "st
 
 @pytest.mark.parametrize("name", sampled(RELEASED[2::2], RELEASED))
 def test_released_names_are_found_again(tmp_path, name):
-    """Of released checkpoints' tensors, four experts a layer: what they are called afterwards is one model, too."""
+    """Converted names of released checkpoints' tensors, with four experts per layer, are one whole model again."""
     file = next(file for file in published.FILES if file.stem == name)
     source = open_source(published.write(tmp_path, published.read(file).with_experts(4)))
     model, layers = source.model, source.model.args.num_hidden_layers
@@ -280,7 +279,7 @@ def test_released_names_are_found_again(tmp_path, name):
 
 @sweep
 def test_memory_is_that_of_a_stack_not_of_the_model(tmp_path):
-    """Of 16 layers' experts, one projection's at a time: what they are stacked from, and what becomes of them."""
+    """Memory is needed for the experts of one projection at a time, of 16 layers: sources and result."""
     sizes = "--megabytes", "64", "--shard", "4", "--experts", "8"
     flags = [*sizes, "--target", "4 bits", "--out", tmp_path / "found"]
     bench = Path(__file__).parents[2] / "bench" / "convert_memory.py"

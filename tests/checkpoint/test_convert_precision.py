@@ -1,4 +1,4 @@
-"""Check in what bits a conversion stores what: the target as mlx-lm's own conversion has it, and back again."""
+"""Test the formats of a conversion: the target's equal those of mlx-lm's conversion, and can be dequantized."""
 
 import json
 
@@ -37,7 +37,7 @@ def same(a: dict, b: dict) -> None:
 
 
 def formats(path, names) -> dict:
-    """config.json's quantization of every quantized module."""
+    """Return the quantization in config.json of every quantized module."""
     listed = json.loads((path / "config.json").read_text())["quantization"]
     usual = {name: listed[name] for name in ("bits", "group_size", "mode")}
     modules = {name.removesuffix(".scales") for name in names if name.endswith(".scales")}
@@ -66,8 +66,8 @@ def test_the_target_is_that_of_mlx_lms_conversion(tmp_path, options):
 
 
 @pytest.mark.parametrize("name", sampled(["deepseek_v3"], ["deepseek_v3", "qwen3_5_moe", "mimo"]))
-def test_and_back_again(tmp_path, name):
-    """Linear layers with biases and without, embeddings, experts, and the matrices of latent attention."""
+def test_dequantized_again(tmp_path, name):
+    """Linear layers with and without biases, embeddings, experts, and the matrices of latent attention."""
     changes = WHOLE if name == "deepseek_v3" else {}
     path, _, _ = families.build(name, tmp_path / "source", **changes)
     convert(path, tmp_path / "4", quantize=True, q_group_size=32, mtp_q_group_size=32)
@@ -85,7 +85,7 @@ def test_and_back_again(tmp_path, name):
     assert "quantization" not in (tmp_path / "back" / "config.json").read_text()
 
 
-def test_what_is_quantized_is_not_quantized_again(tmp_path):
+def test_quantized_modules_are_not_quantized_again(tmp_path):
     convert(demo_path(), tmp_path / "4", quantize=True, mtp_q_bits=16)
     words = (
         "^quantize=True: nothing left to quantize in the target, whose matrices are already 4-bit affine g64, 8-bit"
@@ -110,7 +110,7 @@ def test_experts_with_a_scale_for_each_cannot_be_turned_back():
 
 
 @pytest.mark.parametrize(("name", "scales"), paired(["deepseek_v3", "glm4_moe"], ["block", "row"]))
-def test_8_bit_floats_become_what_they_stand_for(tmp_path, name, scales):
+def test_8_bit_floats_become_their_values(tmp_path, name, scales):
     path, weights, _ = families.build(name, tmp_path / "a")
     packed, plain = in_8_bits(weights, scales)
     config = json.loads((path / "config.json").read_text())
@@ -131,8 +131,8 @@ def test_8_bit_floats_become_what_they_stand_for(tmp_path, name, scales):
     assert mlx_mtp.load_model(tmp_path / "packed new").report.heads == 1
 
 
-def test_a_family_says_what_keeps_its_type(tmp_path):
-    """In target and heads: correction biases are chosen by in float32."""
+def test_a_family_keeps_types(tmp_path):
+    """In target and heads: correction biases, which choose experts, stay float32."""
     path, _, _ = families.build("glm4_moe", tmp_path / "a")
     convert(path, tmp_path / "new", dtype="bfloat16")
     found = stored(tmp_path / "new") | mx.load(str(tmp_path / "new" / "mtp.safetensors"))

@@ -1,4 +1,4 @@
-"""End conversions before their time: nothing that looks finished is left."""
+"""Interrupt conversions: no directory that looks finished is left."""
 
 import fcntl
 import os
@@ -14,9 +14,9 @@ import pytest
 from layouts import in_shards, left
 
 import mlx_mtp
-from mlx_mtp.checkpoint import convert_writer as tensor_file
+from mlx_mtp.checkpoint import convert_writer
 from mlx_mtp.checkpoint.convert import convert, extract_heads
-from mlx_mtp.machine import atomic as unfinished
+from mlx_mtp.machine import atomic
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def source(tmp_path_factory):
 
 
 def test_a_disk_that_is_too_small(source, tmp_path, monkeypatch):
-    """Exactly what is written has to fit: of a byte less nothing is begun."""
+    """The written bytes have to fit exactly: with one byte less nothing is written."""
     heads = tmp_path / "heads.safetensors"
     alone = extract_heads(source, heads).path.stat().st_size
     heads.unlink()
@@ -49,19 +49,19 @@ def test_a_disk_that_is_too_small(source, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_a_killed_run_left_counts_as_free(source, tmp_path, monkeypatch, alone):
-    """Else who has disk for one conversion could not try again."""
+    """Otherwise a disk with space for one conversion would not allow another try."""
     write, new = (extract_heads, tmp_path / "new.safetensors") if alone else (convert, tmp_path / "new")
     write(source, new)
     partial = tmp_path / (new.name + ".partial")
     new.rename(partial)
     if not alone:
-        (partial / unfinished.NOTE).write_text("")
+        (partial / atomic.NOTE).write_text("")
     usage = type(shutil.disk_usage(tmp_path))
     free = [0]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - free[0], free[0]))
     write(source, new)
     assert [file.name for file in tmp_path.iterdir()] == [new.name]
-    new.rename(partial)  # without the note a directory is somebody else's
+    new.rename(partial)  # without the note the directory is not ours
     if alone:
         os.truncate(partial, partial.stat().st_size - 1)
     with pytest.raises(ValueError, match=r"^\S+ needs \S+ kB, and \S+ \S+ are free there$"):
@@ -69,17 +69,17 @@ def test_what_a_killed_run_left_counts_as_free(source, tmp_path, monkeypatch, al
 
 
 def test_two_runs_do_not_write_one_file(source, tmp_path):
-    """Nor does the one that comes second disturb the first."""
+    """The second run does not disturb the first."""
     new = tmp_path / "new.safetensors"
-    said = []
+    messages = []
 
     def again(done, total):
         with pytest.raises(ValueError, match=r"new\.safetensors: another run is writing it$") as caught:
             extract_heads(source, new)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
 
     extract_heads(source, new, progress=again)
-    assert len(said) > 10
+    assert len(messages) > 10
     extract_heads(source, tmp_path / "other.safetensors")
     assert new.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
 
@@ -94,7 +94,7 @@ def test_a_source_that_is_cut_while_it_is_read(source, tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no full device")
 def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
-        tensor_file.write(Path("/dev/full"), {"a": mx.zeros((9,))}, {}, lambda name, w: None)
+        convert_writer.write({Path("/dev/full"): {"a": mx.zeros((9,))}}, lambda name, w: None)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(143)])
@@ -111,14 +111,14 @@ def test_an_interrupted_run_leaves_nothing(source, tmp_path, error, share):
 
 
 def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
-    """After any number of tensors: nothing under the right name, and the same command then does it all."""
+    """After any number of tensors the final directory does not exist, and the same command then succeeds."""
     code = """if True:
         import os, signal, sys
         from mlx_mtp.checkpoint.convert import convert
-        told = []
+        counts = []
         def stop(done, total):
-            told.append(done)
-            if len(told) == 9:
+            counts.append(done)
+            if len(counts) == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
         convert(sys.argv[1], sys.argv[2], progress=stop, shard_bytes=20_000)
     """
@@ -126,21 +126,21 @@ def test_a_killed_run_leaves_what_the_next_one_replaces(source, tmp_path):
     assert subprocess.run(command).returncode == -signal.SIGKILL
     assert [file.name for file in tmp_path.iterdir()] == ["new.partial"]
     partial = tmp_path / "new.partial"
-    assert "not finished" in (partial / unfinished.NOTE).read_text()
+    assert "not finished" in (partial / atomic.NOTE).read_text()
     handle = os.open(partial, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match=r"new: another run is writing it$"):
         convert(source, tmp_path / "new")
-    assert (partial / unfinished.NOTE).exists()
+    assert (partial / atomic.NOTE).exists()
     os.close(handle)
     convert(source, tmp_path / "new")
     assert left(tmp_path)[0] == "new"
     assert not partial.exists()
-    assert not (tmp_path / "new" / unfinished.NOTE).exists()
+    assert not (tmp_path / "new" / atomic.NOTE).exists()
     assert mlx_mtp.load_model(tmp_path / "new").report.heads == 1
 
 
-def test_what_is_in_the_way_and_not_ours_is_left_alone(source, tmp_path):
+def test_a_foreign_directory_is_left_alone(source, tmp_path):
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"new\.partial: in the way, and not left by an earlier run; delete it"):

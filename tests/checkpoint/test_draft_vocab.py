@@ -1,4 +1,4 @@
-"""Draft from a list of tokens: the same texts, the drafts of the whole head among the list, and less memory."""
+"""Draft from a list of tokens: the same output, the whole head's best listed token as draft, and less memory."""
 
 import sys
 from types import SimpleNamespace
@@ -20,13 +20,13 @@ LISTS = {
     "step3p5": [4, 1],  # three heads with LM heads of their own
     "glm4_moe_untied": [11, 2, 3, 7, 5],  # one recycled head, whose LM head is the target's
     "mimo_v2_flash": [2, 3, 5, 11, 7],  # three heads that share the target's
-    "eagle3": [12, 0, 1, 2, 3, 4, 5, 6, 8],  # a drafter that knows 7 tokens
+    "eagle3": [12, 0, 1, 2, 3, 4, 5, 6, 8],  # a drafter with 7 tokens
     "tied": [2, 7, 5, 3, 11],  # a drafter whose LM head is the target's embedding
 }
 
 
 def arguments_of(name, path):
-    """Of `load_model`."""
+    """Return the arguments of `load_model`."""
     if name == "step3p5":
         return {"path": tiny.save(path, tiny.CONFIG, tiny.random_weights(tiny.CONFIG))}
     if name not in ("eagle3", "tied"):
@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def drafted(monkeypatch):
-    """Every draft that the loop asks for, as arrays."""
+    """Return every draft of the decoding loop as arrays."""
     arrays, real = [], Heads.propose
 
     def recording(*args):
@@ -116,7 +116,7 @@ def test_a_draft_is_the_whole_heads_best_of_the_list(name, checkpoints):
 
 
 @pytest.mark.parametrize("name", ["step3p5", "glm4_moe_untied", "eagle3"])
-def test_all_tokens_draft_what_no_list_drafts(name, checkpoints, drafted):
+def test_a_list_of_all_tokens_changes_nothing(name, checkpoints, drafted):
     arguments, whole, truth, _ = checkpoints(name)
     assert text(whole) == truth
     expected = tokens_of(drafted)
@@ -183,7 +183,7 @@ def test_a_shared_head_is_copied_once(checkpoints):
 
 
 def test_kernels_find_the_reduced_heads(checkpoints, monkeypatch):
-    """They are placed on what is there when it is their turn, and choose the same."""
+    """Kernels are placed on the reduced heads, and choose the same tokens."""
     seen = []
 
     def switch_on(model, lane, *, lazy):
@@ -203,7 +203,7 @@ def test_kernels_find_the_reduced_heads(checkpoints, monkeypatch):
 
 
 def test_lists_compose(checkpoints):
-    """With a drafter that knows some tokens only, and with a list before."""
+    """A list reduces a drafter with a vocabulary of its own, and an earlier list."""
     arguments, _, truth, _ = checkpoints("eagle3")
     model = mlx_mtp.load_model(**arguments)
     known = model.mtp[0].token(mx.arange(7)).tolist()
@@ -211,7 +211,7 @@ def test_lists_compose(checkpoints):
     assert reduce_heads(model, [*known[:2], *known[4:]]) == (2, 4)
     assert model.mtp[0].token(mx.arange(2)).tolist() == [known[1], known[4]]
     assert text(model) == truth
-    with pytest.raises(ValueError, match="draft_vocab: the drafter knows 2 tokens, and none of the 1 listed"):
+    with pytest.raises(ValueError, match="draft_vocab: the drafter has 2 tokens, and none of the 1 listed"):
         reduce_heads(model, known[2:3])
 
 

@@ -1,4 +1,4 @@
-"""Check lists of tokens to draft from: how they are counted from texts, kept in a file and read from there."""
+"""Test draft vocabularies: counted from texts, written to a file, and read from it."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from mlx_mtp.demo import demo_path
 
 
 class Words:
-    """A tokenizer of letters: 0 ends a text, 1 is written by the template, 2 is an added token that nobody uses."""
+    """A tokenizer of letters: 0 ends a sequence, 1 is in the chat template, 2 is an unused added token."""
 
     def __init__(self, size=13, first="a"):
         self.eos_token_ids, self.all_special_ids = {0}, [0]
@@ -119,7 +119,7 @@ def test_the_command_line_from_texts_to_text(chatty, tmp_path):
     assert [r.returncode for r in results] == [0, 0]
 
 
-def test_the_commands_mistakes(chatty, tmp_path):
+def test_refused_arguments_of_the_command(chatty, tmp_path):
     out, empty = tmp_path / "list.json", tmp_path / "empty"
     empty.mkdir()
     for arguments, message in (

@@ -1,4 +1,4 @@
-"""Draft with EAGLE-3 heads: the text is the target's, and drafts are those of a forward from scratch."""
+"""Draft with EAGLE-3 heads: the output is the target's, and drafts equal those of a cacheless forward."""
 
 import functools
 import json
@@ -17,9 +17,9 @@ from sweep import paired, sampled
 import mlx_mtp
 
 V = families.V
-# A prompt whose texts go on past the end of a ring of 40 slots, and show it when a row is not where it belongs.
+# A prompt whose sequences exceed a ring of 40 slots, so that a misplaced row changes the output.
 LONG = np.random.default_rng(0).integers(0, V, 36).tolist()
-FEW = ["llama_sliding", "qwen2", "deepseek_v3", "qwen3_5_moe"]  # the others' texts are compared further below
+FEW = ["llama_sliding", "qwen2", "deepseek_v3", "qwen3_5_moe"]  # other tests compare the others' output
 WITH_HEADS = ("deepseek_v3", "mimo_v2_flash", "qwen3_5_moe")
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
@@ -58,7 +58,7 @@ def drafted(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(drafted):
-    """Greedy text of a prompt by a cacheless forward, computed once."""
+    """Return the greedy sequence after a prompt by a cacheless forward, computed once."""
     return functools.cache(lambda prompt: tiny.greedy(drafted[1], list(prompt), 20))
 
 
@@ -71,7 +71,7 @@ def ours(model, prompt, n, k, **options):
 
 
 def of_targets(name: str, values: list, few: list | None = None):
-    """Each target, or few, with one of the values; in a sweep each with all."""
+    """Return pairs of a target and a value: each target once, or all products in a sweep."""
     names = [*HEADLESS, *WITH_HEADS]
     pairs = paired(sampled(few or names, names), values)
     return pytest.mark.parametrize(("drafted", name), pairs, indirect=["drafted"])
@@ -139,7 +139,7 @@ def test_drafts_equal_a_forward_from_scratch(tmp_path, monkeypatch, layout, leng
 
 
 def test_where_the_target_is_read(tmp_path):
-    """Lists inside eagle_config name outputs of layers, beside it numbers of layers; neither: 2, N/2, N-3."""
+    """Lists in eagle_config contain outputs of layers, those next to it indices of layers; default: 2, N/2, N-3."""
     directory, _ = families.headless(tmp_path / "target", {**HEADLESS["qwen3"], "num_hidden_layers": 8})
     cases = (
         ({}, (2, 4, 5)),

@@ -1,4 +1,4 @@
-"""Refuse what is no drafter, or one for another target, in one line that says why."""
+"""Refuse directories without a drafter, and drafters for another target, with a one-line reason."""
 
 import drafters
 import families
@@ -83,7 +83,7 @@ def test_every_tensor_is_needed(tmp_path, target, name):
         mlx_mtp.load_model(target, draft_model=path)
     elif name == "d2t":
         refused(target, path, "tensor d2t is missing; it maps the LM head's 7 tokens to the vocabulary of 13")
-    elif name in ("fc.weight", "midlayer.hidden_norm.weight"):  # what tells the kinds apart
+    elif name in ("fc.weight", "midlayer.hidden_norm.weight"):  # these identify the kind
         refused(target, path, "a drafter is an EAGLE-3 head")
     elif name == "lm_head.weight":
         refused(target, path, r"tensor lm_head\.weight is missing")

@@ -1,6 +1,6 @@
-"""Damage checkpoints at random: a text or one line of error, never a traceback, a hang, or half an output.
+"""Damage checkpoints at random: the output is complete or a one-line error, never a traceback or a hang.
 
-Every case is a list of draws, so that what was once found is kept in CORPUS as it was drawn.
+Every case is a list of draws, so that CORPUS can keep the cases that once failed.
 """
 
 import shutil
@@ -28,9 +28,9 @@ COMMANDS = [
     "bench model --quick --model PATH",
     f"verify-lossless {TWO_TOKENS} --model PATH",
 ]
-USAGE = ("bench", "cache-prompt")  # where a whole checkpoint may be the wrong one
-SPOKEN = ("inspect", "chat", "verify-lossless")  # what they say has a value though they fail
-CORPUS: list[list] = [  # each with the draws that it took
+USAGE = ("bench", "cache-prompt")  # commands that may use another complete checkpoint
+SPOKEN = ("inspect", "chat", "verify-lossless")  # their output is useful although they fail
+CORPUS: list[list] = [  # each with its draws
     ["step3p5", "inspect PATH", ["junk"], "model.safetensors", b"{}", False],
     ["step3p5", COMMANDS[2], ["config_entry"], "config.json", "rms_norm_eps", "\ud800"],
     ["step3p5", COMMANDS[5], ["config_entry"], "config.json", "moe_router_scaling_factor", None],
@@ -47,7 +47,7 @@ def bases(tmp_path_factory):
 
 
 def run_case(bases, directory, draw) -> None:
-    """One command on one checkpoint with one or two damages."""
+    """Run one command on one checkpoint with one or two kinds of damage."""
     files = dict(bases[draw(st.sampled_from(BASES))])
     command = draw(st.sampled_from(COMMANDS)).split()
     kinds = draw(st.lists(st.sampled_from(sorted(damage.KINDS)), min_size=1, max_size=2))
@@ -55,9 +55,9 @@ def run_case(bases, directory, draw) -> None:
     path = damage.put(directory / "checkpoint", files)
     before = tree(directory)
     result = watched(directory, [str(path) if word == "PATH" else word for word in command], drawn, b"abc\nab\n")
-    if command[0] != "verify-lossless" or not result.stdout:  # which says how texts differ
+    if command[0] != "verify-lossless" or not result.stdout:  # its output lists differences
         assert_orderly(result, (0, 1, 2) if command[0] in USAGE else (0, 1), turns=command[0] == "chat")
-    assert result.returncode or result.stdout or command[0] == "chat", "nothing was said"
+    assert result.returncode or result.stdout or command[0] == "chat", "no output"
     made = tree(directory).keys() - before.keys()
     assert {name: size for name, size in tree(directory).items() if name in before} == before
     assert {name.partition("/")[0] for name in made} <= {"NEW", "NEW.safetensors"}
@@ -71,13 +71,13 @@ def run_case(bases, directory, draw) -> None:
 
 @profile(20)
 @given(data=st.data())
-def test_damage_is_said_in_one_line(bases, tmp_path_factory, data):
+def test_damage_is_a_one_line_error(bases, tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("case")
     run_case(bases, directory, data.draw)
     shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("draws", CORPUS, ids=str)
-def test_what_was_once_found(bases, tmp_path, draws):
+def test_cases_that_once_failed(bases, tmp_path, draws):
     values = iter(draws)
     run_case(bases, tmp_path, lambda strategy: next(values))

@@ -1,4 +1,4 @@
-"""Blocks of every type become MLX's groups: to the bit where they are the same, else with a stated error."""
+"""Convert blocks of every GGUF type to MLX's groups: exactly if the groups are the same, else with a known error."""
 
 import gguf
 import gguf_files
@@ -12,14 +12,14 @@ from mlx_mtp.checkpoint.gguf.blocks import EXACT, GROUP, Groups, groups_of, pack
 from mlx_mtp.checkpoint.gguf.requantize import loss, requantized
 
 KINDS = gguf_files.KINDS
-HALVES = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}  # where blocks have float16 numbers
+HALVES = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}  # offsets of float16 numbers in blocks
 HALVES |= {kind: [0, 2] for kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
-IN_FLOAT16 = {"Q4_K": 8e-4, "Q5_K": 8e-4, "IQ4_XS": 8e-4}  # of the largest weight; all others are exact
+IN_FLOAT16 = {"Q4_K": 8e-4, "Q5_K": 8e-4, "IQ4_XS": 8e-4}  # relative to the largest weight; all others are exact
 SMALLER = {"Q6_K": (5e-3, 2.5e-2), "Q3_K": (5e-3, 8e-2), "Q2_K": (5e-3, 8e-2), "IQ3_S": (5e-3, 8e-2)}
 
 
 def random_blocks(kind, rows=8, blocks=4, seed=0):
-    """Random bytes, with scales of a size that weights have, of both signs."""
+    """Return random blocks whose scales have the size of real ones, and both signs."""
     rng = np.random.default_rng(seed)
     size = gguf.GGML_QUANT_SIZES[KINDS[kind]][1]
     raw = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
@@ -32,7 +32,7 @@ def random_blocks(kind, rows=8, blocks=4, seed=0):
 
 
 def by_mlx(groups, bits, mode="affine", dtype=mx.float32):
-    """The weights that MLX makes of packed groups."""
+    """Return the weights that MLX dequantizes from packed groups."""
     words = mx.array(pack(groups.codes, bits))
     if mode != "affine":
         return np.array(mx.dequantize(words, mx.array(groups.scales), None, GROUP, bits, mode, dtype=mx.float32))
@@ -63,7 +63,7 @@ def test_packing(bits):
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_codes_of_fewer_bits_fit_into_more(kind):
-    """As where two tensors of different types are joined."""
+    """This happens when two tensors of different types are joined."""
     groups = groups_of(kind, random_blocks(kind))
     if EXACT[kind].mode == "affine":
         assert np.array_equal(by_mlx(groups, 8), groups.values())

@@ -1,4 +1,4 @@
-"""GGUF files through the commands: convert, --model, inspect; split files, heads in files of their own, plans."""
+"""Test GGUF files in the commands convert and inspect and in --model: split files, separate heads, plans."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def step(tmp_path_factory):
 
 
 def values(model):
-    """The model's parameters, with groups as the weights that they stand for."""
+    """Return the model's parameters, dequantized."""
     found = named(model)
     modules = dict(model.named_modules())
     for path in [path for path in found if path.endswith(".scales")]:
@@ -54,7 +54,7 @@ def values(model):
 
 @pytest.mark.parametrize("kind", sampled([KINDS.Q5_1], [KINDS.Q8_0, KINDS.Q4_0, KINDS.Q5_1, KINDS.F16]))
 def test_weights_are_those_of_the_file(kind, tmp_path):
-    """Rows permuted, experts, heads: all are dequantized to the bit as the file's."""
+    """Permuted rows, experts and heads dequantize to the file's values, bit for bit."""
     for name in ("qwen3_next", "qwen3_5_moe"):
         _, config, weights = checkpoint(name, tmp_path / "hub")
         file = written(name, tmp_path / "x.gguf", config, weights, kind)
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_file(kind, tmp_path):
 
 
 def test_columns_of_whole_groups_keep_their_codes(tmp_path):
-    """The output of value heads that are tiled: runs of 32 columns move, their words and scales with them."""
+    """Runs of 32 columns of the output of tiled value heads move with their codes and scales."""
     text = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
     import families
     import qwen
@@ -128,8 +128,15 @@ def test_a_file_as_model_is_transcoded_once(step, tmp_path, cache):
 def test_inspect(step, tmp_path):
     result = call("inspect", step[3])
     assert result.returncode == 0, result.stderr
-    for said in ("step35", "3 MTP heads", "Q8_0", "family     step3p5, 4 layers", "memory ", "gpt2, pre-tokenizer"):
-        assert said in result.stdout, said
+    for message in (
+        "step35",
+        "3 MTP heads",
+        "Q8_0",
+        "family     step3p5, 4 layers",
+        "memory ",
+        "gpt2, pre-tokenizer",
+    ):
+        assert message in result.stdout, message
     facts = json.loads(call("inspect", step[3], "--json").stdout)
     assert facts["gguf"]["heads"] == facts["depths"] == 3
     assert sum(row["bytes"] for row in facts["gguf"]["types"]) <= facts["gguf"]["bytes"]
@@ -175,7 +182,7 @@ def test_split_files(step, tmp_path):
 
 
 def test_splits_that_name_each_other(step, tmp_path):
-    """A link from one part to another would be read again and again."""
+    """A link from one part to another must not be read repeatedly."""
     first = split(step[2], tmp_path, step[1], 2)
     second = tmp_path / "x-00002-of-00002.gguf"
     second.unlink()
@@ -246,7 +253,7 @@ def test_config_from_a_checkpoint(step, tmp_path):
 
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory):
-    """A file of types that are no groups of MLX's: Q6_K and IQ4_XS in rows of 256."""
+    """Return a file of types without an MLX equivalent: Q6_K and IQ4_XS in rows of 256."""
     folder = tmp_path_factory.mktemp("coded")
     _, config, arch, tensors = dense("qwen3", folder / "hub", hidden_size=256, intermediate_size=256)
     known = metadata(arch, config, 0)
@@ -292,14 +299,14 @@ def test_plans(coded, tmp_path):
 
 
 def test_flags_that_would_be_without_effect(step, tmp_path):
-    for flags, said in (
+    for flags, message in (
         (("--gguf", step[3], "-q"), "--quantize: not for a GGUF file"),
         (("--gguf", step[3], "--mtp-q-bits", 8), "--mtp-q-bits: not for a GGUF file"),
         (("--gguf", step[3], "--hf-path", step[0]), "--gguf and --hf-path"),
         (("--hf-path", step[0], "--gguf-exact"), "--gguf-exact: only for a GGUF file"),
         ((), "--hf-path or --gguf is missing"),
     ):
-        assert said in one_line_error(call("convert", *flags, "--mlx-path", tmp_path / "new"), code=2)
+        assert message in one_line_error(call("convert", *flags, "--mlx-path", tmp_path / "new"), code=2)
     result = call("convert", "--gguf", step[3], "--gguf-exact", "--dtype", "float16", "--mlx-path", tmp_path / "new")
     assert "dtype='float16': not together with gguf_exact" in one_line_error(result, code=2)
 
@@ -324,7 +331,7 @@ def test_an_unknown_architecture(step, tmp_path):
 
 
 def test_activations(step, tmp_path):
-    """Names of the types that MLX multiplies in, for a family that fits float16 and one that may not."""
+    """Type of MLX's products for a family that fits float16, and for one that may not."""
     _, config, arch, tensors = dense("qwen3", tmp_path / "hub")
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors, KINDS.Q8_0)
     for source, options, dtype in (

@@ -1,4 +1,4 @@
-"""Every family's GGUF, written as converters do, loads as the checkpoint that it was made from."""
+"""Load every family's GGUF file, written as converters do: it equals the checkpoint of which it was made."""
 
 import gguf_files
 import numpy as np
@@ -16,7 +16,7 @@ PROMPT = np.random.default_rng(0).integers(0, 13, 20).tolist()
 
 
 def drafted(model):
-    """Tokens of a greedy text with drafts, their log-probabilities, and how many drafts were right."""
+    """Return the greedy tokens with drafts, their log-probabilities, and the number of accepted drafts."""
     stats = mlx_mtp.Stats()
     options = {
         "max_tokens": 8,
@@ -63,7 +63,7 @@ def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
 
 
 def test_keys_and_values_in_one_tensor(tmp_path):
-    """Older files of DeepSeek's have `attn_kv_b` whole."""
+    """Older DeepSeek files contain `attn_kv_b` as one tensor."""
     directory, config, weights = checkpoint("deepseek_v3", tmp_path / "hub")
     arch, heads = WITH_HEADS["deepseek_v3"]
     tensors = gguf_files.tensors_of(config, weights)
@@ -77,7 +77,7 @@ def test_keys_and_values_in_one_tensor(tmp_path):
 
 
 def test_fused_experts_and_projections(tmp_path):
-    """Some files have gates and ups in one tensor, older ones of Qwen3-Next its projection as released."""
+    """Some files join gate and up projections, and older Qwen3-Next files keep the released projection."""
     directory, config, weights = checkpoint("qwen3_next", tmp_path / "hub")
     arch, heads = WITH_HEADS["qwen3_next"]
     tensors = gguf_files.tensors_of(config, weights)

@@ -1,4 +1,4 @@
-"""Damaged, truncated, foreign and hostile GGUF files: one line each, and no more memory than the file is worth."""
+"""Read damaged, truncated, foreign and hostile GGUF files: a one-line error each, and memory of the file's size."""
 
 import resource
 import struct
@@ -126,7 +126,7 @@ def test_fuzzed(samples, tmp_path):
             values, tokenizer = change_metadata(rng, values)
             try:
                 gguf_files.write(file, arch, values, tensors, tokenizer=tokenizer)
-            except (struct.error, ValueError, OverflowError):  # what the writer does not take
+            except (struct.error, ValueError, OverflowError):  # values that the writer refuses
                 continue
         elif case % 10 == 9:
             gguf_files.write(file, arch, values, change_tensors(rng, tensors))

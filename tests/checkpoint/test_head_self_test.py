@@ -1,4 +1,4 @@
-"""Check the heads' self-test at load: right about good ones, and a warning for those that are never right."""
+"""Test the heads' self-test at load: the agreement is correct, and heads with low agreement are a warning."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 
 import mlx_mtp
 from mlx_mtp.checkpoint import head_self_test
-from mlx_mtp.checkpoint.head_self_test import LEAST, WORDS, agreement, random_tokens
+from mlx_mtp.checkpoint.head_self_test import MIN_AGREEMENT, WORDS, agreement, random_tokens
 from mlx_mtp.demo import demo_path
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -23,27 +23,27 @@ def demo():
 
 
 def test_the_share_is_counted_right(demo):
-    """Against the first head and the target without caches."""
+    """The share equals that of the first head and the target without caches."""
     model, tokenizer = demo
     tokens = tokenizer.encode(WORDS)[:60]
     x = model.model.embed_tokens(mx.array(tokens)[None])
     for layer, window in zip(model.layers, model.windows(), strict=True):
         x = layer(x, create_causal_mask(len(tokens), window_size=window), None)
-    says = mx.argmax(model.logits(x)[0], axis=-1).tolist()
+    targets = mx.argmax(model.logits(x)[0], axis=-1).tolist()
     head = model.mtp[0]
     fused = mx.concatenate([head.enorm(model.embed(mx.array(tokens)[None, 1:])), head.hnorm(x[:, :-1])], axis=-1)
     rows = head.block(head.eh_proj(fused), create_causal_mask(len(tokens) - 1, window_size=head.window), None)
-    guesses = mx.argmax(model.draft_logits(0, rows)[0], axis=-1).tolist()
-    right = [guess == said for guess, said in zip(guesses, says[1:], strict=True)]
-    assert agreement(model, tokens) == pytest.approx(sum(right) / len(right))
-    assert 0.2 < sum(right) / len(right) < 1
+    drafts = mx.argmax(model.draft_logits(0, rows)[0], axis=-1).tolist()
+    accepted = [draft == target for draft, target in zip(drafts, targets[1:], strict=True)]
+    assert agreement(model, tokens) == pytest.approx(sum(accepted) / len(accepted))
+    assert 0.2 < sum(accepted) / len(accepted) < 1
 
 
 def test_in_the_report_without_a_warning(demo):
     model, _ = demo
     (random, by_chance), (words, of_words) = model.report.agreement
     assert (random, words) == ("random tokens", "words")
-    assert min(by_chance, of_words) > 10 * LEAST
+    assert min(by_chance, of_words) > 10 * MIN_AGREEMENT
     assert f"agrees with the target on {by_chance:.0%} of random tokens, {of_words:.0%} of words" in str(model.report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,7 +66,7 @@ def test_wrong_wiring_is_visible(overrides):
 
 
 def test_norms_converted_wrongly_are_visible(tmp_path):
-    """The heads' norms stored one too small, in a checkpoint that says it is converted."""
+    """The heads' norms are stored one too small, in a checkpoint with a conversion's metadata."""
     path = tmp_path / "demo"
     shutil.copytree(demo_path(), path)
     (file,) = path.glob("model*.safetensors")
@@ -86,7 +86,7 @@ def test_not_where_weights_stay_on_disk():
 
 @pytest.fixture
 def put_off(monkeypatch):
-    """Let a model of any size be too large to be tested while it is loaded."""
+    """Make a model of any size too large to be tested during the load."""
     monkeypatch.setattr(head_self_test, "AT_LOAD", 0)
 
 
@@ -125,12 +125,12 @@ def test_damage_of_heads_that_were_put_off(put_off, tmp_path):
 @pytest.mark.parametrize(
     ("words", "warned", "advised"), [(0.09, True, True), (0.2, False, True), (0.5, False, False)]
 )
-def test_heads_that_are_hardly_ever_right(monkeypatch, words, warned, advised):
-    """On a text damaged heads still guess what is frequent, and on random tokens what is last."""
+def test_heads_with_low_agreement(monkeypatch, words, warned, advised):
+    """Damaged heads still draft frequent tokens of a text, and the last one of random tokens."""
     shares = {head_self_test.RANDOM_TOKENS: 0.3}
     monkeypatch.setattr("mlx_mtp.checkpoint.load.self_test", head_self_test.self_test)
     monkeypatch.setattr(head_self_test, "agreement", lambda model, tokens: shares.get(len(tokens), words))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         model, _ = mlx_mtp.load(demo_path())
-    assert bool(said) == warned
+    assert bool(caught) == warned
     assert ("mlx-mtp verify-lossless" in str(model.report)) == advised

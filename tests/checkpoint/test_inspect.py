@@ -1,4 +1,4 @@
-"""Check `mlx-mtp inspect`: the facts are those of a load, no weight is read, and what is broken is said."""
+"""Test `mlx-mtp inspect`: the facts are those of a load, no weights are read, and damage is listed."""
 
 import http.server
 import json
@@ -52,8 +52,8 @@ def test_the_facts_are_a_loads(wholes, kind):
     assert {"F32": facts.target.types["F32"] + facts.heads.types.get("F32", 0)} == sizes
 
 
-def test_keys_and_values_by_hand(wholes):
-    """Bytes that 1,000 tokens add: keys and values of every head of each layer without a window, in float32."""
+def test_growth_of_keys_and_values(wholes):
+    """Bytes that 1,000 tokens add: float32 keys and values of every head of each layer without a window."""
     step, glm = (inspect_checkpoint(wholes[kind][0]).memory for kind in ("step3p5", "sharded"))
     a_layer = 2 * 2 * 16 * 4 * 1000
     assert (step.kv, step.head_kv) == (a_layer, 0)
@@ -63,7 +63,7 @@ def test_keys_and_values_by_hand(wholes):
 
 
 def test_experts_and_quantization_per_part(tmp_path):
-    """4-bit experts and target, 8-bit routers, heads as they were."""
+    """4-bit experts and target, 8-bit routers, unchanged heads."""
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
     config = {**step_checkpoints.CONFIG, **dict.fromkeys(sizes, 64)}
     facts = inspect_checkpoint(step_checkpoints.converted(tmp_path, config, tiny.random_weights(config), bits=4))
@@ -77,7 +77,7 @@ def test_experts_and_quantization_per_part(tmp_path):
     assert facts.zero_centred == (False, False)
 
 
-def test_fp8_is_told(tmp_path):
+def test_fp8_is_listed(tmp_path):
     path, weights, _ = families.build("deepseek_v3", tmp_path / "a")
     stored = dict(weights)
     for name in [name for name in weights if ".experts." in name]:
@@ -89,7 +89,7 @@ def test_fp8_is_told(tmp_path):
     assert experts.loaded == 4 * experts.types["U8"]  # float32 on a CPU
 
 
-def test_text_and_json_say_the_same(wholes):
+def test_text_and_json_have_the_same_facts(wholes):
     path, _ = wholes["sharded"]
     text, facts = call("inspect", path), json.loads(call("inspect", "--json", path).stdout)
     rows = dict(re.match(r"(.{10}) (.*)", line).groups() for line in text.stdout.splitlines())
@@ -103,7 +103,7 @@ def test_text_and_json_say_the_same(wholes):
 
 
 def train_norms(file):
-    """Ones in the heads' norms, which are a hole in the file."""
+    """Write ones to the heads' norms, which are a hole in the file."""
     with file.open("r+b") as f:
         (length,) = struct.unpack("<Q", f.read(8))
         for name, entry in json.loads(f.read(length)).items():
@@ -115,7 +115,7 @@ def train_norms(file):
 @sweep
 @pytest.mark.parametrize("file", ["step-3.5-flash", "glm-4.5-air", "qwen3.5-2b-mlx"])
 def test_hundreds_of_gigabytes_are_not_read(tmp_path, file):
-    """Sparse files of the published size; what is read shows in time, in memory and in blocks of the disk."""
+    """Sparse files of the published size: reading them would show in time, memory and blocks on disk."""
     found = published.read(next(f for f in published.FILES if f.stem == file))
     published.write(tmp_path, found)
     if file == "glm-4.5-air":  # the others' norms are stored minus one
@@ -138,8 +138,8 @@ def test_hundreds_of_gigabytes_are_not_read(tmp_path, file):
 @pytest.mark.parametrize(
     "kind", sampled(["step3p5", "nemotron_h"], ["step3p5", "deepseek_v3", "qwen3_5", "mimo_v2_flash", "nemotron_h"])
 )
-def test_what_no_head_is_left_of_is_named(tmp_path, kind):
-    """All tensors of the heads, but for embeddings and LM heads that may be the target's; experts are one name."""
+def test_missing_heads_are_named(tmp_path, kind):
+    """All tensors of missing heads are listed, except embeddings and LM heads that may be the target's."""
     if kind == "step3p5":
         config, weights = step_checkpoints.CONFIG, tiny.random_weights(step_checkpoints.CONFIG)
         heads = step_checkpoints.head_names(weights)
@@ -180,7 +180,7 @@ def test_every_missing_tensor_is_named(wholes, tmp_path):
 @pytest.mark.parametrize(
     "case", ["a head tensor is misshapen", "an unknown trunk tensor", "a whole depth is missing"]
 )
-def test_the_reason_is_the_loaders(tmp_path, case):
+def test_the_problem_is_the_loaders_error(tmp_path, case):
     weights = tiny.random_weights(step_checkpoints.CONFIG)
     step_checkpoints.DAMAGE[case][0](weights)
     path = tiny.save(tmp_path, step_checkpoints.CONFIG, weights)
@@ -192,7 +192,7 @@ def test_the_reason_is_the_loaders(tmp_path, case):
     assert facts.target.tensors + facts.heads.tensors == len(weights)
 
 
-def test_what_can_be_said_of_broken_files(wholes, tmp_path):
+def test_facts_about_broken_files(wholes, tmp_path):
     _, files = wholes["sharded"]
     broken = {
         "config": {**files, "config.json": b"{"},
@@ -201,29 +201,29 @@ def test_what_can_be_said_of_broken_files(wholes, tmp_path):
         "outside": {**files, damage.INDEX: b'{"weight_map": {"x": "../../x.safetensors"}}'},
         "nothing": {},
     }
-    said = {}
+    found = {}
     for name, content in broken.items():
         result = call("inspect", "--json", damage.put(tmp_path / name, content))
         assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-        said[name] = json.loads(result.stdout)
-        assert result.stderr == f"error: {said[name]['problems'][0]}\n"
-    assert [said[n]["family"] for n in said] == [None, "glm4_moe", "glm4_moe", "glm4_moe", None]
+        found[name] = json.loads(result.stdout)
+        assert result.stderr == f"error: {found[name]['problems'][0]}\n"
+    assert [found[n]["family"] for n in found] == [None, "glm4_moe", "glm4_moe", "glm4_moe", None]
     whole = inspect_checkpoint(wholes["sharded"][0])
-    assert said["config"]["target"]["tensors"] == whole.target.tensors + whole.heads.tensors
-    assert (said["sidecar"]["depths"], said["sidecar"]["target"]["tensors"]) == (0, whole.target.tensors)
-    assert 0 < said["shard"]["target"]["tensors"] < whole.target.tensors
-    assert "'../../x.safetensors' is no file of this directory" in said["outside"]["problems"][0]
-    assert said["outside"]["depths"] == 1
+    assert found["config"]["target"]["tensors"] == whole.target.tensors + whole.heads.tensors
+    assert (found["sidecar"]["depths"], found["sidecar"]["target"]["tensors"]) == (0, whole.target.tensors)
+    assert 0 < found["shard"]["target"]["tensors"] < whole.target.tensors
+    assert "'../../x.safetensors' is no file of this directory" in found["outside"]["problems"][0]
+    assert found["outside"]["depths"] == 1
 
 
 def twice(heads):
-    """Depth 1 is depth 0 once more."""
+    """Replace depth 1 by a copy of depth 0."""
     first = {name: w for name, w in heads.items() if ".layers.4." in name}
     heads |= {name.replace(".layers.4.", ".layers.5."): w for name, w in first.items()}
 
 
 def change(ending, by):
-    """A change of the tensors whose names end so."""
+    """Return a function that changes the tensors whose names end in `ending`."""
     return lambda heads: heads.update({name: by(w) for name, w in heads.items() if name.endswith(ending)})
 
 
@@ -251,8 +251,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_heads_that_are_subtly_wrong_are_told_by_their_norms(tmp_path, case):
-    """Planted in heads that were shifted as their target was."""
+def test_subtly_wrong_heads_are_found_by_their_norms(tmp_path, case):
+    """The faults are in heads that were shifted as their target was."""
     weights = tiny.random_weights(step_checkpoints.CONFIG)
     path = step_checkpoints.converted(tmp_path, step_checkpoints.CONFIG, weights)
     heads, (plant, message) = dict(mx.load(str(path / "model-mtp.safetensors"))), WRONG[case]
@@ -261,24 +261,24 @@ def test_heads_that_are_subtly_wrong_are_told_by_their_norms(tmp_path, case):
     mx.save_safetensors(str(path / "model-mtp.safetensors"), heads, {"format": "mlx"})
     result = call("inspect", path)
     assert result.returncode == (case in ("NaN", "zeros", "a type that MLX does not read"))
-    told = [line for line in result.stdout.splitlines() if line.startswith(("warning", "problem"))]
-    assert [line for line in told if message and re.match(message, line)][:1] == told[:1], told
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("warning", "problem"))]
+    assert [line for line in lines if message and re.match(message, line)][:1] == lines[:1], lines
     norms = re.search(r"norms +stored as they are used \(their means: (\d\.\d\d), (\d\.\d\d)\)", result.stdout)
     assert [round(float(mean)) for mean in norms.groups()] == [1, 2 if case == "shifted twice" else 1]
 
 
-def test_a_drafter_is_told_from_a_model(tmp_path):
+def test_a_drafter_is_no_model(tmp_path):
     path = tiny.save(tmp_path, drafters.CONFIG, drafters.weights(drafters.CONFIG, families.H))
     result = call("inspect", path)
     assert result.returncode == 1
-    assert result.stderr == f"error: {path}: a drafter, for --draft-model beside its target; not a model\n"
+    assert result.stderr == f"error: {path}: a drafter, for --draft-model with its target; not a model\n"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """A hub of one repository, the demo, that also lists files which are none of a checkpoint's."""
+    """A hub with one repository, the demo, that also lists files other than a checkpoint's."""
 
     protocol_version = "HTTP/1.1"
-    served: list[tuple[str, int]] = []  # noqa: RUF012 - of the one server there is
+    served: list[tuple[str, int]] = []  # noqa: RUF012 - only one server exists
 
     def do_HEAD(self):
         self.do_GET(body=False)
@@ -310,10 +310,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(monkeypatch, tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        here = f"http://127.0.0.1:{server.server_port}"
+        local = f"http://127.0.0.1:{server.server_port}"
         for name, value in (
-            ("ENDPOINT", here),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", here + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("ENDPOINT", local),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", local + "/{repo_id}/resolve/{revision}/{filename}"),
             ("HF_HUB_CACHE", str(tmp_path / "cache")),
             ("HF_HUB_OFFLINE", False),
         ):
@@ -326,24 +326,24 @@ def hub(monkeypatch, tmp_path):
 def test_a_repository_is_inspected_without_its_weights(hub, tmp_path):
     result = call("inspect", "--json", "some/demo")
     assert (result.returncode, result.stderr) == (0, "")
-    there, here = json.loads(result.stdout), json.loads(call("inspect", "--json", demo_path()).stdout)
-    told_by_values = ("path", "norms", "zero_centred")
-    for fact in here.keys() - {*told_by_values, "memory", "report"}:
-        assert there[fact] == here[fact], fact
-    assert (there["path"], there["norms"], there["zero_centred"]) == ("some/demo", [], None)
+    remote, local = json.loads(result.stdout), json.loads(call("inspect", "--json", demo_path()).stdout)
+    found_by_values = ("path", "norms", "zero_centred")
+    for fact in local.keys() - {*found_by_values, "memory", "report"}:
+        assert remote[fact] == local[fact], fact
+    assert (remote["path"], remote["norms"], remote["zero_centred"]) == ("some/demo", [], None)
     assert sum(size for _, size in Hub.served) < 200_000 < (demo_path() / "model.safetensors").stat().st_size
     assert not any("x.safetensors" in path or ".." in path for path, _ in Hub.served)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache"]
 
 
-def test_what_is_not_on_the_hub_is_refused(hub):
+def test_a_name_that_is_not_on_the_hub_is_refused(hub):
     result = call("inspect", "some/other")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: some/other: no such directory, and no headers from the hub: ")
     assert result.stderr.count("\n") == 1
 
 
-def test_without_a_network_the_error_says_offline(hub, monkeypatch):
+def test_without_a_network_the_error_names_offline(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     for command in (["inspect"], ["generate", "--model"]):
         result = call(*command, "some/other")

@@ -1,4 +1,4 @@
-"""Load one model in every layout that is published: how experts, 8-bit floats and prefixes are stored."""
+"""Load one model in every published layout of experts, 8-bit floats and prefixes."""
 
 import json
 
@@ -27,7 +27,7 @@ def built(name: str, path):
 
 
 def numbered(weights: dict, part: str) -> dict:
-    """Fused experts of what starts with `part`, one by one."""
+    """Split fused experts of tensors whose names start with `part` into numbered ones."""
     found = {}
     for name, w in weights.items():
         before, fused, projection = name.rpartition(".experts.")
@@ -41,7 +41,7 @@ def numbered(weights: dict, part: str) -> dict:
 
 
 @pytest.mark.parametrize("part", ["mtp.", "model.language_model.", ""])
-def test_numbered_experts_beside_fused_ones(tmp_path, part):
+def test_numbered_experts_next_to_fused_ones(tmp_path, part):
     config, weights = built("qwen3_5_moe", tmp_path / "fused")
     stored = numbered(weights, part)
     assert len(stored) > len(weights)
@@ -66,7 +66,7 @@ def test_a_derivative_with_a_model_type_of_its_own(tmp_path):
 
 
 def test_a_vision_wrappers_conversion(tmp_path):
-    """Everything of the text model under `language_model.`, the heads too."""
+    """All tensors of the text model, with the heads, are under `language_model.`."""
     weights = tiny.random_weights(tiny.CONFIG)
     config = {"model_type": "step3p7", "text_config": tiny.CONFIG}
     moved = {f"language_model.{n}": w for n, w in weights.items()}
@@ -88,7 +88,7 @@ def test_8_bit_floats(tmp_path, name, scales):
 
 
 def test_blocks_are_128_wide(tmp_path):
-    """Over a weight of three blocks by two, none of them whole at the edges."""
+    """A weight of three by two blocks, with incomplete blocks at the edges."""
     config, weights = built("mimo", tmp_path / "a")
     config["intermediate_size"] = 300
     shapes = families.FAMILIES["mimo"]
@@ -118,8 +118,8 @@ def test_two_spellings_of_one_tensor(tmp_path):
             mlx_mtp.load_model(tiny.save(tmp_path / name, config, twice))
 
 
-def test_a_sidecar_beside_heads_in_the_shards(tmp_path):
-    """Module by module the sidecar's count; what it lacks is taken from the shards, what it has there is named."""
+def test_a_sidecar_next_to_heads_in_the_shards(tmp_path):
+    """The sidecar's modules are used, others come from the shards, and unused copies are reported."""
     config, weights = built("mimo_v2_flash", tmp_path)
     heads = {name: w for name, w in weights.items() if name.startswith("model.mtp.")}
     first = {name: w * 1.5 for name, w in heads.items() if ".mtp.layers.0." in name and "self_attn" in name}

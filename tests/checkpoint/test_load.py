@@ -28,7 +28,7 @@ def drafts_right(model):
 
 
 def assert_alike(ours, theirs):
-    """The same family's facts and parameters, value by value; and so the same drafts."""
+    """Assert that two loads have the same facts and equal parameters, and therefore the same drafts."""
     assert ours.spec == theirs.spec
     ours, theirs = (dict(tree_flatten(model.parameters())) for model in (ours, theirs))
     assert ours.keys() == theirs.keys()
@@ -95,7 +95,7 @@ def test_mtp_path_replaces_the_checkpoints_own_heads(tmp_path, raw, whole):
 
 @pytest.mark.parametrize("sidecar", ["shifted", "raw"])
 def test_converted_by_mlx_lm(tmp_path, raw, whole, sidecar):
-    """Norms are shifted once per container: a raw sidecar beside a converted trunk is recognised."""
+    """Norms are shifted once per container: a raw sidecar of a converted trunk is recognised."""
     weights, expected = raw
     path = converted(tmp_path / "converted", CONFIG, weights, heads=sidecar == "shifted")
     if sidecar == "raw":
@@ -117,7 +117,7 @@ def test_a_dense_raw_trunk_is_shifted(tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_trunk_with_full_precision_heads(tmp_path, bits):
-    """mlx-lm quantizes the routers to 8 bits whatever the rest has: config.json names them one by one."""
+    """mlx-lm always quantizes routers to 8 bits, so config.json lists each."""
     sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "share_expert_dim")
     config = {**CONFIG, **dict.fromkeys(sizes, 64)}
     path = converted(tmp_path, config, tiny.random_weights(config), bits=bits)
@@ -130,7 +130,7 @@ def test_quantized_trunk_with_full_precision_heads(tmp_path, bits):
 
 
 def test_per_module_quantization_and_quantized_heads(tmp_path, raw):
-    """8-bit LM heads, 4-bit blocks, eh_proj as it is: each module's own bits, also with nothing in config.json."""
+    """8-bit LM heads, 4-bit blocks, unquantized eh_proj: each keeps its bits, also without config.json's entry."""
     weights, expected = raw
     heads = {}
     for name in head_names(weights):
@@ -159,19 +159,19 @@ def test_mtp_false_allocates_no_heads(whole, raw):
     assert text(model) == raw[1]
 
 
-def test_no_heads_is_said_once_and_decodes(tmp_path, raw):
+def test_no_heads_is_one_warning_and_decodes(tmp_path, raw):
     weights, expected = raw
     trunk = {n: w for n, w in weights.items() if n not in head_names(weights)}
     path = tiny.save(tmp_path, CONFIG, trunk)
-    with pytest.warns(UserWarning, match="no MTP heads found") as said:
+    with pytest.warns(UserWarning, match="no MTP heads found") as caught:
         model = mlx_mtp.load_model(path)
-    assert len(said) == 1
+    assert len(caught) == 1
     assert text(model) == expected
     assert "0 of 3 declared" in str(model.report)
 
 
 def test_config_cut_to_its_layers(tmp_path, raw, whole):
-    """Per-layer lists without the heads' entries mean sliding, theta 1e4, full rotary (the released values)."""
+    """Heads without entries in per-layer lists have a sliding window, theta 1e4 and full rotary dimensions."""
     weights, expected = raw
     cut = {**CONFIG, **{n: CONFIG[n][:4] for n in ("layer_types", "rope_theta", "partial_rotary_factors")}}
     cut.pop("num_nextn_predict_layers")

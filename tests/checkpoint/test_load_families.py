@@ -1,4 +1,4 @@
-"""Load every family: where heads may lie, what may repeat the target's, and what is wrong with damaged ones."""
+"""Load every family: places of heads, modules that may repeat the target's, and damaged heads."""
 
 import functools
 import json
@@ -25,14 +25,14 @@ def text(model, k=2, n=16):
 
 
 def drafted(model):
-    """(text, how many drafts of each depth were accepted, the spec, every parameter)"""
+    """Return (tokens, number of accepted drafts per depth, the spec, every parameter)."""
     stats = mlx_mtp.Stats()
     steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=6, num_draft_tokens=2, adaptive=False, stats=stats)
     return [t for t, _, _ in steps], stats.accepted, model.spec, dict(tree_flatten(model.parameters()))
 
 
 def assert_alike(ours, theirs):
-    """Two of `drafted`: a head of which one value were another's would hardly show in a short text."""
+    """Assert that two results of `drafted` are equal, with parameters, because a short output hides small errors."""
     assert ours[:3] == theirs[:3]
     assert ours[3].keys() == theirs[3].keys()
     for name, parameter in ours[3].items():
@@ -41,7 +41,7 @@ def assert_alike(ours, theirs):
 
 @pytest.fixture(scope="module")
 def drafted_as_built(tmp_path_factory):
-    """(path, tensors, `drafted` of it) of a family's usual checkpoint."""
+    """Return (path, tensors, result of `drafted`) of a family's standard checkpoint."""
 
     @functools.cache
     def build(name):
@@ -68,7 +68,7 @@ def test_a_sidecar_is_as_good(tmp_path, drafted_as_built, name):
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[1::3], NAMES))
-def test_without_heads_it_decodes_and_says_so(tmp_path, name):
+def test_without_heads_it_warns_and_decodes(tmp_path, name):
     path, weights, plain = families.build(name, tmp_path)
     trunk = {n: w for n, w in weights.items() if n not in head_tensors(name)}
     tiny.save(path, json.loads((path / "config.json").read_text()), trunk)
@@ -79,7 +79,7 @@ def test_without_heads_it_decodes_and_says_so(tmp_path, name):
 
 @pytest.mark.parametrize("name", sampled(NAMES[::2], NAMES))
 def test_every_head_tensor_is_needed(tmp_path, name):
-    """Each one missing is an error that names it, but for embeddings and LM heads that may be the target's."""
+    """Each missing one is an error with its name, except embeddings and LM heads that may be the target's."""
     path, weights, _ = families.build(name, tmp_path)
     config = json.loads((path / "config.json").read_text())
     needed = [n for n in head_tensors(name) if not re.search(r"embed_tokens|shared_head\.head", n)]
@@ -95,7 +95,7 @@ OWN = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"
 
 
 @pytest.mark.parametrize("name", sampled(OWN[::3], OWN))
-def test_own_heads_are_kept_where_they_differ(tmp_path, name):
+def test_heads_of_their_own_are_kept_if_they_differ(tmp_path, name):
     path, weights, _ = families.build(name, tmp_path)
     layers = families.FAMILIES[name].config["num_hidden_layers"]
     pairs = {
@@ -153,14 +153,14 @@ def test_unknown_overrides_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "option"), paired([*OWN[1:], "glm_moe_dsa_shared", "mimo_v2_flash"], ["kv_bits", "mtp_kv_bits"])
 )
-def test_attention_that_cannot_be_quantized_says_why(tmp_path, name, option):
+def test_attention_that_cannot_be_quantized_is_refused(tmp_path, name, option):
     path, _, _ = families.build(name, tmp_path)
     with pytest.raises(ValueError, match=f"^{option}=8: not with (multi-head latent attention|attention sinks)"):
         mlx_mtp.make_prompt_cache(mlx_mtp.load_model(path), **{option: 8})
 
 
 def blocks_of_fp8(weight: mx.array) -> tuple[mx.array, mx.array]:
-    """A weight as 8-bit floats with one scale per block of 128 x 128 (of which these sizes need one)."""
+    """Return a weight as 8-bit floats with one scale per 128 x 128 block; these sizes have one block."""
     scale = mx.abs(weight).max() / 448
     return mx.to_fp8(weight / scale), scale.reshape(1, 1)
 

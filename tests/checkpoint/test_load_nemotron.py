@@ -1,4 +1,4 @@
-"""Load Nemotron-3: converted and quantized layouts, the released heads' names, heads that are not the family's."""
+"""Load Nemotron-3: converted and quantized layouts, the released heads' names, heads of another form."""
 
 import json
 
@@ -29,7 +29,7 @@ def parameters(model) -> dict[str, list]:
 
 
 def stacked(weights: dict[str, mx.array], plain) -> dict[str, mx.array]:
-    """The tensors of a converted checkpoint: mlx-lm's names and layouts, for the head too."""
+    """Return the tensors of a converted checkpoint, in mlx-lm's names and layouts, with the head."""
     renamed = {name.replace("mtp.", "backbone."): w for name, w in weights.items() if name.startswith("mtp.")}
     head = {name.replace("backbone.", "mtp."): w for name, w in plain.sanitize(renamed).items()}
     return plain.sanitize(dict(weights)) | head
@@ -68,7 +68,7 @@ def test_a_quantized_checkpoint_decodes_the_same_with_drafts(tmp_path):
 
 @pytest.mark.parametrize(("config", "tensors"), [("CONFIG", 270), ("LATENT", 1040)])
 def test_the_released_heads_names(config, tensors):
-    """Nemotron-3.5 Lightning's head has 270 tensors, of 128 experts; Nemotron-3 Super's 1,040, of 512 latent ones."""
+    """Nemotron-3.5 Lightning's head has 270 tensors with 128 experts; Nemotron-3 Super's has 1,040 with 512."""
     config = {**getattr(nemotron, config), "mtp_n_routed_experts": 128 if tensors == 270 else 512}
     names = list(nemotron.heads(config))
     assert len(names) == tensors
@@ -92,7 +92,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "more", "message"), WRONG)
-def test_what_is_wrong_is_named(tmp_path, changes, more, message):
+def test_errors_are_named(tmp_path, changes, more, message):
     path, weights, _ = families.build("nemotron_h", tmp_path)
     config = {**json.loads((path / "config.json").read_text()), **changes}
     tiny.save(path, config, weights | {name: mx.ones(shape) for name, shape in more.items()})

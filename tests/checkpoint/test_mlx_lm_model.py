@@ -1,4 +1,4 @@
-"""Decode families without a port: mlx-lm's own tokens, one by one, and a word about it."""
+"""Decode families without a port: mlx-lm's tokens, without drafts, and a warning."""
 
 import families
 import mlx.core as mx
@@ -79,7 +79,7 @@ def test_sampling_and_stats(plain):
     assert len(set(texts[0])) > 2
 
 
-def test_what_needs_a_port_is_refused_by_name(plain, tmp_path):
+def test_options_that_need_a_port_are_refused_by_name(plain, tmp_path):
     model, _ = plain
     for options in ({"kv_bits": 8}, {"max_kv_size": 64}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}=.*not with a family that has no port"):
@@ -113,7 +113,7 @@ def test_tensors_too_many_and_too_few(tmp_path):
         mlx_mtp.load_model(path)
 
 
-def test_a_vocabulary_that_only_the_weights_tell(tmp_path):
+def test_a_vocabulary_size_from_the_weights(tmp_path):
     config = {name: value for name, value in CONFIGS["starcoder2"].items() if name != "vocab_size"}
     path, _ = families.headless(tmp_path, {**config, "hidden_size": 8, "intermediate_size": 8})
     model = mlx_mtp.load_model(path, mtp=False)

@@ -1,4 +1,4 @@
-"""Tell shifted norms from zero-centred ones: what a container tells is loaded rightly, what it cannot is said."""
+"""Test the detection of zero-centred norms: decidable files load correctly, ambiguous ones cause a warning."""
 
 import json
 import re
@@ -17,7 +17,7 @@ STEP = {**tiny.CONFIG, "vocab_size": 13}
 
 
 class Case:
-    """A zero-centred family's tensors by the hub's names, and what mlx-lm makes of the trunk."""
+    """A zero-centred family's tensors by the hub's names, and mlx-lm's conversion of the trunk."""
 
     def __init__(self, name: str, path):
         if name == "step3p5":
@@ -35,15 +35,15 @@ class Case:
         self.raw = {n: w for n, w in weights.items() if n not in self.heads}
         self.converted = dict(tree_flatten(plain.parameters()))
 
-    def load(self, trunk: dict, heads: dict | None = None, beside: dict | None = None, format: str = "mlx"):
-        """(the model, the warnings) of a trunk with heads in its shards or in a sidecar."""
+    def load(self, trunk: dict, heads: dict | None = None, sidecar: dict | None = None, format: str = "mlx"):
+        """Return (the model, the warnings) of a trunk with heads in its shards or in a sidecar."""
         tiny.save(self.path, self.config, trunk | (heads or {}))
-        if beside is not None:
-            mx.save_safetensors(str(self.path / "mtp.safetensors"), beside, {"format": format})
-        with warnings.catch_warnings(record=True) as said:
+        if sidecar is not None:
+            mx.save_safetensors(str(self.path / "mtp.safetensors"), sidecar, {"format": format})
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             model = mlx_mtp.load_model(self.path)
-        messages = [str(w.message) for w in said]  # less what random heads are told
+        messages = [str(w.message) for w in warned]  # without warnings about random heads
         return dict(tree_flatten(model.parameters())), [m for m in messages if "agrees with the target" not in m]
 
 
@@ -64,44 +64,44 @@ every_family = pytest.mark.parametrize("case", [*NAMES, "step3p5"], indirect=Tru
 
 
 @every_family
-def test_what_the_containers_tell_is_loaded_rightly(case):
-    """Trunk and heads each raw or converted, in one container or in two: all are one model, and nothing is said."""
-    expected, said = case.load(case.raw, case.heads)
-    assert said == []
+def test_decidable_containers_load_correctly(case):
+    """Trunk and heads, each raw or converted, in one container or two: all load as one model, without warnings."""
+    expected, warned = case.load(case.raw, case.heads)
+    assert warned == []
     done = shifted(case.heads)
     layouts = {
         "a head copied raw into converted shards": {"trunk": case.converted, "heads": case.heads},
         "a converted head in converted shards": {"trunk": case.converted, "heads": done},
-        "a raw sidecar of a converted trunk": {"trunk": case.converted, "beside": case.heads, "format": "pt"},
-        "a raw sidecar that a converter wrote": {"trunk": case.converted, "beside": case.heads},
-        "a converted sidecar of a raw trunk": {"trunk": case.raw, "beside": done},
-        "a converted sidecar written by torch": {"trunk": case.converted, "beside": done, "format": "pt"},
+        "a raw sidecar of a converted trunk": {"trunk": case.converted, "sidecar": case.heads, "format": "pt"},
+        "a raw sidecar that a converter wrote": {"trunk": case.converted, "sidecar": case.heads},
+        "a converted sidecar of a raw trunk": {"trunk": case.raw, "sidecar": done},
+        "a converted sidecar written by torch": {"trunk": case.converted, "sidecar": done, "format": "pt"},
     }
     for layout, parts in layouts.items():
-        found, said = case.load(**parts)
+        found, warned = case.load(**parts)
         assert same(found, expected), layout
-        assert said == [], layout
+        assert warned == [], layout
 
 
 @every_family
 def test_a_trunk_converted_without_the_shift(case):
-    _, (said, *more) = case.load(shifted(case.converted, by=-1), shifted(case.heads))
+    _, (warned, *more) = case.load(shifted(case.converted, by=-1), shifted(case.heads))
     found = re.match(
-        r"(\S+): \d+ norms of the trunk \((\S+) \.\.\.\) have mean (\S+) once loaded, expected near 1; ", said
+        r"(\S+): \d+ norms of the trunk \((\S+) \.\.\.\) have mean (\S+) once loaded, expected near 1; ", warned
     )
     assert found[1] == str(case.path / "model.safetensors")
     assert found[2] in case.converted
     assert abs(float(found[3])) < 0.1
-    assert said.endswith("they look stored zero-centred and not shifted")
+    assert warned.endswith("they look stored zero-centred and not shifted")
     assert more == []
 
 
 @every_family
 def test_a_head_shifted_among_the_shards_of_a_raw_trunk(case):
-    """Names say raw, so it is shifted again: released norms may be large, so this is a warning."""
-    _, said = case.load(case.raw, shifted(case.heads))
-    assert said
-    for depth, message in enumerate(said):
+    """The names are raw, so the head is shifted again; released norms may be large, so this is a warning."""
+    _, warned = case.load(case.raw, shifted(case.heads))
+    assert warned
+    for depth, message in enumerate(warned):
         found = re.match(
             rf"\S+: \d+ norms of MTP depth {depth} \((\S+) \.\.\.\) have mean (\S+) once loaded", message
         )
@@ -112,25 +112,25 @@ def test_a_head_shifted_among_the_shards_of_a_raw_trunk(case):
 
 @pytest.mark.parametrize("case", NAMES, indirect=True)
 def test_two_conventions_in_one_head(case):
-    """The last norm shifted, the others raw, and the reverse: decided by the layer's norms, and said by name."""
+    """Only the last norm is shifted, or only the others: the layer's norms decide, and a warning names the last."""
     last = case.heads["mtp.norm.weight"]
     for heads, words in (
         ({**case.heads, "mtp.norm.weight": last + 1}, "all were shifted by +1"),
         ({**shifted(case.heads), "mtp.norm.weight": last}, "none was shifted"),
     ):
-        found, (said,) = case.load(case.converted, heads)
+        found, (warned,) = case.load(case.converted, heads)
         assert re.match(
-            r"\S+model\.safetensors: tensor mtp\.norm\.weight of MTP depth 0 has mean \S+, the norms of ", said
+            r"\S+model\.safetensors: tensor mtp\.norm\.weight of MTP depth 0 has mean \S+, the norms of ", warned
         )
-        assert said.endswith(f"two conventions in one head; {words}")
+        assert warned.endswith(f"two conventions in one head; {words}")
         assert abs(float(found["mtp.0.block.input_layernorm.weight"].mean()) - 1) < 0.1
 
 
 @pytest.mark.parametrize("case", NAMES, indirect=True)
 def test_heads_published_on_their_own(case, tmp_path):
-    """Without any prefix, as conversions of a head alone have them."""
+    """The names have no prefix, as in conversions of a head alone."""
     expected, _ = case.load(case.raw, case.heads)
     bare = {n.removeprefix("mtp."): w for n, w in shifted(case.heads).items()}
-    found, said = case.load(case.converted, beside=bare)
+    found, warned = case.load(case.converted, sidecar=bare)
     assert same(found, expected)
-    assert said == []
+    assert warned == []

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: logits are those of weights W + scale * B A, computed in numpy; what is not LoRA is refused."""
+"""Test PEFT adapters: logits equal those of weights W + scale * B A from numpy; other methods are refused."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def base(path, config=DENSE):
 
 
 def pairs(weights: dict, names, rank=4, seed=0) -> dict:
-    """The adapter of each named module: A [r, in] and B [out, r]."""
+    """Return an adapter for each named module: A [r, in] and B [out, r]."""
     generator = np.random.default_rng(seed)
     found = {}
     for name in names:
@@ -58,7 +58,7 @@ def save(path, config: dict, tensors: dict, begin=BEGIN, file="adapter_model.saf
 
 
 def merged(weights: dict, tensors: dict, scales: dict) -> dict:
-    """W + scale * B A of the modules in `scales`."""
+    """Return the weights W + scale * B A of the modules in `scales`."""
     found = dict(weights)
     for name, scale in scales.items():
         delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * scale
@@ -72,11 +72,11 @@ def modules(weights: dict, *kinds) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quiet(recwarn):
-    """Of models without heads."""
+    """Ignore the warnings about models without heads."""
 
 
 def applied(tmp_path, config: dict, tensors: dict, scales: dict, **options) -> None:
-    """The adapted model against the one of merged weights."""
+    """Return the logits of the adapted model and of the model with merged weights."""
     path, text, weights = base(tmp_path / "base")
     model = _adapted(load_model(path), save(tmp_path / "adapter", config, tensors, **options))
     expected = load_model(tiny.save(tmp_path / "merged", text, merged(weights, tensors, scales)))
@@ -102,7 +102,7 @@ def alpha_of(name: str) -> float:
     return 1.5 if "q_proj" in name else 9 if ".0." in name else 6
 
 
-# What the config changes, each module's rank and alpha, and which modules it means.
+# Changes of the config, each module's rank and alpha, and the selected modules.
 SCALED = {
     "alpha / r": ({}, lambda n: 4, lambda n: 6),
     "without r and alpha": ({"r": ..., "lora_alpha": ...}, lambda n: 8, lambda n: 8),
@@ -149,7 +149,7 @@ def test_which_modules_a_config_means(tmp_path, case, recwarn):
 
 @pytest.mark.parametrize("begin", [BEGIN, "", "base_model.model.language_model."])
 def test_prefixes_of_names(tmp_path, begin):
-    """PEFT's, none, and that of a wrapper with a vision tower, whose own adapters are not used."""
+    """PEFT's prefix, none, and a vision wrapper's, whose vision adapters are not used."""
     tensors = pairs(base(tmp_path / "shapes")[2], ALL)
     applied(tmp_path, BASE, tensors, dict.fromkeys(ALL, 6 / 4), begin=begin)
 
@@ -167,7 +167,7 @@ def test_the_name_of_an_adapter_and_those_of_a_vision_tower(tmp_path, recwarn):
 
 
 def test_a_quantized_target_stays_quantized(tmp_path):
-    """y = W x of the quantized weights, and the product of the adapter in full precision."""
+    """The product of the quantized weights, plus the adapter's in full precision."""
     path, text, weights = base(tmp_path / "base")
     plain = families.headless(tmp_path / "again", DENSE)[1]
     plain, config = quantize_model(plain, text, 32, 4)
@@ -196,7 +196,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ports(tmp_path, name):
-    """Names of the hub, stacked experts and wrappers; text, and drafts that depend on the target alone."""
+    """Hub names, stacked experts and wrappers: output changes, and heads stay the same."""
     path, weights, _ = families.build(name, tmp_path / "base")
     model, text = load_model(path), json.loads((path / "config.json").read_text())
     layers = model.args.num_hidden_layers

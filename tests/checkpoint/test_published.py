@@ -1,4 +1,4 @@
-"""Every tensor name of published checkpoints finds its place, and every place its tensor."""
+"""Map every tensor name of published checkpoints to a parameter, and every parameter to a tensor."""
 
 import warnings
 from pathlib import Path
@@ -25,7 +25,7 @@ def checkpoint(file: Path) -> published.Published:
 
 
 def loaded(path: Path, checkpoint: published.Published):
-    """The model, from files of the published shape, none of whose data is read."""
+    """Return the model from sparse files of the published shapes."""
     published.write(path, checkpoint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if not checkpoint.heads() else "error")
@@ -33,7 +33,7 @@ def loaded(path: Path, checkpoint: published.Published):
 
 
 def check(model, checkpoint: published.Published) -> None:
-    """The loader has checked names and shapes; here: which names went where."""
+    """Check which tensor became which parameter; the loader has checked names and shapes."""
     port = type(model)
     ignored = {n for n in checkpoint.tensors if any(n.startswith(a) or n.endswith(a) for a in port.IGNORED)}
     places = {name: model.renamed(name) for name in checkpoint.tensors.keys() - ignored}
@@ -50,7 +50,7 @@ def check(model, checkpoint: published.Published) -> None:
 
 
 def depths(checkpoint: published.Published) -> int:
-    """How many heads the names tell, by what each of them has exactly once."""
+    """Return the number of heads in a checkpoint, by a tensor that each has exactly once."""
     once = ("eh_proj.weight", "mtp.fc.weight", ".input_proj.weight")
     return sum(name.endswith(once) for name in checkpoint.heads())
 
@@ -64,13 +64,13 @@ def test_the_fixture_lists_as_many_tensors_as_were_published(file):
     assert "tensors: " in file.read_text()
 
 
-# Of each family one.
+# One of each family.
 FEW = {published.read_config(file)["model_type"]: file for file in MODELS}
 
 
 @pytest.mark.parametrize("file", sampled([*FEW.values()][::2], MODELS), ids=lambda f: f.stem)
 def test_every_name_is_mapped(tmp_path, file):
-    """Full sizes, but for experts, of which there are four per layer here: all of them in the test below."""
+    """Full sizes with four experts per layer; the next test has all experts."""
     found = checkpoint(file).with_experts(4)
     model = loaded(tmp_path, found)
     check(model, found)
@@ -82,14 +82,14 @@ def test_every_name_is_mapped(tmp_path, file):
 @sweep
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "qwen3.6-35b-a3b", "nemotron-3-super"])
 def test_every_name_is_mapped_with_all_experts(tmp_path, name):
-    """Of each way to store experts one checkpoint: the test above differs in their number only."""
+    """One checkpoint for each layout of experts."""
     found = checkpoint(next(file for file in MODELS if file.stem == name))
     check(loaded(tmp_path, found), found)
 
 
 @pytest.mark.parametrize("file", DRAFTERS, ids=lambda f: f.stem)
 def test_every_name_of_a_drafter_is_mapped(file):
-    """Into a module of the config's sizes, none of whose weights is ever computed."""
+    """The drafter has the config's sizes, and no weight is computed."""
     found = published.read(file)
     names = found.tensors.keys() - set(eagle3.IGNORED)
     assert eagle3.refuses(found.config, names) is None

@@ -1,4 +1,4 @@
-"""A checkpoint packed by a method that is not read is refused by the method's name, with what to take instead."""
+"""Refuse checkpoints packed by an unsupported method; the error names the method and an alternative."""
 
 import json
 
@@ -12,7 +12,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 
-# Of each method: what config.json says, and what becomes of a matrix's name, with the types of its tensors.
+# Of each method: config.json's entry, and a matrix's tensors by suffix with their types.
 METHODS = {
     "AWQ": ({"quant_method": "awq", "bits": 4}, {"qweight": mx.int32, "qzeros": mx.int32, "scales": mx.float16}),
     "GPTQ": ({"quant_method": "gptq"}, {"qweight": mx.int32, "g_idx": mx.int32, "scales": mx.float16}),
@@ -43,7 +43,7 @@ UNNAMED = ["AWQ", "GPTQ", "compressed-tensors", "bitsandbytes", "HQQ", "AQLM", "
 
 
 def packed(weights: dict, parts: dict) -> dict:
-    """The projections of a checkpoint in other tensors; nothing reads their values."""
+    """Replace a checkpoint's projections by other tensors, whose values are not read."""
     found = {}
     for name, w in weights.items():
         if name.endswith("_proj.weight") and "eh_proj" not in name:
@@ -86,14 +86,14 @@ def test_a_method_that_is_not_read_is_named(tmp_path, name, family):
 @pytest.mark.parametrize("name", UNNAMED)
 def test_a_method_that_only_the_tensors_name(tmp_path, name):
     path = source(tmp_path / "hub", "glm4_moe", {}, METHODS[name][1])
-    said = "AWQ or GPTQ" if name == "AWQ" else name
-    refused(path, said)
-    with pytest.raises(ValueError, match=f"quantized by {said}"):
+    method = "AWQ or GPTQ" if name == "AWQ" else name
+    refused(path, method)
+    with pytest.raises(ValueError, match=f"quantized by {method}"):
         convert(path, tmp_path / "new")
 
 
 @pytest.mark.parametrize("name", ["AWQ", "compressed-tensors", "bitsandbytes"])
-def test_what_was_dequantized_loads(tmp_path, name):
+def test_dequantized_checkpoints_load(tmp_path, name):
     """Its config.json may still name the method."""
     path = source(tmp_path, "glm4_moe", {}, {"weight": mx.float32})
     _, weights, _ = families.build("glm4_moe", tmp_path / "plain")
@@ -102,8 +102,8 @@ def test_what_was_dequantized_loads(tmp_path, name):
     assert model.report.target_quantization == mlx_mtp.load_model(tmp_path / "plain").report.target_quantization
 
 
-def test_what_mlx_lm_reads_itself_goes_on_loading(tmp_path):
-    """AWQ of a family without a port."""
+def test_formats_of_mlx_lm_still_load(tmp_path):
+    """An AWQ checkpoint of a family without a port."""
     config = {**CONFIGS["starcoder2"], "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
     path, _ = families.headless(tmp_path, config)
     weights = dict(mx.load(str(path / "model.safetensors")))

@@ -1,4 +1,4 @@
-"""Check that a rank reads of matrices split by rows its rows alone, and that they are those of whole matrices."""
+"""Test that a rank reads only its rows of matrices split by rows, and that they equal those of whole matrices."""
 
 import re
 
@@ -16,7 +16,7 @@ SPLIT_BY_ROWS = re.compile(r"(q|k|v|g|gate|up)_proj\.weight$")
 
 
 class Rank(Share):
-    """The last of ranks that are not there."""
+    """The last of several ranks, without the others."""
 
     def rank(self) -> int:
         return self.ranks - 1

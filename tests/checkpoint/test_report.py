@@ -1,10 +1,10 @@
-"""Print a load's report: one line for each fact that holds, and none for one that does not."""
+"""Test a load's report: one line for each fact that applies."""
 
 from dataclasses import replace
 
 import pytest
 
-from mlx_mtp.checkpoint.report import FEW, Report
+from mlx_mtp.checkpoint.report import USUAL_AGREEMENT, Report
 
 BARE = Report(
     family="f",
@@ -26,7 +26,7 @@ MORE = "from 7 of 2,048 tokens, 1.00 MB more for a copy of their rows"
 
 
 def facts(report: Report) -> dict[str, str]:
-    """The report's lines by their names."""
+    """Return the report's lines by name."""
     return {line[:10].rstrip(): line[11:] for line in str(report).splitlines()}
 
 
@@ -36,7 +36,7 @@ def facts(report: Report) -> dict[str, str]:
     ({"heads": 2}, {"MTP heads": "2, nowhere", "heads": "3.00 MB, 8-bit", "LM heads": "shared"}),
     ({"declared": 3}, {"MTP heads": "0 of 3 declared, nowhere"}),
     ({"declared": 0}, {}),
-    ({"agreement": (("words", FEW),)}, {"self-test": GUESSES.format("40%")}),
+    ({"agreement": (("words", USUAL_AGREEMENT),)}, {"self-test": GUESSES.format("40%")}),
     ({"untested": True}, {"self-test": "before the first draft, when the heads' weights are read and checked"}),
     ({"drafted_from": (7, 2048), "saved_bytes": 1_000_000}, {"drafts": LESS}),
     ({"drafted_from": (7, 2048), "saved_bytes": -1_000_000}, {"drafts": MORE}),
@@ -52,8 +52,8 @@ def test_a_fact_has_its_line_and_no_other_changes(change, lines):
     assert facts(replace(BARE, **change)) == {**ALWAYS, **lines}
 
 
-def test_few_right_guesses_add_an_advice_by_the_last_kind_of_text_alone():
-    few, enough = FEW - 0.01, FEW + 0.01
+def test_low_agreement_on_the_last_kind_of_text_adds_advice():
+    few, enough = USUAL_AGREEMENT - 0.01, USUAL_AGREEMENT + 0.01
     for shares, advised in (((few, enough), False), ((enough, few), True)):
         report = replace(BARE, agreement=tuple(zip(("random tokens", "words"), shares, strict=True)))
         assert ("mlx-mtp verify-lossless" in facts(report)["self-test"]) == advised

@@ -1,4 +1,4 @@
-"""The files of a checkpoint decide what is loaded, not its index; a file that is not needed harms nothing."""
+"""Load the tensors in a checkpoint's files, whatever the index lists; an unneeded file causes no error."""
 
 import fnmatch
 import json
@@ -74,7 +74,7 @@ def glm(tmp_path_factory):
 
 @pytest.mark.parametrize("name", LISTS)
 def test_what_is_read_and_downloaded_of_released_repositories(name, tmp_path, monkeypatch):
-    """Each weight file that the loader reads, and no second copy; Python files only if they are asked for."""
+    """Every weight file that the loader reads, and no second copy; Python files only on request."""
     given = LISTS[name]
     code = given.get("code", ["configuration_x.py"])
     names = [*given["read"], *given["left"], *given["small"], *code]
@@ -211,7 +211,7 @@ def test_a_file_that_no_text_needs_may_be_damaged(glm, tmp_path):
 
 
 def test_heads_that_were_not_downloaded(glm, tmp_path):
-    """They are asked for by default, and text does not need them."""
+    """Heads are loaded by default, but the output does not need them."""
     path, _ = glm.written(tmp_path / "new")
     (path / "mtp.safetensors").unlink()
     with pytest.warns(UserWarning, match="no MTP heads found"):
@@ -282,7 +282,7 @@ def test_a_layer_that_config_denies_is_no_head(glm, tmp_path):
 
 
 def test_copies_of_a_tensor(glm, tmp_path):
-    """The index chooses; without one equal copies are as good as one, and others are an error."""
+    """The index chooses a copy; without it equal copies are accepted, and others are an error."""
     path, places = glm.written(tmp_path / "new")
     name = "model.norm.weight"
     mx.save_safetensors(str(path / "model-copy.safetensors"), {name: glm.weights[name]})
@@ -300,7 +300,7 @@ def test_copies_of_a_tensor(glm, tmp_path):
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("old", ["model-1-of-9.safetensors", "model.safetensors"])
 def test_shards_that_an_earlier_conversion_left(glm, tmp_path, old, index):
-    """With an index, or where one set alone is whole; they have names that the new ones do not have, too."""
+    """With an index, or with only one complete set; leftover shards also contain names that the new ones lack."""
     path, _ = glm.written(tmp_path / "new", index=index)
     left = {"model.norm.weight": glm.weights["model.norm.weight"] + 1, "model.layers.0.old.weight": mx.zeros(3)}
     mx.save_safetensors(str(path / old), left)
@@ -320,10 +320,10 @@ def test_a_sidecar_with_copies_of_the_trunks_tensors(glm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "said"), [("x-Q4_K_M.gguf", "GGUF file; name the file"), ("pytorch_model.bin", r"\.bin format")]
+    ("file", "message"), [("x-Q4_K_M.gguf", "GGUF file; name the file"), ("pytorch_model.bin", r"\.bin format")]
 )
-def test_weights_of_another_format_are_named(glm, tmp_path, file, said):
+def test_weights_of_another_format_are_named(glm, tmp_path, file, message):
     shutil.copy(glm.path / "config.json", tmp_path)
     (tmp_path / file).write_bytes(b"x")
-    with pytest.raises(ValueError, match=rf"no model\*\.safetensors in it[;,] .*{said}"):
+    with pytest.raises(ValueError, match=rf"no model\*\.safetensors in it[;,] .*{message}"):
         mlx_mtp.load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""A cycle is built while the one before it runs, and the host waits for the device once a cycle and nowhere else."""
+"""A cycle is built while the previous one runs, and the host waits for the device exactly once per cycle."""
 
 import re
 import time
@@ -10,9 +10,8 @@ from plans import Listed, follow
 from sweep import sweep
 
 import mlx_mtp
-from mlx_mtp.decoding import clock, cycle
-from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import clock, cycle, loop
+from mlx_mtp.decoding import step as step_module
 from mlx_mtp.decoding.run import Drafts, Run
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import Plan
@@ -37,9 +36,9 @@ SLOW = 0.05  # seconds of a step, at least
 
 
 class Slowed:
-    """A model whose every pass of the target takes the device SLOW seconds; `spans`: what took the host how long.
+    """A model with target passes of SLOW seconds on the device. spans: the host's calls and their seconds.
 
-    However the host waits for such a pass, it waits long: unlike the calls, that cannot be missed.
+    Any wait for such a pass is long, so that it is found however the host waits.
     """
 
     def __init__(self, monkeypatch, model):
@@ -51,7 +50,7 @@ class Slowed:
         monkeypatch.setattr(type(model), "hidden", lambda *args: self.late(real(*args)))
 
     def late(self, rows: mx.array) -> mx.array:
-        """The same rows, SLOW seconds later."""
+        """Return the same rows, SLOW seconds later."""
         # One long operation: MLX makes a host that is many operations ahead of a CPU wait.
         return rows + 0 * mx.sort(self.load + 0 * rows.reshape(-1)[0])[0]
 
@@ -62,7 +61,7 @@ class Slowed:
         return time.perf_counter() - tic
 
     def time(self, owner, name: str, label: str = "") -> None:
-        """Note the seconds of each call, less those of noted calls inside of it."""
+        """Record the seconds of each call without those of recorded calls that it makes."""
         real = getattr(owner, name)
 
         def call(*args, **kwargs):
@@ -79,22 +78,22 @@ class Slowed:
 
 
 class Sneaky(Listed):
-    """A control that waits for the cycle under way in one of WAYS."""
+    """A control that waits for the running cycle in one of WAYS."""
 
     way, run = staticmethod(len), None
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.run:
             self.way(self.run.packed)
-        return super().plan(matched, behind)
+        return super().plan(matched, pending)
 
 
-LABELS = ((decode, "begin"), (decode, "submit"), (Run, "read"), (Drafts, "sure"))
+LABELS = ((loop, "begin"), (loop, "submit"), (Run, "read"), (Drafts, "sure"))
 READS = ("read", "sure")
 
 
 def spans_of(monkeypatch, model, control, **options):
-    """(label, seconds) of all that the host did in decoding, "next" being the rest of the loop, and the stats."""
+    """Return (label, seconds) of the host's calls in decoding, "next" for the rest of the loop, and the stats."""
     stats = mlx_mtp.Stats()
     with monkeypatch.context() as patch:
         slowed = Slowed(patch, model)
@@ -114,7 +113,7 @@ def spans_of(monkeypatch, model, control, **options):
 
 
 def waits_elsewhere(monkeypatch, model, controls, **options) -> list[tuple[str, float]]:
-    """Spans in which the host waited though it read nothing; of the quietest of some runs, as machines hiccup."""
+    """Return the spans in which the host waited without reading, of the run with the fewest of several."""
     found = []
     for control in controls:
         spans, _ = spans_of(monkeypatch, model, control, **options)
@@ -149,7 +148,7 @@ def test_the_host_waits_for_a_cycle_and_nowhere_else(monkeypatch, model, case):
             return Controller(max_drafts=1, max_lookup=4, p_min=True)
         return Listed(CASES[case])
 
-    # Heads that read and do not draft are computed behind the target, so many operations that MLX makes a CPU's host
+    # Heads that read without drafting are computed after the target: operations enough that MLX makes a CPU's host
     # wait (see `late`): each head that there is drafts.
     k = 1 if case == "controller" else 3
     assert not waits_elsewhere(monkeypatch, model, [control() for _ in range(5)], num_draft_tokens=k)
@@ -167,12 +166,12 @@ def test_no_way_of_waiting_is_missed(monkeypatch, model, way):
         sneaky.run, sneaky.way = last.run, WAYS[way]
         return real(d, last, *most)
 
-    monkeypatch.setattr(decode, "begin", begin)
+    monkeypatch.setattr(loop, "begin", begin)
     assert waits_elsewhere(monkeypatch, model, [sneaky], max_tokens=4)
 
 
 class Calls:
-    """Notes the names of calls, in order; of those of `waits`, calls inside of a call are not noted."""
+    """Records the names of calls in order, without calls that a call of `waits` makes itself."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch, self.names, self.waiting = monkeypatch, [], False
@@ -201,14 +200,14 @@ class Calls:
 
 
 def calls_of(monkeypatch, model, control, **options):
-    """The order of calls: of the prompt, of the cycles; and the stats."""
+    """Return the calls of the prefill, the calls of the cycles, and the stats."""
     stats = mlx_mtp.Stats()
     with monkeypatch.context() as patch:
         if control:
             follow(patch, control)
         calls = Calls(patch)
         for name in ("begin", "submit"):
-            calls.note(decode, name)
+            calls.note(loop, name)
         options = {"max_tokens": 24, "num_draft_tokens": 3, "draft_p_min": 0.3, "prompt_lookup": True} | options
         generation = mlx_mtp.generate_step(PROMPT, model, stats=stats, **options)
         next(generation)
@@ -219,7 +218,7 @@ def calls_of(monkeypatch, model, control, **options):
 
 @pytest.mark.parametrize("case", [*CASES, "controller"])
 def test_order_of_events(monkeypatch, model, case):
-    """The next cycle is built, this one is read, the next one is submitted; where asked, behind its confidence."""
+    """Build the next cycle, read this one, submit the next; with p_min, after the confidence is read."""
     control = None if case == "controller" else Listed(CASES[case])
     _, calls, stats = calls_of(monkeypatch, model, control)
     first, build, start = ["begin", "/begin"], ["begin", "/begin", "tolist"], ["submit", "/submit"]
@@ -257,7 +256,7 @@ def test_a_cycle_that_must_be_built_late_is_counted(monkeypatch, tiny_models, re
 
 @pytest.mark.parametrize("step", [1, 4, 2048])
 def test_waits_of_a_prompt(monkeypatch, model, step):
-    """One for each chunk, and one for the first token, by the heads' reading not one more."""
+    """One wait per chunk and one for the first token; the heads' prefill adds none."""
     prompt, _, _ = calls_of(monkeypatch, model, Listed([HEADS]), prefill_step_size=step, max_tokens=2)
     assert prompt == ["eval"] * -(-len(PROMPT) // step) + ["tolist"]
 
@@ -275,20 +274,20 @@ def test_waits_of_a_prompt(monkeypatch, model, step):
     ],
 )
 def test_a_cycle_is_not_charged_with_building_another_kind(waited, built, following, expected):
-    assert clock.among_its_like(10.0, waited, built, following) == pytest.approx(expected)
+    assert clock.steady_seconds(10.0, waited, built, following) == pytest.approx(expected)
 
 
 @pytest.mark.timing
-def test_what_the_control_learns_is_of_cycles_among_their_like(monkeypatch, model):
-    """A next cycle that takes long to build is in the time of its predecessor, and comes out of it again."""
-    real, slow = one_step.propose, 0.1
+def test_the_control_observes_the_seconds_of_a_series_of_equal_cycles(monkeypatch, model):
+    """The time of building the next cycle is subtracted from the cycle in which it was built."""
+    real, slow = step_module.propose, 0.1
 
     def propose(frame, *args):
         if frame.plan.k:
             time.sleep(slow)
         return real(frame, *args)
 
-    monkeypatch.setattr(one_step, "propose", propose)
+    monkeypatch.setattr(step_module, "propose", propose)
     control = Listed([PLAIN, PLAIN, HEADS] * 8)
     follow(monkeypatch, control)
     list(mlx_mtp.generate_step(PROMPT, model, max_tokens=40, num_draft_tokens=3))

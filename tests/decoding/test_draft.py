@@ -72,7 +72,7 @@ def test_drafts_equal_recomputation(tiny_models, monkeypatch, length, step):
 
 
 def test_windows_limit_what_the_heads_read_of_a_prompt(tiny_models):
-    """Three windows of 8 reach back 24 rows: a longer prompt leaves no more than that to read, and no less."""
+    """Three windows of 8 reach back 24 rows: of a longer prompt the heads read exactly these."""
     model, _ = tiny_models(1, vocab_size=4)
     cache = mlx_mtp.make_prompt_cache(model)
     assert cache.reach == 24
@@ -82,7 +82,7 @@ def test_windows_limit_what_the_heads_read_of_a_prompt(tiny_models):
 
 
 def test_heads_of_wide_windows_begin_shortly_before_their_first_draft(tiny_models, monkeypatch):
-    """Their drafts are those of heads to which the text begins there."""
+    """Their drafts equal those of heads that read a sequence which begins there."""
     model, _ = tiny_models(1, vocab_size=4, sliding_window=64)
     prompt, calls, real = mx.random.randint(0, 4, (100,), key=mx.random.key(0)).tolist(), [], Heads.propose
 
@@ -104,8 +104,8 @@ def test_heads_of_wide_windows_begin_shortly_before_their_first_draft(tiny_model
         assert answers == drafts.tolist()
 
 
-def test_parked_heads_catch_up(tiny_models):
-    """Drafting that was off for a while drafts as if it had never been off."""
+def test_paused_heads_are_prefilled(tiny_models):
+    """After a pause drafts are as without a pause."""
     model, _ = tiny_models(2)
     prompt = [1, 2, 3, 4, 0, 1]
     cache = mlx_mtp.make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""Draft at a temperature: texts keep their distribution, coupled drafts share the noise of the target's draws."""
+"""Drafting at a temperature: the distribution stays exact; coupled drafts share the noise of the target's draws."""
 
 import functools
 
@@ -35,7 +35,7 @@ def decoded(model, k, *, n=40, prompt=PROMPT, **options):
 
 @pytest.fixture(scope="module")
 def perfect(tmp_path_factory):
-    """A target whose next token depends on the last one alone, with heads that have its very distribution."""
+    """A target whose next token depends on the last one alone, with heads that have the same distribution."""
     config = {**tiny.CONFIG, "vocab_size": 16}
     weights = tiny.random_weights(config)
     for name, w in weights.items():
@@ -56,14 +56,14 @@ def perfect(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory):
-    """A target of 13 tokens, and a recycled head that knows 7 of them."""
+    """A target of 13 tokens, and a recycled head with a vocabulary of 7."""
     path = tmp_path_factory.mktemp("eagle")
     directory, _ = families.headless(path / "target", {**GQA, "model_type": "qwen2"})
     return mlx_mtp.load_model(directory, draft_model=drafters.save(path / "drafter", drafters.CONFIG, 32))
 
 
 def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
-    """XTC's coin and the draw, of one position and of the next, have keys of their own."""
+    """XTC's coin and the draw have different keys, at one position and at the next."""
     keys, logits = [], mx.array([[0.0, 1.0, 2.0]])
 
     def note(real, *args, key=None):
@@ -89,14 +89,14 @@ def test_what_is_drawn_for_one_position_is_independent(monkeypatch):
         *(pytest.param(name, False, marks=sweep) for name in SAMPLERS),
     ],
 )
-def test_a_head_that_is_the_target_is_always_right(perfect, monkeypatch, name, fused):
-    """Only with the target's own key, noise and filters for each position are all coupled drafts kept."""
+def test_drafts_of_a_head_equal_to_the_target_are_always_accepted(perfect, monkeypatch, name, fused):
+    """All coupled drafts are accepted only with the target's key, noise and filters at each position."""
     options = SAMPLERS.get(name, {"temp": 2.0, "top_k": 15, "top_p": 0.95})
     heads = place_heads(perfect)
     for head in heads:
         head.rows = frozenset(range(9)) if fused else frozenset()
     if fused:
-        monkeypatch.setattr(perfect, "draft_logits", None)  # nobody computes them
+        monkeypatch.setattr(perfect, "draft_logits", None)  # must not be called
     try:
         stats = decoded(perfect, 3, n=29, seed=3, draft_sampling="coupled", **options)[1]
     finally:
@@ -105,7 +105,7 @@ def test_a_head_that_is_the_target_is_always_right(perfect, monkeypatch, name, f
     assert stats.acceptance == [1.0] * 3
 
 
-def test_such_a_head_is_wrong_at_times_where_drafts_are_greedy(perfect):
+def test_greedy_drafts_of_such_a_head_are_sometimes_rejected(perfect):
     assert decoded(perfect, 3, n=12, seed=3, temp=1.0, draft_sampling="greedy")[1].acceptance[0] < 1.0
 
 
@@ -117,7 +117,7 @@ def test_a_seed_gives_the_same_text_with_a_reduced_vocabulary(eagle, name):
 
 
 def test_draws_are_those_of_the_kernels():
-    """Where a kernel serves some numbers of rows and not others, a seed's text does not depend on which."""
+    """A seed's tokens do not depend on the numbers of rows for which a kernel is on."""
     logits = mx.random.normal((40, 1000)) * 4
     expected = draw_ref(logits, KEY, mx.array([17]), 0.8).tolist()
     options = Sampling(temp=0.8)
@@ -132,7 +132,7 @@ CHOICES = [("greedy", {}), *(("coupled", s) for s in (SAMPLERS["temperature"], S
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "kernel"])
 @pytest.mark.parametrize(("mode", "options"), CHOICES)
 def test_a_draft_of_a_reduced_vocabulary(eagle, mode, options, fused):
-    """Written out in NumPy: noise belongs to the target's tokens, whatever rows the head has for them."""
+    """Compared with NumPy: noise depends on the target's token ids, not on the head's rows."""
     sampling, known = Sampling(**options), np.array(eagle.mtp[0].token(mx.arange(7)))
     head = next(head for head in place_heads(eagle) if head.module is eagle.mtp[0].head)
     head.rows = frozenset({1}) if fused else frozenset()
@@ -182,7 +182,7 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
 
 
 def test_confidence_of_every_draft(tiny_models, eagle, monkeypatch):
-    """Heads return one probability a draft, recycled ones too."""
+    """Heads return one probability per draft, recycled heads too."""
     found, real = [], Heads.propose
 
     def spy(*args):

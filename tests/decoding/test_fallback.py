@@ -1,4 +1,4 @@
-"""Metal refuses a kernel in the middle of an answer: no token is lost or changed, and the cache is whole."""
+"""Metal refuses a kernel during a generation: no token is lost or changed, and the cache stays correct."""
 
 import random
 import warnings
@@ -41,7 +41,7 @@ def text(model, **options):
 
 
 class Once:
-    """Refuses the n-th launch of an op, and the same text whenever it comes again if it is to stay refused."""
+    """Refuses the n-th launch of an op, and with `stays` every later launch of the same source."""
 
     def __init__(self, op, n, how, *, stays):
         self.op, self.left, self.how, self.stays, self.key = op, n, how, stays, None
@@ -72,7 +72,7 @@ def test_a_kernel_that_never_compiles(model, name, kind):
 @pytest.mark.parametrize("name", sampled(["drafts", "confidence"], OPTIONS))
 @pytest.mark.parametrize("n", sampled([3, 60], (1, 2, 5, 9, 30, 60, 100)))
 def test_one_launch_in_the_middle(model, name, n):
-    """Its graph is lost with what it has written in place; each kernel alone still runs."""
+    """The graph and the buffers that it wrote in place are lost; each kernel alone still runs."""
     want = text(model, **OPTIONS[name])
     for op in sampled(["add_norm"], OPS):
         with standing_in(Once(op, n, "evaluate", stays=False)), warnings.catch_warnings(record=True):
@@ -80,14 +80,14 @@ def test_one_launch_in_the_middle(model, name, n):
 
 
 def test_what_raises_in_mlxs_own_calls(model, monkeypatch):
-    """Without a poisoned graph: in mx.async_eval, before or behind the work, and in the wait for tokens."""
+    """The graph is intact: mx.async_eval raises before or after the work, or the wait for tokens raises."""
     want = text(model, **OPTIONS["drafts"])
-    for name, behind in (("async_eval", False), ("async_eval", True), ("eval", False)):
+    for name, after in (("async_eval", False), ("async_eval", True), ("eval", False)):
         real, calls = getattr(mx, name), []
 
-        def broken(*args, real=real, calls=calls, behind=behind):
+        def broken(*args, real=real, calls=calls, after=after):
             calls.append(args)
-            if len(calls) % 7 == 3 and not behind:
+            if len(calls) % 7 == 3 and not after:
                 raise RuntimeError("[metal::Device] Unable to load kernel")
             real(*args)
             if len(calls) % 7 == 3:
@@ -101,25 +101,25 @@ def test_what_raises_in_mlxs_own_calls(model, monkeypatch):
 
 
 @pytest.mark.parametrize("shown", sampled([7], range(1, 12)))
-def test_a_cache_is_whole_where_the_answer_is_left(model, shown):
-    """Right behind a graph that was lost, before the answer would have gone on."""
+def test_a_cache_is_correct_after_an_early_stop(model, shown):
+    """Stopped directly after a graph was lost, before the generation resumes."""
     for n in sampled([20, 60], range(10, 90, 7)):
         caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
         with standing_in(Once("add_norm", n, "evaluate", stays=False)), warnings.catch_warnings(record=True):
             switched_on(model)
             answer = steps(model, prompt_cache=caches[0], num_draft_tokens=3)
-            said = [next(answer)[0] for _ in range(shown)]
+            tokens = [next(answer)[0] for _ in range(shown)]
             answer.close()
         plain = [token for token, *_ in steps(model, prompt_cache=caches[1], num_draft_tokens=0, max_tokens=shown)]
-        assert said == plain
-        assert caches[0].tokens == caches[1].tokens == [*PROMPT, *said[:-1]]
+        assert tokens == plain
+        assert caches[0].tokens == caches[1].tokens == [*PROMPT, *tokens[:-1]]
         assert_same_rows(model, *caches)
-        more = [text(model, prompt=said[-1:], prompt_cache=cache, num_draft_tokens=3) for cache in caches]
+        more = [text(model, prompt=tokens[-1:], prompt_cache=cache, num_draft_tokens=3) for cache in caches]
         assert more[0] == more[1]
 
 
 def test_a_compiler_that_fails_at_random(model):
-    """Of texts and of single launches, at all rates, in many answers: none is lost or changed."""
+    """Sources and single launches fail at several rates in many generations: no token is lost or changed."""
     rng, failures = random.Random(1), 0
     names = [*OPTIONS]
     for _ in range(200 if SWEEP else 4):

@@ -1,4 +1,4 @@
-"""An interruption anywhere in a cycle leaves whole caches."""
+"""An interruption anywhere in a cycle leaves correct caches."""
 
 from dataclasses import replace
 
@@ -11,14 +11,12 @@ from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
-from mlx_mtp.decoding import cycle
-from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import cycle, loop, step
 from mlx_mtp.decoding.clock import Clock
 from mlx_mtp.decoding.drafters.heads import Heads
 from mlx_mtp.decoding.drafters.lookup import Lookup
+from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.decoding.run import Drafts, Run
-from mlx_mtp.decoding.text import Text
 from mlx_mtp.tuning.plan import Plan
 
 
@@ -35,44 +33,44 @@ def quantizable(tiny_models):
 POINTS = [
     (Heads, "propose"),
     (Heads, "read"),
-    (one_step, "accept"),
+    (step, "accept"),
     (mx, "eval"),
     (mx, "async_eval"),
     (Run, "read"),
     (Lookup, "propose"),
-    (Text, "matched"),
-    (Text, "extend"),
+    (TokenHistory, "matched"),
+    (TokenHistory, "extend"),
     (Drafts, "sure"),
     (Clock, "arrived"),
-    (one_step, "pick"),
+    (step, "pick"),
     (Listed, "plan"),
     (Listed, "observe"),
     *(
         (PromptCache, name)
-        for name in ("push", "wake", "idle", "advance", "quantize_at", "to_host", "load", "unload")
+        for name in ("push", "resume_heads", "pause_heads", "advance", "quantize_at", "to_host", "load", "unload")
     ),
 ]
 
 
 class Interruption:
-    """Raises KeyboardInterrupt in the n-th call of any of POINTS, before it or behind it; counts the calls."""
+    """Raises KeyboardInterrupt in the n-th call of any of POINTS, before or after its work; counts the calls."""
 
-    def __init__(self, monkeypatch, model, n: int, behind: bool):
-        self.n, self.behind, self.calls, self.where = n, behind, 0, None
+    def __init__(self, monkeypatch, model, n: int, after: bool):
+        self.n, self.after, self.calls, self.where = n, after, 0, None
         for owner, name in (*POINTS, (type(model), "hidden")):
             monkeypatch.setattr(owner, name, self.wrapped(f"{owner.__name__}.{name}", getattr(owner, name)))
-        settle = decode.settle
-        monkeypatch.setattr(decode, "settle", lambda *args: (self.stop(), settle(*args)))
+        settle = loop.settle
+        monkeypatch.setattr(loop, "settle", lambda *args: (self.stop(), settle(*args)))
 
     def stop(self):
-        """Count no more: what is cleaned up is not interrupted."""
+        """Stop counting: the cleanup is not interrupted."""
         self.n = 0
 
     def wrapped(self, where: str, real):
         def call(*args, **kwargs):
             self.calls += self.n != 0
             hit = self.calls == self.n
-            if hit and not self.behind:
+            if hit and not self.after:
                 self.stop()
                 self.where = where
                 raise KeyboardInterrupt
@@ -89,13 +87,13 @@ class Interruption:
 MIXED = ["heads", "heads", "lookup", "plain", "plain", "heads", "sure", "sure", "plain", "lookup", "lookup", "sure"]
 
 
-def interrupted(s: Subject, monkeypatch, n: int, behind: bool, **options):
-    """(what was shown, the cache, where) of a generation that the n-th call of any of POINTS ends."""
+def interrupted(s: Subject, monkeypatch, n: int, after: bool, **options):
+    """Return (tokens, cache, interrupted function) of a generation that the n-th call of any of POINTS ends."""
     cache, shown = mlx_mtp.make_prompt_cache(s.model, **options), []
     plans = [replace(PLANS[name], k=min(PLANS[name].k, s.k)) for name in MIXED]
     with monkeypatch.context() as patch:
         follow(patch, Listed(plans))
-        break_ = Interruption(patch, s.model, n, behind)
+        break_ = Interruption(patch, s.model, n, after)
         try:
             for token, _, _ in steps(s.model, PROMPT, s.k, max_tokens=24, prefill_step_size=4, prompt_cache=cache):
                 shown.append(token)
@@ -105,7 +103,7 @@ def interrupted(s: Subject, monkeypatch, n: int, behind: bool, **options):
 
 
 def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, truth: list[int]) -> None:
-    """A cache is as if what was shown had been decoded one by one, and drafts on from there are exact."""
+    """The cache is as after plain decoding of the yielded tokens, and drafts from there are exact."""
     assert shown == truth[: len(shown)]
     if shown:
         assert cache.tokens == PROMPT + shown[:-1]
@@ -114,7 +112,7 @@ def assert_whole(s: Subject, monkeypatch, shown: list[int], cache: PromptCache, 
     assert cache.tokens == (PROMPT + shown)[:held]
     assert cache.primed <= held
     if cache.reach is None:
-        assert cache.primed + cache.behind == held
+        assert cache.primed + cache.pending_rows == held
     rest = (PROMPT + shown)[held:] or [truth[len(shown)]]
     with monkeypatch.context() as patch:
         spy = Spy(patch, s.model)
@@ -130,37 +128,37 @@ def all_calls(s, monkeypatch, **options) -> int:
         return interrupted(s, patch, -1, False, **options)[2].calls
 
 
-def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, behind: bool, **options) -> None:
-    """At the first-th of all calls, and each stride-th from there on."""
+def assert_interruptible(s: Subject, monkeypatch, first: int, stride: int, *, after: bool, **options) -> None:
+    """Interrupt the call number `first`, and every `stride`-th call after it."""
     truth = s.truth(tuple(PROMPT))
     for n in range(first, all_calls(s, monkeypatch, **options) + 1, stride):
-        shown, cache, interruption = interrupted(s, monkeypatch, n, behind, **options)
+        shown, cache, interruption = interrupted(s, monkeypatch, n, after, **options)
         assert interruption.where
         try:
             assert_whole(s, monkeypatch, shown, cache, truth)
         except Exception as e:
-            raise AssertionError(f"call {n}, {'behind' if behind else 'before'} {interruption.where}") from e
+            raise AssertionError(f"call {n}, {'after' if after else 'before'} {interruption.where}") from e
 
 
-MORE = [pytest.param(name, 29, behind, marks=sweep) for name, behind in (("eagle", False), ("qwen3_5", True))]
+MORE = [pytest.param(name, 29, after, marks=sweep) for name, after in (("eagle", False), ("qwen3_5", True))]
 MORE.append(pytest.param("step3p5", 3, False, marks=sweep))
 
 
-@pytest.mark.parametrize(("name", "first", "behind"), [("nemotron_h", 29, True), *MORE])
-def test_interrupted_anywhere(subject, monkeypatch, name, first, behind):
-    assert_interruptible(subject(name), monkeypatch, first, 97, behind=behind)
+@pytest.mark.parametrize(("name", "first", "after"), [("nemotron_h", 29, True), *MORE])
+def test_interrupted_anywhere(subject, monkeypatch, name, first, after):
+    assert_interruptible(subject(name), monkeypatch, first, 97, after=after)
 
 
 @sweep
 @pytest.mark.parametrize("name", ["step3p5", "qwen3_5", "nemotron_h", "deepseek_v32", "mimo_v2_flash", "eagle"])
-@pytest.mark.parametrize("behind", [False, True])
-def test_interrupted_everywhere(subject, monkeypatch, name, behind):
-    assert_interruptible(subject(name), monkeypatch, 1, 1, behind=behind)
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupted_everywhere(subject, monkeypatch, name, after):
+    assert_interruptible(subject(name), monkeypatch, 1, 1, after=after)
 
 
-@pytest.mark.parametrize("where", ["before", "behind"])
-def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypatch, where):
-    """Its state is final and has to come back: the row counts as not read."""
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_interrupted_after_a_plain_row_is_read_before_its_token_is_yielded(subject, monkeypatch, where):
+    """The row counts as not read: the recurrent state before it must be restored."""
     s, truth = subject("nemotron_h"), subject("nemotron_h").truth(tuple(PROMPT))
     for at in (3,):
         cache, shown, submitted = mlx_mtp.make_prompt_cache(s.model), [], []
@@ -168,7 +166,7 @@ def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypat
 
             def interrupt(*args, real=cycle.start, submitted=submitted, at=at):
                 submitted.append(1)
-                if where == "behind":
+                if where == "after":
                     real(*args)
                 if len(submitted) == at:
                     raise KeyboardInterrupt
@@ -181,10 +179,10 @@ def test_interrupted_where_a_plain_row_was_read_but_not_shown(subject, monkeypat
         assert_whole(s, monkeypatch, shown, cache, truth)
 
 
-@pytest.mark.parametrize("where", ["before", pytest.param("behind", marks=sweep)])
+@pytest.mark.parametrize("where", ["before", pytest.param("after", marks=sweep)])
 @pytest.mark.parametrize("name", ["propose", "start"])
 def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, where):
-    """A cache that goes back to before it was quantized is still to be."""
+    """A cache that is restored to a position before its quantization is quantized later."""
     model, plain = quantizable
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": len(PROMPT) + 6}
     truth = plain(tuple(options.items()))
@@ -196,7 +194,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
 
             def interrupt(*args, real=real, calls=calls, at=at):
                 calls.append(1)
-                done = real(*args) if where == "behind" or len(calls) != at else None
+                done = real(*args) if where == "after" or len(calls) != at else None
                 if len(calls) == at:
                     raise KeyboardInterrupt
                 return done
@@ -213,7 +211,7 @@ def test_interrupted_where_caches_are_quantized(quantizable, monkeypatch, name, 
 
 @pytest.mark.parametrize("name", ["step3p5", "qwen3_5"])
 def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, name):
-    """The prompt's last row, which is under way then, has not been lost for the heads."""
+    """The prompt's last row, which is being computed, is not lost for the heads."""
     s, shown = subject(name), []
     cache = mlx_mtp.make_prompt_cache(s.model)
     with monkeypatch.context() as patch:
@@ -221,5 +219,5 @@ def test_interrupted_where_the_first_token_is_submitted(subject, monkeypatch, na
         with pytest.raises(KeyboardInterrupt):
             next(steps(s.model, PROMPT, s.k, prompt_cache=cache))
     assert cache.tokens == PROMPT
-    assert cache.primed + cache.behind == len(PROMPT)
+    assert cache.primed + cache.pending_rows == len(PROMPT)
     assert_whole(s, monkeypatch, shown, cache, s.truth(tuple(PROMPT)))

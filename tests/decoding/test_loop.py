@@ -1,4 +1,4 @@
-"""Greedy text is that of a cacheless forward, whatever is drafted, wherever windows wrap."""
+"""Greedy tokens equal those of a cacheless forward, with any drafts, and wherever windows wrap."""
 
 import itertools
 
@@ -94,7 +94,7 @@ def test_constant_accept_length(tiny_models, monkeypatch, accepted):
 
 
 def test_random_heads_reach_every_accept_length(tiny_models):
-    """The tests above would prove little if random heads were never right."""
+    """The tests above need random heads whose drafts are sometimes accepted."""
     seen = set()
     for seed in range(16):
         model, _ = tiny_models(0)
@@ -134,7 +134,7 @@ def test_heads_with_full_attention(tiny_models):
 
 @pytest.mark.parametrize(("start", "bits"), sampled([(0, 4), (13, 8)], itertools.product([0, 13, 27], [4, 8])))
 def test_quantized_kv_does_not_depend_on_drafting(tiny_models, bits, start):
-    """Quantizing changes the text; drafting must not, wherever the switch falls (a prompt of 19, then 40)."""
+    """Quantization changes the tokens; drafting must not, wherever it begins (a prompt of 19, then 40)."""
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     prompt = a_prompt(3, 19, 5)
     quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
@@ -160,7 +160,7 @@ def test_quantized_kv_is_used(tiny_models):
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_max_kv_size_is_mlx_lms(name, tmp_path):
-    """Its rotating cache, which keeps the first four positions; those families of which it has one."""
+    """Equal to mlx-lm's rotating cache, which keeps the first four positions, for families that have one."""
     path, _, plain = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path)
     prompt = a_prompt(0, 9, model.vocab_size)

@@ -1,4 +1,4 @@
-"""Compare what a model is said to need with what it takes; no weight is read to say it, what would fit fits."""
+"""Compare the estimated memory of a model with its real memory; estimates read no weights."""
 
 import re
 
@@ -10,10 +10,9 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.recurrent import RecurrentCache
-from mlx_mtp.decoding import graph_memory as footprint
-from mlx_mtp.decoding import memory_needs as memory
+from mlx_mtp.decoding import graph_memory, memory_needs
 from mlx_mtp.decoding.memory_needs import Budget, needs, within
-from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine import memory
 from mlx_mtp.machine.memory import Available
 
 # Heads, experts, windows, latent rows, an indexer, recurrent states: what families keep or make.
@@ -37,9 +36,9 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of so many bytes."""
-    monkeypatch.delenv(machine_memory.IGNORE, raising=False)
-    return lambda size: monkeypatch.setattr(machine_memory, "available", lambda: Available(int(size), "a test"))
+    """Return a function that sets the bytes of this machine."""
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    return lambda size: monkeypatch.setattr(memory, "available", lambda: Available(int(size), "a test"))
 
 
 def read(model, prompt, n=1, **options):
@@ -47,35 +46,36 @@ def read(model, prompt, n=1, **options):
 
 
 def kept_of_a_verify(cache: RecurrentCache) -> int:
-    """Bytes of its rows, and of the states after each or what these follow from, that a cache is yet without."""
+    """Return the bytes that a verify adds to a cache: its rows, and the states after each."""
     convolved = cache.parts[2]
-    lacks = memory.VERIFIED - (cache.tape[0].shape[1] if cache.tape else 0)
+    lacks = memory_needs.VERIFIED - (cache.tape[0].shape[1] if cache.tape else 0)
     each = sum(a.nbytes // a.shape[1] for a in cache.tape) or cache.committed.nbytes
     return lacks * (each + convolved.nbytes // convolved.shape[1])
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[::2], NAMES))
-def test_as_much_as_is_taken(built, name):
+def test_the_estimate_equals_the_memory(built, name):
     """Weights and caches to the byte, with what a state keeps of a verify; scratch near."""
     _, model, lazy = built(name)
-    context, step = 700, 128
+    context, chunk = 700, 128
     before = mx.get_active_memory()
-    said = needs(lazy, context, step=step)
+    estimate = needs(lazy, context, chunk=chunk)
     assert mx.get_active_memory() - before < 20_000  # constants, and no weight
-    assert said == needs(model, context, step=step)
-    assert said.weights + said.heads == sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    assert estimate == needs(model, context, chunk=chunk)
+    assert estimate.weights + estimate.heads == sum(a.nbytes for _, a in tree_flatten(model.parameters()))
     cache = mlx_mtp.make_prompt_cache(model)
     mx.clear_cache()
     active = mx.get_active_memory()
     stats = mlx_mtp.Stats()
-    read(model, [i % 7 for i in range(context - 20)], 20, prompt_cache=cache, prefill_step_size=step, stats=stats)
+    read(model, [i % 7 for i in range(context - 20)], 20, prompt_cache=cache, prefill_step_size=chunk, stats=stats)
     kv = sum(c.nbytes for c in cache.layers)
-    assert said.kv == kv + sum(kept_of_a_verify(c) for c in cache.layers if isinstance(c, RecurrentCache))
-    assert sum(c.nbytes for c in cache.heads) <= said.head_kv
+    assert estimate.kv == kv + sum(kept_of_a_verify(c) for c in cache.layers if isinstance(c, RecurrentCache))
+    assert sum(c.nbytes for c in cache.heads) <= estimate.head_kv
     taken = stats.peak_memory - active
-    assert 0.9 * taken < said.kv + said.head_kv + said.scratch < 2.2 * taken
-    for positions, rows in ((1, 1), (context, step), (5000, 1), (5000, 2048)):
-        assert sum(memory._beside(lazy, cache, positions, rows)) < memory._rough(lazy, cache, positions, rows), rows
+    assert 0.9 * taken < estimate.kv + estimate.head_kv + estimate.scratch < 2.2 * taken
+    for positions, rows in ((1, 1), (context, chunk), (5000, 1), (5000, 2048)):
+        given = lazy, cache, positions, rows
+        assert sum(memory_needs._caches_and_scratch(*given)) < memory_needs._upper_bound(*given), rows
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS[::2], LAYOUTS))
@@ -87,9 +87,9 @@ def test_caches_of_every_layout(tiny_models, layout):
         note = lambda *_, cache=cache, sizes=sizes: sizes.append(sum(c.nbytes for c in cache.layers))  # noqa: E731
         read(model, [i % 5 for i in range(context - 9)], 9, prompt_cache=cache, prompt_progress_callback=note)
         note()
-        said = needs(model, context, **layout)
-        assert said.kv == max(sizes), context
-        assert sum(c.nbytes for c in cache.heads) <= said.head_kv
+        estimate = needs(model, context, **layout)
+        assert estimate.kv == max(sizes), context
+        assert sum(c.nbytes for c in cache.heads) <= estimate.head_kv
 
 
 def test_a_prompt_that_is_to_be_quantized_is_not_held_whole_before(tiny_models):
@@ -104,13 +104,13 @@ def test_a_prompt_that_is_to_be_quantized_is_not_held_whole_before(tiny_models):
     assert max(sizes) < full.nbytes / 2
 
 
-def test_looking_changes_nothing(built, machine):
+def test_an_estimate_changes_nothing(built, machine):
     _, model, _ = built("qwen3_5")
     cache = mlx_mtp.make_prompt_cache(model)
     read(model, [1, 2, 3], 4, prompt_cache=cache, num_draft_tokens=2)
     before = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
-    machine(memory._rough(model, cache, 5001, 64) - cache.nbytes)
-    memory.check_prompt(model, cache, 5000, 1, 64, ignore=False)
+    machine(memory_needs._upper_bound(model, cache, 5001, 64) - cache.nbytes)
+    memory_needs.check_prompt(model, cache, 5000, 1, 64, ignore=False)
     after = [id(a) for _, a in tree_flatten(model.parameters())], [id(p) for c in cache.caches for p in c.parts]
     assert before == after
     expected = [t for t, *_ in read(model, [1, 2, 3], 30, num_draft_tokens=0)]
@@ -118,7 +118,7 @@ def test_looking_changes_nothing(built, machine):
 
 
 def graph(*operations, kept):
-    """Events as MLX exports them: (name, reads, {made: bytes})."""
+    """Return events as MLX exports them, from (name, inputs, {output: bytes})."""
     events = [{"type": "inputs", "inputs": []}]
     for name, reads, makes in operations:
         outputs = [(array, (size,), mx.uint8) for array, size in makes.items()]
@@ -128,33 +128,33 @@ def graph(*operations, kept):
 
 
 def test_the_peak_of_a_graph(monkeypatch):
-    monkeypatch.setattr(footprint, "LAG", 0)
+    monkeypatch.setattr(graph_memory, "LAG", 0)
     product = ("Matmul", ["weights", "in"], {"a": 100})
     chain = (product, ("Matmul", ["a"], {"b": 50}), ("Matmul", ["b"], {"c": 10}))
-    assert footprint.peak(graph(*chain, kept=["c"])) == 150
-    assert footprint.peak(graph(*chain, kept=["c", "a"])) == 160
-    assert footprint.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b"])) == 100  # in place
-    assert footprint.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b", "a"])) == 200
-    assert footprint.peak(graph(product, ("Reshape", ["a"], {"v": 100}), *chain[1:2], kept=["v"])) == 150
+    assert graph_memory.peak(graph(*chain, kept=["c"])) == 150
+    assert graph_memory.peak(graph(*chain, kept=["c", "a"])) == 160
+    assert graph_memory.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b"])) == 100  # in place
+    assert graph_memory.peak(graph(product, ("Add", ["a"], {"b": 100}), kept=["b", "a"])) == 200
+    assert graph_memory.peak(graph(product, ("Reshape", ["a"], {"v": 100}), *chain[1:2], kept=["v"])) == 150
     written = (product, ("SliceUpdate", ["cache", "a"], {"cache2": 10**9}), ("Matmul", ["cache2"], {"d": 1}))
-    assert footprint.peak(graph(*written, kept=["d", "cache2"])) == 100
+    assert graph_memory.peak(graph(*written, kept=["d", "cache2"])) == 100
     unused = (product, ("Split", ["a"], {"v": 50, "w": 50}), ("Matmul", ["v"], {"b": 30}))
-    assert footprint.peak(graph(*unused, kept=["b"])) == 130
-    monkeypatch.setattr(footprint, "LAG", 5)
-    assert footprint.peak(graph(*chain, kept=["c"])) == 160
+    assert graph_memory.peak(graph(*unused, kept=["b"])) == 130
+    monkeypatch.setattr(graph_memory, "LAG", 5)
+    assert graph_memory.peak(graph(*chain, kept=["c"])) == 160
 
 
 @pytest.mark.parametrize("layout", [{}, {"kv_bits": 4}])
 def test_the_largest_context_that_fits(tiny_models, layout):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
-    step = 64
+    chunk = 64
     weights = needs(model, 0).total
-    assert memory.largest_context(model, weights, step=step, **layout) == 0
+    assert memory_needs.largest_context(model, weights, chunk=chunk, **layout) == 0
     for size in (2 * weights, 10**7, 3 * 10**7):
-        found = memory.largest_context(model, size, step=step, **layout)
-        assert found % memory.GRAIN == 0
-        assert needs(model, found, step=step, **layout).total <= size
-        assert needs(model, found * 5 // 4 + 512, step=step, **layout).total > size
+        found = memory_needs.largest_context(model, size, chunk=chunk, **layout)
+        assert found % memory_needs.GRAIN == 0
+        assert needs(model, found, chunk=chunk, **layout).total <= size
+        assert needs(model, found * 5 // 4 + 512, chunk=chunk, **layout).total > size
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(built, machine):
@@ -174,18 +174,18 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(built, machine):
     mlx_mtp.load_model(path, budget=Budget(ignore=True))
     mlx_mtp.load_model(path, lazy=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(machine_memory.IGNORE, "1")
+        patch.setenv(memory.IGNORE, "1")
         mlx_mtp.load_model(path)
-        patch.setenv(machine_memory.IGNORE, "0")
+        patch.setenv(memory.IGNORE, "0")
         with pytest.raises(ValueError, match="needed"):
             mlx_mtp.load_model(path)
 
 
 def test_what_would_fit_fits(tiny_models, machine):
-    """The contexts that a refusal names, with the caches that it names."""
+    """The contexts in the message of a refusal fit, with the caches in it."""
     model, _ = tiny_models(0, head_dim=64, vocab_size=5)
     asked = Budget(20000, 16)
-    machine(needs(model, 5000, step=16).total)
+    machine(needs(model, 5000, chunk=16).total)
     with pytest.raises(ValueError, match=r"needed with max_context=20000, ") as e:
         asked.check(model, "here")
     plain, *quantized = re.findall(r"max_context=(\d+) fits|(\d+) with kv_bits=(\d)", str(e.value))[1 - 1 :]
@@ -204,8 +204,8 @@ def test_caches_that_cannot_be_are_refused_before_anything_is_read(built):
     assert mx.get_active_memory() - before < 20_000
 
 
-def test_how_many_tokens_are_left():
-    """Against the rule: held + prompt + max_tokens <= max_context, of no limit at least one."""
+def test_the_number_of_tokens_that_max_context_leaves():
+    """The rule: held + prompt + max_tokens <= max_context; no limit counts as one token."""
     for most in (1, 5, 9):
         for held in range(4):
             for prompt in range(1, 6):
@@ -239,7 +239,7 @@ def test_a_prompt_that_does_not_fit_fails_before_it_starts(tiny_models, machine)
     assert len(read(model, [1, 2], 3, prompt_cache=cache)) == 3
 
 
-def test_a_prompt_as_long_as_is_said_to_fit_fits(tiny_models, machine):
+def test_a_prompt_of_the_stated_length_fits(tiny_models, machine):
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     cache = mlx_mtp.make_prompt_cache(model, kv_bits=8, kv_group_size=32)
     read(model, [1, 2, 3], 2, prompt_cache=cache)
@@ -248,7 +248,7 @@ def test_a_prompt_as_long_as_is_said_to_fit_fits(tiny_models, machine):
     with pytest.raises(ValueError, match=r"after 4 in the cache .*; \d+ tokens in all fit; ") as e:
         mlx_mtp.generate_step([1] * 60_000, model, **options)
     fits = int(re.findall(r"(\d+) tokens in all", str(e.value))[0])
-    assert fits > memory.UNCHECKED
+    assert fits > memory_needs.UNCHECKED
     mlx_mtp.generate_step([1] * (fits - 9), model, **options).close()
     with pytest.raises(ValueError, match="tokens in all fit"):
         mlx_mtp.generate_step([1] * (fits * 5 // 4), model, **options)

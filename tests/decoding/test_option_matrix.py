@@ -1,4 +1,4 @@
-"""Every combination of the options that change the speed gives one text, or one distribution where it is drawn."""
+"""All combinations of the options that change the speed give the same tokens, or the same distribution."""
 
 import functools
 import itertools
@@ -33,12 +33,12 @@ TEXT = {"kv_bits": [None, 4, 8], "sampling": range(len(TEMPERATURES)), "draft_vo
 
 
 def allowed(case: dict) -> bool:
-    """There is nothing to look up for where nothing may be drafted."""
+    """Return whether a combination is valid: prompt lookup needs drafts."""
     return not (case["prompt_lookup"] and case["num_draft_tokens"] == 0)
 
 
 def pairs_of(options: dict) -> list[dict]:
-    """Few of the combinations, so that every two values of different options meet in one that is allowed."""
+    """Return a few combinations in which every two values of different options occur together."""
     names = list(options)
     product = [dict(zip(names, values, strict=True)) for values in itertools.product(*options.values())]
     product = [case for case in product if allowed(case)]
@@ -128,7 +128,7 @@ def test_all_options(subjects, case):
 
 @pytest.mark.parametrize("sampling", range(len(TEMPERATURES)))
 def test_lookups_are_made_and_kept(subjects, sampling):
-    """The tests above would prove little if nothing were ever found in the text."""
+    """The tests above need lookups that find a match."""
     case = {"kv_bits": None, "sampling": sampling, "draft_vocab": False, "prompt_lookup": True, "adaptive": False}
     stats = subjects.assert_same({**case, "num_draft_tokens": 1, "draft_p_min": 0.0, "draft_sampling": "coupled"})
     assert stats.lookups > 0
@@ -148,7 +148,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("case", ["lookup", "sure", pytest.param("lookup behind heads", marks=sweep)])
 def test_draws_between_lookups_and_cuts(tiny_models, monkeypatch, case):
-    """All paths of the draws: a draft of the text's is a point mass, one that is not verified must leave no trace."""
+    """All paths of draws: a looked-up draft is a point mass, and a draft that is not verified has no effect."""
     model, plain = tiny_models(4, vocab_size=3 if case == "sure" else 2)
     options, prompt, n = {"temp": 0.9}, [1, 0, 1, 1, 0, 1, 1, 0], 3 if case != "sure" else 2
     draws, found, verified = Draws(), {}, set()
@@ -196,7 +196,7 @@ def test_adaptive_whatever_the_clock_says_at_length(demo, trace, p_min, k):
 
 
 def assert_any_clock(demo, trace, p_min: float, k: int) -> None:
-    """The controller wanders with seconds that mean nothing, or that are missing; the text does not."""
+    """With random or missing seconds the plans change, but not the tokens."""
     model, prompt, truth = demo
     seconds, real, stats = itertools.cycle(trace), Clock.arrived, Stats()
     options = {"max_tokens": 40, "num_draft_tokens": k, "draft_p_min": p_min, "stats": stats}

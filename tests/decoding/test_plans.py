@@ -1,4 +1,4 @@
-"""Any plan follows any plan: the text is the target's, drafts are exact, and a stop anywhere leaves whole caches."""
+"""Any plan follows any plan: tokens are the target's, drafts are exact, and a stop anywhere leaves correct caches."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def test_any_plan_follows_any_plan(subject, monkeypatch, length, seed):
     kinds = [(c.plan.source, c.plan.p_min, c.plan.k > 0) for c in script.cycles]
     assert {(source, k) for source, _, k in kinds} == {("heads", True), ("heads", False), ("lookup", True)}
     assert len(set(itertools.pairwise(kinds))) >= 8
-    assert any(c.caught_up for c in script.cycles)
+    assert any(c.prefilled for c in script.cycles)
 
 
 NAMES = ["qwen3_next", "glm4_moe", "deepseek_v32", "mimo_v2_flash", "nemotron_h_latent", "eagle"]
@@ -48,7 +48,7 @@ def test_every_family(subject, monkeypatch, name):
     text = text_of(s.model, PROMPT, s.k, max_tokens=30, prefill_step_size=4)
     assert text == s.truth(tuple(PROMPT), 30)
     s.assert_drafts(spy, PROMPT + text, least=3, most=4)
-    assert any(c.caught_up for c in script.cycles)
+    assert any(c.prefilled for c in script.cycles)
 
 
 SLOW_CASES = [
@@ -58,9 +58,9 @@ SLOW_CASES = [
 
 
 @pytest.mark.parametrize(("by", "idle"), [("plain", 1), ("lookup", 5), ("plain", 88), *SLOW_CASES])
-def test_heads_that_were_idle_draft_as_if_they_had_not_been(subject, monkeypatch, by, idle):
-    """More rows than the windows of 8 see, than their rings have room for, and than one chunk of reading; of 88 rows
-    all are dropped but the 24 that the windows can see.
+def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle):
+    """More rows than the windows of 8, their rings and one prefill chunk; of 88 rows only the 24 that the windows
+    reach are kept.
     """
     s = subject("step3p5")
     spy = Spy(monkeypatch, s.model)
@@ -68,9 +68,9 @@ def test_heads_that_were_idle_draft_as_if_they_had_not_been(subject, monkeypatch
     control = Listed(plans)
     follow(monkeypatch, control)
     text = text_of(s.model, PROMPT, 3, max_tokens=3 * len(plans), prefill_step_size=7)
-    caught_up = [c.caught_up for c in control.cycles if c.caught_up]
+    caught_up = [c.prefilled for c in control.cycles if c.prefilled]
     assert caught_up[0] == len(PROMPT) - 1
-    assert min(caught_up[1:]) >= min(idle, 24)  # of more, the windows see no more than so many
+    assert min(caught_up[1:]) >= min(idle, 24)  # the windows reach no further
     s.assert_drafts(spy, PROMPT + text, least=4, most=12)
 
 
@@ -93,7 +93,7 @@ def test_quantizing_in_the_middle(quantizable, monkeypatch, start, seed):
 
 @pytest.mark.parametrize("plan", ["lookup", "sure", pytest.param("heads", marks=sweep)])
 def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
-    """Down to no draft at all: such a cycle is a plain one, whoever was to draft."""
+    """Down to zero drafts: such a cycle is plain, whatever its source was."""
     model, plain = quantizable
     for start in range(len(PROMPT) + 2, len(PROMPT) + 6):
         options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
@@ -106,7 +106,7 @@ def test_plans_are_cut_short_before_quantizing(quantizable, monkeypatch, plan):
 
 
 def assert_adds_up(stats: Stats, control) -> None:
-    """What stats count is what the control was told of."""
+    """The stats count the cycles that the control observed."""
     cycles = control.cycles
     assert stats.cycles == len(cycles) == sum(stats.lengths.values())
     assert stats.waits == stats.cycles + sum(c.plan.p_min for c in cycles)
@@ -132,7 +132,7 @@ def test_a_window_on_full_attention(subject, monkeypatch, seed):
 
 @pytest.mark.parametrize("name", sampled(["qwen3_5", "mimo_v2_flash"], ["step3p5", "qwen3_5", "mimo_v2_flash"]))
 def test_turns_that_end_anywhere(subject, monkeypatch, name):
-    """By a limit, by the caller, by a stop token: each turn goes on from what was shown, with exact drafts."""
+    """Turns end by a limit, the caller or a stop token; each continues after the last token with exact drafts."""
     s, text = subject(name), list(PROMPT)
     spy = Spy(monkeypatch, s.model)
     cache = mlx_mtp.make_prompt_cache(s.model)

@@ -1,4 +1,4 @@
-"""The prefill chunk is chosen once from a timed sample, the same on all ranks, and no clock moves it afterwards."""
+"""The prefill chunk is chosen once from a timed sample, the same on all ranks, and does not change later."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 import mlx_mtp
-from mlx_mtp.decoding import prefill_chunk as choice
-from mlx_mtp.decoding.options import default_step, largest_step
+from mlx_mtp.decoding import prefill_chunk
+from mlx_mtp.decoding.options import default_chunk, max_chunk
 from mlx_mtp.decoding.prefill_chunk import CHUNKS, MOST_SECONDS, SAMPLE, growth, largest_chunk, multiply_adds
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.server import Loaded, Settings, shared
@@ -17,7 +17,7 @@ from mlx_mtp.serve.server import Loaded, Settings, shared
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A device that takes `seconds` for the sample, which is not run; `timed` lists the models that were timed."""
+    """A device that takes `seconds` for the sample, which is not run. timed: the models that were timed."""
     device = SimpleNamespace(seconds=0.1, timed=[])
 
     def sample_seconds(model, blank):
@@ -25,26 +25,26 @@ def gpu(monkeypatch, tmp_path):
         return device.seconds
 
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(choice, "_chosen", {})
-    monkeypatch.setattr(choice, "sample_seconds", sample_seconds)
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    monkeypatch.setattr(prefill_chunk, "sample_seconds", sample_seconds)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(choice, "growth", lambda model, blank, context: 1.0)
+    monkeypatch.setattr(prefill_chunk, "growth", lambda model, blank, context: 1.0)
     return device
 
 
-class Told:
-    """Ranks of which rank 0 has said `said`, in its order."""
+class FixedRanks:
+    """Ranks of which rank 0 shares `shared`, in this order."""
 
     size = 2
 
-    def __init__(self, rank, said):
-        self.rank, self.said = rank, said
+    def __init__(self, rank, shared_values):
+        self.rank, self.shared_values = rank, shared_values
 
-    def told(self, value=None):
+    def broadcast(self, value=None):
         if self.rank == 0:
-            self.said.append(value)
+            self.shared_values.append(value)
             return value
-        return self.said.pop(0)
+        return self.shared_values.pop(0)
 
 
 def model_of(ranks=None):
@@ -68,51 +68,51 @@ def test_a_machine_that_is_too_slow_gets_the_smallest_chunk():
 
 def test_a_choice_is_remembered_for_the_model_and_the_format_of_its_caches(gpu, monkeypatch):
     gpu.seconds = 0.4
-    assert choice.prefill_chunk(model_of(), {}) == 1024
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 1024
     gpu.seconds = 9.0
     for nothing in ({}, {"kv_bits": None, "quantized_kv_start": 5000, "kv_group_size": 64}):
-        assert choice.prefill_chunk(model_of(), nothing) == 1024
-    monkeypatch.setattr(choice, "_chosen", {})  # another process
-    assert choice.prefill_chunk(model_of(), {}) == 1024
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == 1024
+        assert prefill_chunk.prefill_chunk(model_of(), nothing) == 1024
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})  # another process
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 1024
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 1024
     assert len(gpu.timed) == 1
     other = model_of()
     other.args.head_dim = 64
-    assert choice.prefill_chunk(other, {"kv_bits": 8}) == 256
+    assert prefill_chunk.prefill_chunk(other, {"kv_bits": 8}) == 256
     assert len(gpu.timed) == 2
 
 
 def test_a_process_keeps_its_choice_whatever_becomes_of_the_file(gpu, monkeypatch, tmp_path):
-    assert choice.prefill_chunk(model_of(), {}) == 2048
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 2048
     for file in (tmp_path / "cache").rglob("*.json"):
         file.write_text(file.read_text().replace("2048", "7"))
     gpu.seconds = 9.0
-    assert choice.prefill_chunk(model_of(), {}) == 2048
-    monkeypatch.setattr(choice, "_chosen", {})
-    assert choice.prefill_chunk(model_of(), {}) == 256, "a file that this module cannot have written"
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == 256
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 2048
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == 256, "a file that this module cannot have written"
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == 256
 
 
 def test_lazy_weights_are_not_read(gpu):
-    assert choice.prefill_chunk(model_of(), {}, lazy=True) == CHUNKS[-1]
-    assert choice.prefill_chunk(model_of(), {}) == CHUNKS[-1], "the process has begun with it"
+    assert prefill_chunk.prefill_chunk(model_of(), {}, lazy=True) == CHUNKS[-1]
+    assert prefill_chunk.prefill_chunk(model_of(), {}) == CHUNKS[-1], "the process has begun with it"
     assert not gpu.timed
 
 
 @pytest.mark.parametrize("remembered", [False, True])
 def test_all_ranks_take_what_rank_0_has_chosen(gpu, monkeypatch, tmp_path, remembered):
-    said = []
+    shared_values = []
     for again in range(1 + remembered):
-        monkeypatch.setattr(choice, "_chosen", {})
+        monkeypatch.setattr(prefill_chunk, "_chosen", {})
         gpu.seconds = 9.0 if again else 0.1
-        assert choice.prefill_chunk(model_of(Told(0, said)), {}) == 2048
-    said = said[-1:] if remembered else said
-    monkeypatch.setattr(choice, "_chosen", {})
+        assert prefill_chunk.prefill_chunk(model_of(FixedRanks(0, shared_values)), {}) == 2048
+    shared_values = shared_values[-1:] if remembered else shared_values
+    monkeypatch.setattr(prefill_chunk, "_chosen", {})
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "of rank 1"))
     gpu.seconds = 9.0  # this machine is slower
     timed = len(gpu.timed)
-    assert choice.prefill_chunk(model_of(Told(1, said)), {}) == 2048
-    assert not said, "both ranks exchanged as many messages"
+    assert prefill_chunk.prefill_chunk(model_of(FixedRanks(1, shared_values)), {}) == 2048
+    assert not shared_values, "both ranks exchanged as many messages"
     assert len(gpu.timed) == timed + (not remembered), "all ranks time the sample, or none"
     assert not (tmp_path / "of rank 1").exists()
 
@@ -120,23 +120,23 @@ def test_all_ranks_take_what_rank_0_has_chosen(gpu, monkeypatch, tmp_path, remem
 def test_a_cpu_times_nothing():
     model = mlx_mtp.load_model(demo_path())
     assert model.report.prefill_chunk is None
-    assert default_step(model) == largest_step() == 256
+    assert default_chunk(model) == max_chunk() == 256
 
 
 def test_the_fastest_run_after_the_first_counts(tiny_models, monkeypatch):
     model, times = tiny_models()[0], iter([0.0, 50.0, 60.0, 64.0, 70.0, 73.0])
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    assert choice.sample_seconds(model, mlx_mtp.make_prompt_cache(model)) == 3.0
+    monkeypatch.setattr(prefill_chunk, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert prefill_chunk.sample_seconds(model, mlx_mtp.make_prompt_cache(model)) == 3.0
 
 
 def test_every_reader_of_prompts_has_the_models_chunk(monkeypatch):
-    """generate, batches, sessions and the server read the chunk that the load chose, unless another is given."""
+    """generate, batches, sessions and the server use the chunk that the load chose, unless another is given."""
     monkeypatch.setattr("mlx_mtp.checkpoint.load.prefill_chunk", lambda model, layout, lazy: 48)
     model, tokenizer = mlx_mtp.load(demo_path())
     assert model.report.prefill_chunk == 48
     assert "48 tokens of a prompt at a time" in str(model.report)
     monkeypatch.setattr("mlx_mtp.decoding.options.mx", SimpleNamespace(cpu=0, default_device=lambda: 1))
-    assert default_step(model) == 48
+    assert default_chunk(model) == 48
 
     def chunks(**options):
         seen = []
@@ -146,8 +146,8 @@ def test_every_reader_of_prompts_has_the_models_chunk(monkeypatch):
 
     assert chunks() == [0, 48, 96, 100]
     assert chunks(prefill_step_size=60) == [0, 60, 100]
-    assert mlx_mtp.BatchGenerator(model).settings.step == 48
-    assert mlx_mtp.BatchGenerator(model, prefill_step_size=60).settings.step == 60
+    assert mlx_mtp.BatchGenerator(model).settings.chunk == 48
+    assert mlx_mtp.BatchGenerator(model, prefill_step_size=60).settings.chunk == 60
     given = {"names": ("a",), "host": "", "port": 0, "rules": None, "options": {}, "sampling": {}, "template": {}}
     loaded, identities = Loaded(model, tokenizer, {}, {}), set()
     for step in (None, 32, 60):
@@ -184,7 +184,7 @@ def test_latent_attention_counts(tmp_path):
 
 
 def test_models_with_mlx_lms_own_caches_count_attention_too():
-    """Of n rows alone n x n positions are read: work a n + b n^2 tells b."""
+    """n rows without a cache attend to n x n positions: b is derived from the work a n + b n^2."""
     per_row, per_pair = 1000, 3
     blank, rows = SimpleNamespace(is_mlx_lm=True), []
 
@@ -193,6 +193,6 @@ def test_models_with_mlx_lms_own_caches_count_attention_too():
         return per_row * n + per_pair * n * n
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "multiply_adds", work)
+        patch.setattr(prefill_chunk, "multiply_adds", work)
         found = growth(None, blank, 8192)
     assert found == pytest.approx((per_row + per_pair * 8192) / (per_row + per_pair * SAMPLE))

@@ -1,4 +1,4 @@
-"""Compare what the host knows of a text's past with a search that is too simple to be wrong."""
+"""Compare `TokenHistory.matched`, and the drafts of a lookup, with a plain search."""
 
 import time
 
@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.decoding.drafters.lookup import TRIED, continued
-from mlx_mtp.decoding.text import LONGEST, Text
+from mlx_mtp.decoding.history import LONGEST, TokenHistory
 from mlx_mtp.tuning.plan import SHORTEST
 
 TOKENS = st.lists(st.sampled_from([0, 1, 2, 2**18 - 1]), max_size=40)
 
 
 def longest(text: list[int]) -> int:
-    """The most last tokens, up to LONGEST, that have occurred before."""
+    """Return the length of the longest suffix, up to LONGEST, that occurs earlier."""
     found = [
         n for n in range(SHORTEST, LONGEST + 1) if any(text[i : i + n] == text[-n:] for i in range(len(text) - n))
     ]
@@ -26,7 +26,7 @@ def longest(text: list[int]) -> int:
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, st.lists(TOKENS.filter(len), max_size=6))
 def test_matches_are_those_of_a_plain_search(prompt, runs):
-    text, known = Text(prompt), list(prompt)
+    text, known = TokenHistory(prompt), list(prompt)
     assert text.matched() == longest(known)
     for run in runs:
         text.extend(run)
@@ -57,7 +57,7 @@ def test_drafts_follow_the_first_copy_that_the_unread_tokens_continue(data):
     follow = data.draw(st.sampled_from(starts))
     rows = [*(known[follow:] * 6)[: data.draw(st.integers(0, 6))], data.draw(st.sampled_from([0, 1, 2]))]
     last, k = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(1, 15))
-    text = Text(known)
+    text = TokenHistory(known)
     assert [start for _, start in text.matches(len(known))][:TRIED] == starts
     whole = known + rows[: last + 1]
     best = next((s for s in starts if all(whole[s + j] == rows[j] for j in range(last + 1))), starts[0])
@@ -69,9 +69,9 @@ def test_drafts_follow_the_first_copy_that_the_unread_tokens_continue(data):
 
 
 @pytest.mark.timing
-def test_a_long_text_is_searched_in_no_time():
-    """100,000 tokens of a large vocabulary: what a cycle of a small model takes is 5 ms."""
-    text = Text(np.random.default_rng(0).integers(0, 150_000, 100_000).tolist())
+def test_a_long_sequence_is_searched_quickly():
+    """100,000 tokens of a large vocabulary; a cycle of a small model takes 5 ms."""
+    text = TokenHistory(np.random.default_rng(0).integers(0, 150_000, 100_000).tolist())
     text.extend([1, 2, 3])
     times = []
     for _ in range(9):

@@ -1,4 +1,4 @@
-"""Replayed cycles do what built ones do: text, drafts kept, caches; few are recorded, and hold no conversation."""
+"""Replayed cycles equal built ones in tokens, accepted drafts and caches; few are recorded, and hold no caches."""
 
 import copy
 import itertools
@@ -21,13 +21,13 @@ from plans import Script
 from sweep import sampled, sweep
 
 import mlx_mtp
-from mlx_mtp.cache import growing
-from mlx_mtp.cache import kinds as caches
+from mlx_mtp.cache import growing, kinds
 from mlx_mtp.decoding import policy
-from mlx_mtp.decoding import replay as compiled
+from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.run import Run
 from mlx_mtp.decoding.sampling import Picker
+from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.tuning.plan import Plan
 from mlx_mtp.tuning.replay_choice import CompileChoice
 
@@ -37,13 +37,13 @@ generate = sys.modules[mlx_mtp.generate_step.__module__]
 
 @pytest.fixture(autouse=True)
 def _own(monkeypatch, tmp_path):
-    """Costs of its own, and records at the first occurrence."""
+    """Separate costs, and recording at the first occurrence."""
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "OFTEN", 1)
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
 
 
 def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
-    """Tokens, and stats with each cycle's drafts as `runs`: heads that read the wrong rows draft other tokens."""
+    """Return the tokens, and stats with each cycle's drafts as `runs`, which show the rows that the heads read."""
     stats, real = mlx_mtp.Stats(), Run.read
     stats.runs = []
 
@@ -59,7 +59,7 @@ def run(model, n, k, *, replay=True, prompt=PROMPT, **options):
 
 
 def check(model, n, k, *, share=0.8, **options):
-    """Replayed as built; what was replayed."""
+    """Compare replayed with built cycles; return the number of replayed ones."""
     expected, built = run(model, n, k, replay=False, **options)
     tokens, stats = run(model, n, k, **options)
     assert tokens == expected
@@ -101,21 +101,21 @@ SLOW = [pytest.param(name, marks=sweep) for name in FEWER]
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3_5", "eagle3", *SLOW])
 def test_any_plan_after_any_other(tiny_models, monkeypatch, tmp_path, name):
-    """Idle heads wake up and catch up, recurrent tapes change their lengths, and lookups come in between."""
+    """Heads pause and resume, recurrent tapes change their lengths, and lookups occur in between."""
     model = tiny_models(0)[0] if name == "tiny" else of_family(name, tmp_path)
     k = min(3, model.max_draft_tokens)
     done, traced = [], []
-    real = compiled.step
-    monkeypatch.setattr(compiled, "step", lambda *args: traced.append(args[0].plan) or real(*args))
+    real = replay_module.step
+    monkeypatch.setattr(replay_module, "step", lambda *args: traced.append(args[0].plan) or real(*args))
     for replay in (False, True):
         script = Script(5, max_drafts=k)
         monkeypatch.setattr(generate, "control_for", lambda *_, s=script, **__: s)
         tokens, stats = run(model, 40, k, replay=replay, prompt_lookup=True)
-        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.caught_up) for c in script.cycles]))
+        done.append((tokens, stats.runs, [(c.plan, c.verified, c.accepted, c.prefilled) for c in script.cycles]))
     assert done[0] == done[1]
     assert stats.compiled_cycles > 0.9 * stats.cycles
     assert len(traced) == stats.compiled_shapes  # MLX records nothing by itself
-    assert len(model.runtime.recorder.cycles) <= compiled.KEPT
+    assert len(model.runtime.recorder.cycles) <= replay_module.KEPT
 
 
 @pytest.mark.parametrize("name", sampled(["deepseek_v3"], ["qwen3_5", "deepseek_v3", "eagle3"]))
@@ -140,7 +140,7 @@ def test_recycled_heads_and_rings_at_their_limit(tmp_path):
 
 
 def test_quantized_caches(tiny_models):
-    """The switch to quantized caches falls into the replayed part: what was recorded before is of another kind."""
+    """Caches are quantized between replayed cycles; earlier records are of another kind."""
     model, _ = tiny_models(0, head_dim=32)
     options = {"kv_bits": 8, "mtp_kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 19}
     for k in (0, 3):
@@ -157,7 +157,7 @@ DRAWS = [
 
 @pytest.mark.parametrize("options", sampled(DRAWS[1:2], DRAWS))
 def test_draws(cheap, options):
-    """A seed's draws are its own, not those of the seed that was recorded; nor are temperatures."""
+    """Draws depend on the seed and temperature of the generation, not on those that were recorded."""
     texts = set()
     for seed, temp in ((1, 1.5), (2, 1.5), (1, 4.0)):
         check(cheap, 16, 2, share=0.7, temp=temp, seed=seed, **options)
@@ -240,26 +240,26 @@ def check_against_built(model, n, k):
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_buffers_grow_and_few_kinds_are_recorded(cheap, monkeypatch, k):
-    """One kind per STEP and draft length, and the first cycle's, whose run before has one row."""
+    """One kind per buffer block and draft length, and that of the first cycle, after a run of one row."""
     monkeypatch.setattr(growing, "STEP", 32)
-    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
+    monkeypatch.setattr(kinds.LinearKVCache, "reserve", lambda self, rows: None)
     cheap.runtime.recorder = Recorder()
     stats = check(cheap, 80, k)
     assert 3 <= stats.compiled_shapes == len(cheap.runtime.recorder.cycles) <= 3 + 1
     assert stats.compiled_cycles == stats.cycles
-    monkeypatch.setattr(compiled, "KEPT", 2)
+    monkeypatch.setattr(replay_module, "KEPT", 2)
     run(cheap, 80, 1)
     assert len(cheap.runtime.recorder.cycles) == 2
 
 
 def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
-    """Each recorded step holds the sources of its launches: those that are kept hold no more than is allowed."""
+    """Records together hold at most the allowed bytes of kernel sources."""
     monkeypatch.setattr(growing, "STEP", 32)
-    monkeypatch.setattr(caches.LinearKVCache, "reserve", lambda self, rows: None)
-    monkeypatch.setattr(compiled, "source_held", partial(next, itertools.count(0, 11)))
+    monkeypatch.setattr(kinds.LinearKVCache, "reserve", lambda self, rows: None)
+    monkeypatch.setattr(replay_module, "source_bytes", partial(next, itertools.count(0, 11)))
     cheap.runtime.recorder = Recorder()
     for held, most in ((50, 4), (30, 2), (5, 1)):
-        monkeypatch.setattr(compiled, "HELD", held)
+        monkeypatch.setattr(replay_module, "HELD", held)
         stats = check(cheap, 110, 1)
         assert stats.compiled_shapes >= most
         assert [record.held for record in cheap.runtime.recorder.cycles.values()] == [[11]] * most
@@ -267,7 +267,7 @@ def test_what_is_recorded_holds_few_sources(cheap, monkeypatch):
 
 @pytest.mark.parametrize("window", sampled([8], [8, 64]))
 def test_another_conversation_replays_what_is_recorded(tiny_models, window):
-    """Of another prompt, length and seed, although the heads have read from other positions on."""
+    """With another prompt, length and seed, and heads that start at other positions."""
     model, _ = tiny_models(0, vocab_size=6, sliding_window=window)
     for k in (0, 3):
         run(model, 12, k, prompt=PROMPT * 9, temp=1.0, seed=1)
@@ -277,28 +277,28 @@ def test_another_conversation_replays_what_is_recorded(tiny_models, window):
 
 
 def test_a_kind_that_is_rare_is_not_recorded(cheap, monkeypatch):
-    monkeypatch.setattr(compiled, "OFTEN", 3)
+    monkeypatch.setattr(replay_module, "OFTEN", 3)
     cheap.runtime.recorder = Recorder()
     assert run(cheap, 2, 1)[1].compiled_cycles == 0
     stats = check(cheap, 40, 1, share=0.7)
     assert (stats.compiled_shapes, stats.cycles - stats.compiled_cycles) == (1, 2)
 
 
-def test_cycles_built_for_want_of_a_record_tell_no_time(cheap, monkeypatch):
-    """They take longer than replayed ones, of which there is none of that kind yet."""
-    monkeypatch.setattr(compiled, "OFTEN", 2)
-    replay, most = compiled.Compiled(Recorder(), CompileChoice(True)), compiled.Bounds(4, 100)
-    kind = compiled.Kind(Plan(), False, 1, 256, None, (), ())
+def test_cycles_built_without_a_record_are_not_timed(cheap, monkeypatch):
+    """They take longer than replayed cycles of their kind."""
+    monkeypatch.setattr(replay_module, "OFTEN", 2)
+    replay, stats = replay_module.Compiled(Recorder(), CompileChoice(True)), Stats()
+    kind = replay_module.Kind(Plan(), False, 1, 256, None, (), ())
     for new, recorded in ((0, False), (1, True)):
-        assert (replay.recall(cheap, kind, len, most) is not None) is recorded
-        assert replay.shapes == new
+        assert (replay.recall(cheap, kind, len, 100, stats) is not None) is recorded
+        assert stats.compiled_shapes == new
         assert [replay.observe(Plan(), 1, recorded, 0.1) for _ in range(3)] == [None, None, 0.1]
-    assert replay.recall(cheap, kind, len, most)
+    assert replay.recall(cheap, kind, len, 100, stats)
     assert replay.observe(Plan(), 1, True, 0.1) == 0.1
 
 
-def test_conversations_are_let_go(tiny_models):
-    """What is recorded holds no cache, and caches are written in place, also when they grow."""
+def test_caches_are_released(tiny_models):
+    """Records hold no cache, and caches are written in place, also when they grow."""
     model, _ = tiny_models(0, head_dim=64, vocab_size=8)
     for k in (0, 2):
         run(model, 8, k)
@@ -323,7 +323,7 @@ def test_conversations_are_let_go(tiny_models):
         assert mx.get_active_memory() - before < 0.1 * held
 
 
-def test_what_is_recorded_of_a_changed_model_is_forgotten(tmp_path):
+def test_records_of_a_changed_model_are_dropped(tmp_path):
     model = of_family("glm4_moe_untied", tmp_path)
     old = run(model, 12, 1)[1].compiled_shapes
     model.lm_head.weight = -model.lm_head.weight
@@ -359,7 +359,7 @@ def test_a_model_is_freed_with_what_is_recorded(tmp_path):
 
 
 def test_what_is_built(cheap):
-    """A caller's code, confidence that is read, and whoever does not ask for it on a CPU."""
+    """Cycles with a caller's code or p_min, and the default on a CPU."""
     own = {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
     processor = {"logits_processors": [lambda tokens, logits: logits]}
     for options in (own, processor, {"draft_p_min": 0.1}, {"compile_cycles": None}, {"compile_cycles": False}):
@@ -372,7 +372,7 @@ def test_what_is_built(cheap):
 
 
 def test_the_verdict_is_remembered(cheap, monkeypatch):
-    """On a GPU that waits for the host a generation finds out, and the next ones know, in another process too."""
+    """A generation on a GPU decides, and later ones, also in other processes, use the verdict."""
     model = cheap
     monkeypatch.setattr(policy, "mx", SimpleNamespace(cpu="cpu", default_device=lambda: "gpu"))
     observe = CompileChoice.observe

@@ -55,7 +55,7 @@ def test_stop_anywhere_then_continue(model_and_truth, k, how):
 
 
 def test_stopped_caches_hold_the_same_rows(model_and_truth):
-    """Not only the same text: the same keys and values as decoding one by one."""
+    """Keys and values equal those of plain decoding."""
     model, _ = model_and_truth
     for n in range(1, 24, 1 if SWEEP else 4):
         caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_stopped_caches_hold_the_same_rows(model_and_truth):
 
 
 def test_accepted_runs_were_cut(model_and_truth):
-    """The tests above are about runs of several tokens; there must be some."""
+    """The tests above need stops inside accepted drafts."""
     model, _ = model_and_truth
     stats = mlx_mtp.Stats()
     texts(model, PROMPT, 60, 3, stats=stats)
@@ -112,7 +112,7 @@ def test_saved_and_loaded(tiny_models, tmp_path, bits):
 
 
 def test_a_ring_that_is_not_full_is_saved_whole(tiny_models, tmp_path):
-    """Of more slots than buffers grow by, so that what was not reached would be cut off."""
+    """A ring of more slots than one growth of a buffer: unused slots must be saved too."""
     model, _ = tiny_models(0, sliding_window=300)
     cache, prompt = mlx_mtp.make_prompt_cache(model), [i % 5 for i in range(200)]
     answer = texts(model, prompt, 1, 0, cache)
@@ -150,7 +150,7 @@ def test_interrupted_prefill_keeps_whole_chunks(tiny_models):
 
 @pytest.mark.parametrize("where", ["progress", "sampler"])
 def test_interrupted_after_the_last_chunk(tiny_models, where):
-    """The prompt is read then; the heads must not have lost its last row."""
+    """The prompt is prefilled; its last row must not be lost for the heads."""
     model, _ = tiny_models(2, vocab_size=5)
     prompt = [i % 5 for i in range(20)]
 
@@ -194,7 +194,7 @@ def test_a_sampler_that_fails_leaves_the_last_state(tiny_models):
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path):
-    """Of models with as many layers and heads."""
+    """Both models have the same number of layers and heads."""
     models = [mlx_mtp.load_model(families.build(name, tmp_path / name)[0]) for name in ("mimo", "deepseek_v3")]
     cache = mlx_mtp.make_prompt_cache(models[0])
     texts(models[0], [1, 2, 3], 4, 1, cache)

@@ -107,7 +107,7 @@ PENALTIES = {"temp": 1.0, "logits_processors": "penalties"}
 
 @pytest.mark.parametrize("options", [*sampled([*SAMPLERS.values()][::6], SAMPLERS.values()), PENALTIES])
 def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
-    """Draws are keyed by position, so a seed fixes the text however much of it was drafted."""
+    """Random keys depend on the position, so that a seed gives the same tokens with any drafts."""
     model, _ = tiny_models(0)
     if "logits_processors" in options:
         options = {**options, "logits_processors": make_logits_processors(repetition_penalty=1.4)}
@@ -154,7 +154,7 @@ def test_greedy_with_processors_equals_cacheless_forward(tiny_models, name):
 
 
 def test_processors_see_the_exact_history(tiny_models, monkeypatch):
-    """Also where a prompt cache holds its beginning, and for rows that follow drafts."""
+    """Also for tokens that are in a prompt cache, and for rows after drafts."""
     model, _ = tiny_models(0)
     cache = mlx_mtp.make_prompt_cache(model)
     first = [t for t, _, _ in mlx_mtp.generate_step(PROMPT, model, max_tokens=7, prompt_cache=cache)]
@@ -217,7 +217,7 @@ def test_bad_prompts(tiny_models, prompt):
 
 
 def test_enumeration_visits_every_path():
-    """The instrument itself: two draws of 3 and 2 options."""
+    """Two draws of 3 and 2 options have 6 paths."""
     draws = Draws()
     paths = list(draws.paths(lambda: (draws.choose([0.5, 0.25, 0.25]), draws.choose([0.9, 0.1]))))
     assert {text for text, _ in paths} == set(itertools.product(range(3), range(2)))

@@ -1,4 +1,4 @@
-"""Describe drafting in words: what was accepted, what was never drafted, and why drafting is paused."""
+"""Wording of a generation's summary: accepted shares, depths without drafts, and why drafting is paused."""
 
 import pytest
 

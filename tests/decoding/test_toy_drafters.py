@@ -1,4 +1,4 @@
-"""Drafters written from CONTRIBUTING.md alone: the text is that of plain decoding, drafts are those from scratch."""
+"""Drafters written from CONTRIBUTING.md alone: tokens equal plain decoding, drafts equal those from scratch."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ PROMPTS = [[1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2], [3, 3, 1], [2, 1, 1, 0, 2, 3, 1]]
 
 
 def written() -> type[Drafter]:
-    """The drafter of the page, run as it stands there."""
+    """Return the drafter of the page, executed as written there."""
     (block,) = re.findall(r"```python\n(.*?class Successor.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
     found: dict = {}
     exec(block, found)
@@ -28,7 +28,7 @@ def written() -> type[Drafter]:
 
 
 class Small(Drafter):
-    """One layer of attention over tokens, with random weights and a cache; goes on from its drafts."""
+    """One layer of attention over tokens, with random weights and a cache; later drafts follow its earlier ones."""
 
     source, most, windows = "small", 3, (None,)
 
@@ -38,7 +38,7 @@ class Small(Drafter):
         self.calls: list = []
 
     def layer(self, model, tokens, kv):
-        """Outputs [n, L, H] of tokens [n, L], whose keys and values go to a cache; None: of a whole text."""
+        """Return outputs [n, L, H] of tokens [n, L], appended to a cache; None: the whole sequence."""
         x = model.embed(tokens, None)
         q, k, v = ((x @ w)[:, None] for w in self.weights)
         mask = "causal" if kv is None else kv.make_mask(x.shape[1])
@@ -51,7 +51,7 @@ class Small(Drafter):
     def propose(self, frame, run, k):
         model, cache, kv = frame.model, frame.cache, frame.cache.heads[0]
         output, drafts = rows_at(self.layer(model, run.tokens, kv), run.last), []
-        kv.seek(cache.layers[0].offset, kv.limit)  # behind the rows that are right
+        kv.seek(cache.layers[0].offset, kv.limit)  # after the accepted rows
         for depth in range(k):
             if depth:
                 output = self.layer(model, drafts[-1], kv)
@@ -67,7 +67,7 @@ class Small(Drafter):
         self.layer(model, mx.array(tokens)[None], kv)
 
     def scratch(self, model, known: list[int], k: int) -> list[int]:
-        """k drafts behind known tokens; position i reads token i + 1."""
+        """Return k drafts after known tokens; position i reads token i + 1."""
         tokens = known[1:]
         for _ in range(k):
             tokens = [*tokens, self.choose(model, self.layer(model, mx.array([tokens]), None)[:, -1:]).item()]
@@ -76,7 +76,7 @@ class Small(Drafter):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Models by family, with heads of their own or none."""
+    """Models by family, with or without heads."""
     found: dict = {}
 
     def make(name):
@@ -131,7 +131,7 @@ def test_the_text_is_that_of_plain_decoding(made, kind, name):
 
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
 def test_drafts_of_one_with_a_cache_are_those_from_scratch(made, monkeypatch, name):
-    """Alone, behind pauses and in a pool, whatever was rejected before."""
+    """Alone, after pauses and in a pool, after any rejected drafts."""
     model = made(name)
     model.drafter = small = Small(model)
     follow(monkeypatch, Listed([Plan("small", 3), Plan("small", 1), Plan(), Plan(), Plan("lookup", 2)]))
@@ -154,8 +154,8 @@ def test_drafts_of_one_with_a_cache_are_those_from_scratch(made, monkeypatch, na
 
 
 @pytest.mark.parametrize("name", ["glm4_moe_untied", "headless"])
-def test_a_conversation_stops_and_goes_on(made, tmp_path, name):
-    """With the cache that is there, and with its copy from a file."""
+def test_a_conversation_stops_and_continues(made, tmp_path, name):
+    """With the same cache, and with its copy from a file."""
     model = made(name)
     truth, model.drafter = alone(model, PROMPTS[0], 0), Small(model)
     for n in (1, 4, 9):

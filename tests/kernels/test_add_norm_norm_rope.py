@@ -1,4 +1,4 @@
-"""Compare add_norm and norm_rope with MLX's formulas, in the order of its sums, each row on its own."""
+"""Compare add_norm and norm_rope with MLX's formulas, in the order of its sums, row by row."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ def normal(*shape, dtype, seed=0, scale=1.0):
 
 
 def spoilt(x: mx.array, row: int) -> mx.array:
-    """x [1, M, ...] with NaN and infinities in all rows but one."""
+    """Return x [1, M, ...] with NaN and infinities in all rows but one."""
     other = (mx.arange(x.shape[1]) != row).reshape(1, -1, *[1] * (x.ndim - 2))
     waste = mx.array([float("nan"), float("inf"), float("-inf")], x.dtype)[mx.arange(x.shape[-1]) % 3]
     return mx.where(other, waste, x)
 
 
 def no_worse(got: mx.array, stock: mx.array, want: np.ndarray) -> bool:
-    """Whether the largest error is at most twice that of MLX's own ops, or nothing in float32."""
+    """Return whether the largest error is at most twice that of MLX's own ops, or almost 0 in float32."""
     ours, theirs = (np.abs(exact(each) - want).max() for each in (got, stock))
     return ours <= 2 * theirs + 2e-7 * np.abs(want).max()
 
@@ -39,7 +39,7 @@ def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def normed_in_order(x: mx.array, weight: mx.array, eps: float, threads: int) -> mx.array:
-    """The norm of [..., H] in float32, unfused: a thread's fours, then lanes as a tree, then simdgroups as one."""
+    """Return the norm of [..., H] in float32, unfused: a thread's fours, then lanes as a tree, then simdgroups."""
     values, H = np.array(x.astype(F32)), x.shape[-1]
     padded = np.zeros((*values.shape[:-1], -(-H // (4 * threads)) * 4 * threads), np.float32)
     padded[..., :H] = values * values
@@ -78,7 +78,7 @@ def test_sum_and_norm(H, M, dtype, weights, threads):
     with emulator.emulated(emulator.Options(order=3)) as launches:
         h, normed = add_norm(x, r, weight, EPS)
     assert [launch.kernel for launch in launches] == ["add_norm"]
-    assert launches[0].threadgroup == (threads // (2 if H > 12288 else 1), 1, 1)  # each for two of MLX's
+    assert launches[0].threadgroup == (threads // (2 if H > 12288 else 1), 1, 1)  # each does the work of two of MLX's
     assert same_bits(h, x + r)
     assert same_bits(normed, normed_in_order(h, weight, EPS, threads))
     stock = mx.fast.rms_norm(h, weight, EPS)
@@ -119,7 +119,7 @@ def freqs(dims: int) -> mx.array:
 
 
 def rotated(x: np.ndarray, rope: Rope, offset: int) -> np.ndarray:
-    """[1, L, H, D] turned to [1, H, L, D] and rotated, in float64."""
+    """Return [1, L, H, D] transposed to [1, H, L, D] and rotated, in float64."""
     half, x = rope.dims // 2, x.swapaxes(1, 2).copy()
     if rope.freqs is not None:
         rates = 1 / exact(rope.freqs)
@@ -138,7 +138,7 @@ def rotated(x: np.ndarray, rope: Rope, offset: int) -> np.ndarray:
 
 
 def heads(L, D, dtype, wide=0, weights=None):
-    """q of 3 heads and k of 2, views of one product, `wide` values more behind each query; weights of both norms."""
+    """Return q of 3 heads and k of 2, views of one product with `wide` more values per query, and both weights."""
     product = normal(1, L, 3 * (D + wide) + 2 * D, dtype=dtype)
     q, k = mx.split(product, [3 * (D + wide)], axis=-1)
     q_weight, k_weight = (normal(D, dtype=weights or dtype, seed=i) for i in (1, 2))
@@ -190,7 +190,7 @@ def test_position_0_leaves_the_norm(dtype, D):
 
 @linux_only
 def test_position_0_leaves_the_product_with_mscale():
-    """Both factors and their product in the rows' type, as mlx-lm multiplies."""
+    """Both factors and their product have the rows' type, as in mlx-lm."""
     q, k, _ = heads(1, 64, F16)
     rope = Rope(48, freqs=freqs(48), mscale=1.1906)
     with emulator.emulated():
@@ -243,7 +243,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "m
     ],
 )
 def test_modules_are_read(scaling, traditional):
-    """The reference does to every row what the module does, bit for bit."""
+    """The reference has the bits of the module for every row."""
     module = rope_utils.initialize_rope(32, 1e4, traditional, scaling, 512)
     rope = Rope.of(module)
     assert rope is not None
@@ -254,7 +254,7 @@ def test_modules_are_read(scaling, traditional):
         assert rope.mscale > 1
 
 
-def test_other_modules_are_not():
+def test_other_modules_are_not_read():
     class Other(nn.RoPE):
         pass
 
@@ -264,7 +264,7 @@ def test_other_modules_are_not():
 
 
 @linux_only
-def test_views_are_read_where_they_lie():
+def test_views_are_read_without_a_copy():
     q, k, weights = heads(2, 64, BF16)
     spread = [mx.repeat(weights[name], 2)[::2] for name in ("q_weight", "k_weight")]
     odd, even, rope = q.astype(F16)[..., 1::2], k.astype(F16)[..., ::2], Rope(32, freqs=freqs(32))
@@ -278,7 +278,7 @@ def test_views_are_read_where_they_lie():
 
 
 @linux_only
-def test_texts_have_positions_of_their_own():
+def test_sequences_have_their_own_positions():
     q, k, weights = heads(6, 128, BF16)
     q, k, rope = q.reshape(3, 2, 3, 128), k.reshape(3, 2, 2, 128), Rope(64, base=1e4)
     with emulator.emulated() as launches:
@@ -289,7 +289,7 @@ def test_texts_have_positions_of_their_own():
 
 
 @linux_only
-def test_heads_that_the_kernel_does_not_take():
+def test_heads_that_the_kernel_does_not_support():
     rope = Rope(32, base=1e4)
     q, k, _ = heads(2, 260, F32)
     both = mx.concatenate([q, q]), mx.concatenate([k, k])

@@ -35,7 +35,7 @@ from mlx_mtp.kernels.contraction import (
     spelled,
 )
 
-SPELLED = dict(zip(CONTRACTIONS, EXPLICIT, strict=True))  # what has the bits of a compiler's contraction
+SPELLED = dict(zip(CONTRACTIONS, EXPLICIT, strict=True))  # the spelling with the bits of a compiler's contraction
 OTHER = {"off": "fast", "on": "off", "fast": "on"}
 # The emulator's vectors are classes, whose operators are functions: "on" fuses nothing across them.
 DOT = {**SPELLED, "on": "SEPARATE"}
@@ -48,7 +48,7 @@ def undecided(monkeypatch):
 
 
 def compiled(run, fp_contract, op="verify_qmm", spelling=AS_COMPILED):
-    """What kernels compute in a spelling, compiled with a contraction."""
+    """Return a kernel's results in a spelling, compiled with a contraction."""
     with spelled(op, spelling), emulator.emulated(emulator.Options(fp_contract=fp_contract, traffic=False)):
         y = run()
         mx.eval(y)
@@ -86,7 +86,7 @@ PRODUCTS = {
 @linux_only
 @pytest.mark.parametrize("case", sampled(["affine 4 64", "dot"], PRODUCTS))
 def test_one_spelling_has_the_bits_of_each_contraction(case):
-    """However each is compiled. Left to the compiler, bits are MLX's where both are compiled alike."""
+    """This holds however ours is compiled; AS_COMPILED has the bits if both are compiled alike."""
     op, ours, of_mlx = PRODUCTS[case]()
     wanted = {c: of_mlx(emulator.Options(fp_contract=c)) for c in CONTRACTIONS}
     for theirs, own in sampled(OTHER.items(), itertools.product(CONTRACTIONS, repeat=2)):
@@ -98,7 +98,7 @@ def test_one_spelling_has_the_bits_of_each_contraction(case):
 
 @linux_only
 def test_another_contraction_changes_most_values():
-    """So that none of the comparisons here holds by chance."""
+    """So that none of the comparisons in this file holds by chance."""
     op, ours, of_mlx = qmm("affine", 4, 64)
     wanted = of_mlx(emulator.Options(fp_contract="on"))
     for y in (
@@ -110,7 +110,7 @@ def test_another_contraction_changes_most_values():
 
 
 def recurrence_inputs():
-    """Of a gated-delta layer, whose recurrence itself is compiled as mlx-lm's kernel is."""
+    """Return inputs of a gated-delta layer; its recurrence itself is compiled as mlx-lm's kernel is."""
     mx.random.seed(0)
     x, before, y = (mx.random.normal(shape) for shape in ((1, 3, 256), (1, 3, 256), (1, 3, 2, 64)))
     gates = Gates(*(mx.random.normal(shape) for shape in ((1, 3, 2), (1, 3, 2), (2,), (2,))))
@@ -136,7 +136,7 @@ FEW = [*zip(OPS, itertools.cycle(EXPLICIT), strict=False)]
 @linux_only
 @pytest.mark.parametrize(("op", "spelling"), sampled(FEW[::2], itertools.product(OPS, EXPLICIT)))
 def test_no_compiler_changes_what_is_spelled_out(op, spelling):
-    """Every multiply-add of these kernels is spelled out."""
+    """Every multiply-add of these kernels has an explicit spelling."""
     run = launches_of(op)
     pairs = zip(*(compiled(run, c, FOLLOWS.get(op, op), spelling) for c in ("off", "fast")), strict=True)
     assert all(same_bits(a, b) for a, b in pairs)
@@ -145,7 +145,7 @@ def test_no_compiler_changes_what_is_spelled_out(op, spelling):
 @linux_only
 @pytest.mark.parametrize(("kernel", "other"), [("verify_head", "verify_qmm"), ("verify_glu", "verify_qmm")])
 def test_a_trial_changes_its_own_kernels_only(kernel, other):
-    """Those that compute the same products without a comparison of them follow."""
+    """Kernels with the same products, whose trials do not compare these, follow."""
     with spelled(other, "FUSED"):
         assert kernel_spelling(other) == "FUSED"
         assert kernel_spelling(kernel) == ("FUSED" if kernel in KERNELS[other] else AS_COMPILED)

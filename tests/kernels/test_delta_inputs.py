@@ -1,4 +1,4 @@
-"""Compare delta_inputs with MLX's operations: sums in the stated order, SiLU, norms, gates, and the window."""
+"""Compare delta_inputs with MLX's operations: order of sums, SiLU, norms, gates, and the rows for the next call."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ CONTRACTION = {F16: "fast", BF16: "off", F32: "on"}
 
 
 def start(P, T, dtype, taps=4, d=D, hv=HV, layer=None):
-    """x, rows before, weight; gates of which the layer's have the type `layer`; and the heads."""
+    """Return x, rows before, weight; gates, those of the layer with type `layer`; and the heads."""
     mx.random.seed(P + 10 * T)
     C = 2 * HEADS * d + VALUES
     x, before = (mx.random.normal((1, n, C)).astype(dtype) for n in (T, taps - 1 + P))
@@ -28,7 +28,7 @@ def start(P, T, dtype, taps=4, d=D, hv=HV, layer=None):
 
 
 def sums(rows, weight, fused) -> mx.array:
-    """The sums of [1, S, C] in float32, a step at a time; fused ones in 80 bits, rounded after each step."""
+    """Return the sums of [1, S, C] in float32, tap by tap; fused ones in 80 bits, rounded after each tap."""
     rows, weight = (np.array(x.astype(F32)) for x in (rows, weight[..., 0]))
     taps, wide = weight.shape[1], np.longdouble
     total = np.zeros((1, rows.shape[1] - taps + 1, rows.shape[2]), np.float32)
@@ -39,7 +39,7 @@ def sums(rows, weight, fused) -> mx.array:
 
 
 def wanted(window, weight, gates, d, contraction) -> DeltaInputs:
-    """MLX's operations one after the other, from its headers where they are there."""
+    """Return the results of MLX's operations, one after the other, from its headers if available."""
     options = emulator.Options(fp_contract=contraction)
     out = silu(sums(window, weight, contraction != "off").astype(window.dtype), options)
     q, k, v = mx.split(out, [HEADS * d, 2 * HEADS * d], axis=-1)
@@ -75,13 +75,13 @@ def test_bits(dtype, contraction):
 @linux_only
 @pytest.mark.parametrize(("dtype", "layer", "d"), sampled([(BF16, F32, 196)], [(BF16, F32, 128), (F32, F16, 196)]))
 def test_wide_heads_and_types_that_differ(dtype, layer, d):
-    """A checkpoint may keep A_log and dt_bias in a type of their own."""
+    """A checkpoint may store A_log and dt_bias in another type."""
     check(2, 1, 2, dtype, CONTRACTION[dtype], d=d, layer=layer)
 
 
 @linux_only
 def test_memory():
-    """Every new value is written once, and a row's taps are asked for where its rows are."""
+    """Every new value is written once, and a row's taps are requested next to its rows."""
     traffic, C = check(3, 2, 4, BF16, "off"), 2 * HEADS * D + VALUES
     assert traffic["rows"].bytes_written == 2 * (3 + 4) * C
     assert sum(traffic[name].bytes_written for name in "qkv") == 2 * 4 * C
@@ -93,7 +93,7 @@ def test_memory():
 @linux_only
 @pytest.mark.parametrize("dtype", sampled([F16, F32], [F16, BF16, F32]))
 def test_extremes(dtype):
-    """SiLU, softplus and sigmoid of large values, infinities and NaN are what MLX makes of them."""
+    """SiLU, softplus and sigmoid of large values, infinities and NaN equal MLX's."""
     _, before, weight, gates, heads = start(0, 1, dtype, hv=40)
     C, options = weight.shape[0], emulator.Options(fp_contract=CONTRACTION[dtype], order=3)
     special = mx.array([float("inf"), -float("inf"), NAN, 0.0, -0.0, 3e-8, -1e4, 6e4])
@@ -113,7 +113,7 @@ def test_extremes(dtype):
 @linux_only
 @pytest.mark.parametrize("dtype", sampled([F16], [F16, F32]))
 def test_rows_are_those_of_single_launches(dtype):
-    """A verify of 6 rows, and then its first four one at a time, each on the rows of the launch before."""
+    """Run a verify of 6 rows, then its first four one at a time, each after the rows of the launch before."""
     x, before, weight, gates, heads = start(0, 6, dtype)
     a, b, *layer = gates
     with emulator.emulated(emulator.Options(fp_contract=CONTRACTION[dtype])):
@@ -130,7 +130,7 @@ def test_rows_are_those_of_single_launches(dtype):
 
 
 @linux_only
-def test_a_row_does_not_know_those_behind_it():
+def test_a_row_does_not_depend_on_later_rows():
     x, before, weight, gates, heads = start(0, 3, BF16)
     after = (mx.arange(3) > 0)[:, None]
     spoilt = Gates(*(mx.where(after, NAN, gate) for gate in gates[:2]), *gates[2:])
@@ -141,7 +141,7 @@ def test_a_row_does_not_know_those_behind_it():
 
 
 @linux_only
-def test_views_are_read_where_they_lie():
+def test_views_are_read_without_a_copy():
     x, before, weight, gates, heads = start(4, 3, BF16)
     product = mx.concatenate([x, gates.a, gates.b], axis=-1)
     views = mx.split(product, [x.shape[2], x.shape[2] + HV], axis=-1)
@@ -162,7 +162,7 @@ def test_views_are_read_where_they_lie():
 
 
 def regrouped(x: mx.array, *widths: int) -> mx.array:
-    """The parts of [1, T, C] cut into a group for each head, inside of a wider product."""
+    """Return the parts of [1, T, C] in one group per head, as a view into a wider product."""
     parts = [mx.unflatten(part, 2, (HEADS, -1)) for part in mx.split(x, list(widths), axis=-1)]
     return mx.concatenate([*parts, parts[0]], axis=-1)[..., : x.shape[2] // HEADS]
 
@@ -170,7 +170,7 @@ def regrouped(x: mx.array, *widths: int) -> mx.array:
 @linux_only
 @pytest.mark.parametrize("fused", [True, False])
 def test_heads_in_groups_are_the_heads(fused):
-    """A product whose groups hold a key head's q, k and v and more, read where it lies."""
+    """Groups that contain a key head's q, k, v and other values are read without a copy."""
     x, before, weight, gates, heads = start(2, 3, BF16, hv=2 * HEADS)
     grouped = gates._replace(a=regrouped(gates.a), b=regrouped(gates.b))
     at = mx.array([1])
@@ -211,7 +211,7 @@ def test_the_reference_is_the_formula(dtype):
         assert np.abs(exact(ours) - formula).max() < tolerance * np.abs(formula).max()
 
 
-def test_what_the_kernel_does_not_take_goes_to_the_reference():
+def test_the_reference_computes_what_the_kernel_does_not_support():
     x, before, weight, gates, heads = start(0, 2, F16)
     wide = {"key_heads": 1, "head_dim": 260}
     many = mx.random.normal((1, 2, 600)), mx.random.normal((1, 3, 600)), mx.random.normal((600, 4, 1))

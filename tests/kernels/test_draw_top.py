@@ -1,4 +1,4 @@
-"""Check draw_top: every row's token is that of a draw from the whole row, filtered, at its own position's key."""
+"""Check draw_top: each row's token is that of a draw from the whole filtered row, with the key of its position."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def logits(rows, vocab, seed, *, ties=False):
 
 
 def drawn(top, key, position, options=None, **more):
-    """In the emulator, in one launch."""
+    """Run draw_top in the emulator, in one launch."""
     with emulator.emulated(options) as launches:
         tokens = draw_top(top, key, position, **more)
     assert [launch.kernel for launch in launches] == ["draw_top"]
@@ -33,7 +33,7 @@ def drawn(top, key, position, options=None, **more):
 @linux_only
 @pytest.mark.parametrize("n", sampled((6, 64), (1, 2, 6, 20, 32, 33, 63, 64)))
 def test_draws_are_those_of_the_reference(n):
-    """Of every row, for many keys, positions, temperatures and filters; where logits are equal, too."""
+    """For many keys, positions, temperatures and filters, and for equal logits."""
     options, found = emulator.Options(traffic=False), set()
     for seed, filters in itertools.product(range(40 if SWEEP else 4), FILTERS):
         top = top_ref(logits(1 + seed % 16, 70, seed, ties=seed % 2 == 1), n)
@@ -47,14 +47,14 @@ def test_draws_are_those_of_the_reference(n):
 
 @linux_only
 def test_a_row_is_drawn_for_alone():
-    """With the tokens that sampling draws, row after row, whatever the order of threads."""
+    """Tokens equal those of sampling, row by row, in any order of threads."""
     top, sampling = top_ref(logits(5, 40, 3), 7), Sampling(temp=0.9, top_k=7, top_p=0.9, min_p=0.01)
     more = {**sampling.filters, "vocab_size": 40}
     many = drawn(top, KEY, 12, emulator.Options(order="reverse"), **more)
     for i in range(5):
         values, tokens, total = (part[i : i + 1] for part in top)
         assert drawn((values, tokens, total), KEY, 12 + i, **more) == many[i : i + 1]
-        alone = sampling.draw_top(values - total[:, None], tokens, key_at(KEY, 12 + i), 40)
+        alone = draw_top_ref((values - total[:, None], tokens, mx.zeros(1)), key_at(KEY, 12 + i), 0, **more)
         assert alone.tolist() == many[i : i + 1]
 
 

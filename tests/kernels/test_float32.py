@@ -22,9 +22,9 @@ SMALL = kernels_cases.SMALL
 
 
 def called(site):
-    """A call of the site's kernels, with as few rows as it serves, at least ROWS."""
+    """Return a call of the site's kernels with the fewest rows that it supports, at least ROWS."""
     x = mx.random.normal((min(rows for rows in site.candidates if rows >= ROWS), site.width))
-    mx.eval(site.ours(x))  # its caches, which it makes once
+    mx.eval(site.ours(x))  # creates its caches, once
     return lambda: list(site.ours(x))
 
 
@@ -38,7 +38,7 @@ def head(quantized):
     return partial(verify_head_top, x, weights if quantized else mx.random.normal((160, 256)), 5)
 
 
-# What makes a call in float32, by the kernels that it launches.
+# A call in float32, by the kernels that it launches.
 CALLS = {
     "verify_qmm": lambda: called(SMALL["verify_qmm"]()),
     "verify_qmm_heads": lambda: called(SMALL["verify_qmm_heads"]()),
@@ -66,7 +66,7 @@ def test_every_kernel_has_a_case():
 
 @pytest.mark.parametrize("names", CALLS)
 def test_values_are_those_of_the_reference(names, monkeypatch):
-    """On a CPU the same call computes the references of the kernels, of which none reads or writes 16 bits here."""
+    """On a CPU the same call computes the references; no kernel reads or writes 16 bits here."""
     with kernels_cases.in_type(mx.float32):
         call = CALLS[names]()
     launched, build = [], emulator.kernel.build

@@ -1,4 +1,4 @@
-"""Compare a verify's recurrence with mlx-lm's kernels at one row, whatever the tape's rejected rows hold."""
+"""Compare a verify's recurrence with mlx-lm's kernels on one row at a time, whatever the rejected rows contain."""
 
 import itertools
 
@@ -43,7 +43,7 @@ SAMPLE = [
 
 
 def one_by_one(q, rows, state):
-    """mlx-lm's kernel, launched for one row after the other."""
+    """Run mlx-lm's kernel on one row after the other."""
     outputs = []
     for t in range(q.shape[1]):
         y, state = stock.gated_delta_kernel(q[:, t : t + 1], *cut(rows, t, t + 1), state)
@@ -52,18 +52,18 @@ def one_by_one(q, rows, state):
 
 
 def start(layout, P, T, dtype, **more):
-    """A state, and q and rows of a tape and of a verify."""
+    """Return a state, and q and rows of a tape and of a verify."""
     tape, new = (make_rows(n, dtype=dtype, **{**LAYOUTS[layout], **more}) for n in (P, T))
     (k, v, *_) = new[1]
     return mx.random.normal((k.shape[0], v.shape[2], v.shape[3], k.shape[3])), tape, new
 
 
 def check(case, launches):
-    """One verify against single rows; True where the kernel took mlx-lm's geometry too."""
+    """Compare one verify with single rows; return the launch geometries."""
     layout, dtype, P, n, T, last = case
     state, (tape_q, tape), (q, rows) = start(layout, P, T, dtype)
-    behind = {"tape": spoiled(tape, n), "accepted": mx.array([n])} if P else {}
-    y, got = gated_delta_verify(q, rows, state, **behind, last=last)
+    taped = {"tape": spoiled(tape, n), "accepted": mx.array([n])} if P else {}
+    y, got = gated_delta_verify(q, rows, state, **taped, last=last)
     assert [launch.kernel for launch in launches] == ["gated_delta_verify"]
     _, before = one_by_one(tape_q[:, :n], cut(tape, 0, n), state)
     want, after = one_by_one(q, rows, before)
@@ -84,7 +84,7 @@ def check(case, launches):
 )
 def test_a_verify_is_mlx_lms_single_rows(case, contraction):
     with emulator.emulated(emulator.Options(fp_contract=contraction, traffic=False)) as launches:
-        assert len(check(case, launches)) == 1  # so a simdgroup's sum is over the same lanes on a GPU too
+        assert len(check(case, launches)) == 1  # so the lanes of a sum are the same on a GPU
 
 
 @linux_only
@@ -110,7 +110,7 @@ def test_sweep(layout, dtype, contraction):
 @linux_only
 @pytest.mark.parametrize(("layout", "last"), [("packed", False), ("scalar", True), ("vector", False)])
 def test_memory_is_asked_for_once(layout, last):
-    """One read and one write of the state; of the tape only what was accepted, and nothing is run twice."""
+    """The state is read once and written once; only accepted rows of the tape are read."""
     state, (_, tape), (q, rows) = start(layout, 6, 4, BF16)
     with emulator.emulated() as launches:
         gated_delta_verify(q, rows, state, tape=tape, accepted=mx.array([2]), last=last)
@@ -145,7 +145,7 @@ def test_a_count_beyond_the_tape_stays_on_it(wrong):
     ],
 )
 def test_many_rows_do_not_drift(layout, dtype, record_property):
-    """Verifies of any length of which any part is kept: the bits of single rows, so no more error than theirs."""
+    """Verifies of any length, with any number of accepted rows, have the bits, and so the error, of single rows."""
     shape = {**LAYOUTS[layout], "hk": 1, "hv": 1, "dv": 8, "B": 1}
     q, rows = make_rows(count := 512 if SWEEP else 128, dtype=dtype, slow=True, **shape)
     state = rolled = mx.zeros((1, 1, 8, shape["dk"]))
@@ -195,7 +195,7 @@ def test_the_reference_is_the_rule(layout, dtype):
     [({"dk": 48}, F32), ({"dv": 6}, F32), ({}, F16), ({"mixed": True}, F32)],
     ids=["Dk of 48", "Dv of 6", "state of 16 bits", "a tape of another type"],
 )
-def test_what_the_kernel_does_not_take_goes_to_the_reference(shape, state_type):
+def test_the_reference_computes_what_the_kernel_does_not_support(shape, state_type):
     mixed = shape.pop("mixed", False)
     q, rows = make_rows(2, **shape)
     _, tape = make_rows(3, dtype=F16 if mixed else F32, **shape)

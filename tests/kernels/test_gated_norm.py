@@ -1,4 +1,4 @@
-"""Compare the gated norm with mlx-lm's formula and the bits of MLX's operations, each head on its own."""
+"""Compare the gated norm with mlx-lm's formula and the bits of MLX's operations, head by head."""
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +53,7 @@ def test_a_head_has_the_bits_it_has_alone():
 
 
 @linux_only
-def test_views_are_read_where_they_lie():
+def test_views_are_read_without_a_copy():
     y, z, weight = draw(3, 2, 128, BF16)
     product = mx.concatenate([z.reshape(1, 3, -1), y.reshape(1, 3, -1)], axis=-1)
     half = mx.split(product, 2, axis=-1)[1].reshape(y.shape)
@@ -81,7 +81,7 @@ def test_the_reference_is_mlx_lms(dtype, weights):
     assert np.abs(exact(got) - want).max() < (1e-6 if dtype == F32 else 2**-7) * np.abs(want).max()
 
 
-def test_what_the_kernel_does_not_take():
+def test_what_the_kernel_does_not_support():
     y, z, weight = draw(2, 1, 260, F32)
     two = [mx.concatenate([x, x])[..., :32] for x in (y, z)]
     with emulator.emulated() as launches:

@@ -1,4 +1,4 @@
-"""Compare a verify's Mamba2 recurrence with mlx-lm's kernel at one row, whatever the tape's rejected rows hold."""
+"""Compare a verify's Mamba2 recurrence with mlx-lm's kernel on single rows, whatever the rejected rows contain."""
 
 import itertools
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ LIMIT = 0.001, float("inf")
 
 
 class Case:
-    """Rows x, B, C and dt before its softplus, views of one array, and a layer's numbers; always the same ones."""
+    """Rows x, B, C and dt before its softplus, views of one array, and a layer's parameters; always the same."""
 
     def __init__(self, rows: int, dtype: mx.Dtype, heads: int = 4, dim: int = 12, groups: int = 2, size: int = 64):
         mx.random.seed(rows)
@@ -41,7 +41,7 @@ class Case:
         return self.x, self.B, compute_dt(self.dt, self.bias, LIMIT)
 
     def singly(self, state: mx.array) -> tuple[list[mx.array], mx.array]:
-        """The outputs of mlx-lm's kernel, launched for one row after the other, and the state after them."""
+        """Return the outputs of mlx-lm's kernel on one row after the other, and the state after them."""
         outputs = []
         for t in range(self.x.shape[1]):
             x, B, C, dt = (a[:, t : t + 1] for a in (self.x, self.B, self.C, self.dt))
@@ -51,22 +51,22 @@ class Case:
 
 
 def check(dtype: mx.Dtype, P: int, n: int, T: int, *, last: bool, contraction: str, **sizes: int):
-    """One verify of T rows behind a tape of P, of which n count, against single rows."""
+    """Compare one verify of T rows, after a tape of P with n accepted rows, with single rows."""
     case = Case(n + T, dtype, **sizes)
     rows = cut(case.rows, n, n + T)
     tape = tuple(mx.concatenate([a[:, :n], *[a[:, :1]] * (P - n)], axis=1) for a in case.rows)
-    behind = {"tape": spoiled(tape, n), "accepted": mx.array([n])} if P else {}
+    taped = {"tape": spoiled(tape, n), "accepted": mx.array([n])} if P else {}
     with emulator.emulated(emulator.Options(fp_contract=contraction)) as launches:
         outputs, after = case.singly(case.state)
         _, before = Case.singly(SimpleNamespace(**{**vars(case), "x": case.x[:, :n]}), case.state)
         assert {launch.kernel for launch in launches} == {"ssm_kernel"}
         del launches[:]
-        y, state = mamba2_verify(case.C[:, n:], rows, case.state, case.A_log, case.D, **behind, last=last)
+        y, state = mamba2_verify(case.C[:, n:], rows, case.state, case.A_log, case.D, **taped, last=last)
     (launch,) = launches
     assert same(y, mx.concatenate(outputs[n:], axis=1))
     assert same(state, after if last else before)
     assert launch["state"].bytes_read == launch["state_out"].bytes_written == case.state.nbytes
-    want, _ = mamba2_verify_ref(case.C[:, n:], rows, case.state, case.A_log, case.D, **behind)
+    want, _ = mamba2_verify_ref(case.C[:, n:], rows, case.state, case.A_log, case.D, **taped)
     assert mx.abs(y - want).max() < {F32: 1e-5, F16: 1e-2, BF16: 1e-1}[dtype] * mx.abs(want).max()
 
 
@@ -81,7 +81,7 @@ def check(dtype: mx.Dtype, P: int, n: int, T: int, *, last: bool, contraction: s
     ],
 )
 def test_a_verify_is_mlx_lms_single_rows(dtype, P, n, T, last, contraction):
-    """The state is read once and written once, whatever the number of rows."""
+    """The state is read once and written once, for any number of rows."""
     check(dtype, P, n, T, last=last, contraction=contraction)
 
 
@@ -92,7 +92,7 @@ SWEPT = [
 
 
 @linux_only
-def test_what_compilers_fuse_otherwise_is_left_to_mlx():
+def test_types_that_compilers_fuse_differently_are_left_to_mlx():
     case = Case(3, F32, **SMALL)
     with emulator.emulated() as launches:
         mx.eval(mamba2_verify(case.C, case.rows, case.state, case.A_log, case.D))
@@ -110,7 +110,7 @@ def test_sweep(sizes, dtype, contraction):
 
 @linux_only
 def test_a_site_has_the_bits_of_single_rows():
-    """As a load's trial compares them, and over verifies of which any part is kept."""
+    """As a load's trial compares them, and over verifies with any number of accepted rows."""
     mx.random.seed(3)
     layer = Mamba2Mixer(mlx_lm_port.ModelArgs.from_dict(nemotron.CONFIG))
     layer.set_dtype(BF16)

@@ -1,4 +1,4 @@
-"""Check what only a Mac's GPU can show; skipped elsewhere."""
+"""Check kernels on a Mac's GPU; skipped elsewhere."""
 
 import mlx.core as mx
 import pytest
@@ -25,7 +25,7 @@ def test_text_on_the_gpu_is_the_cpus(tiny_models, seed):
 @pytest.mark.metal
 @pytest.mark.parametrize("k", [0, 3])
 def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
-    """The caches of one long generation are written where they are: memory does not move between cycles."""
+    """The caches of a long generation are written in place: memory does not change between cycles."""
     model, _ = tiny_models(0, hidden_size=64, head_dim=64)
     cache = mlx_mtp.make_prompt_cache(model)
     steps = mlx_mtp.generate_step(
@@ -45,7 +45,7 @@ def test_cycles_are_in_place_on_the_gpu(tiny_models, k):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=type_name)
 @pytest.mark.parametrize("name", ["step", "hybrid"])
 def test_every_kernel_is_right_on_the_gpu(tmp_path, name, dtype):
-    """Each has the bits it should have, by the load's own check, and the text does not depend on what is drafted."""
+    """Each has the promised bits, by the load's own check, and the text does not depend on drafts."""
     if why := lacking().get(type_name(dtype)):
         pytest.skip(f"this GPU has no {type_name(dtype)}: {why}")
     model = mlx_mtp.load_model(save_checkpoints(tmp_path, dtype)[name], kernels="exact")

@@ -1,4 +1,4 @@
-"""Metal's front end, as far as clang's of C++ for OpenCL stands for it, accepts every text that MLX would compile."""
+"""Check every text that MLX would compile with clang's front end for C++ for OpenCL, which stands for Metal's."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from mlx_mtp.tuning.kernel_sites import place
 from mlx_mtp.tuning.kernel_switch import trials
 
 pytestmark = linux_only
-LAYERS = 12  # of a released config: all its kinds of layers are among the first
+LAYERS = 12  # the first layers of a released config include all of its kinds
 
 
 @pytest.mark.parametrize("group", sampled([*FEW][::2], GROUPS))
@@ -40,7 +40,7 @@ def test_every_kernel_is_among_them():
 
 @functools.cache
 def listed():
-    """The texts that `mlx-mtp doctor --compile-only` compiles."""
+    """Return the texts that `mlx-mtp doctor --compile-only` compiles."""
     return {text for make in groups(RELEASED).values() for text in texts(make())}
 
 
@@ -54,8 +54,8 @@ RELEASED_FILES = sampled([file for file in published.FILES if file.stem in KINDS
     ids=lambda given: getattr(given, "stem", given),
 )
 def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file, rows, tmp_path, monkeypatch):
-    """Each config of a released model, with the weights in 4 bits and its kernels launched in all numbers of rows."""
-    monkeypatch.setattr(mx, "eval", lambda *_: None)  # weights stay shapes
+    """Each released model's config, with weights in 4 bits, launches its kernels with all row counts."""
+    monkeypatch.setattr(mx, "eval", lambda *_: None)  # weights are not computed
     config = published.read_config(file)
     (tmp_path / "config.json").write_text(json.dumps(config))
     layers = min(LAYERS, config.get("text_config", config)["num_hidden_layers"])
@@ -71,7 +71,7 @@ def test_the_texts_of_released_configs_are_among_those_that_doctor_compiles(file
 
 
 def test_all_launches_are_small():
-    """They run on a machine that has little memory, as a hosted one."""
+    """They run on a hosted machine with little memory."""
     sizes = [
         sum(x.nbytes for x in launch.call["inputs"] if isinstance(x, mx.array)) for launch in compile_jobs.launches()
     ]

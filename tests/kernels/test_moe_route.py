@@ -1,4 +1,4 @@
-"""Compare verify_moe's choice with mlx-lm's experts and weights, in the order in which MLX sorts, and its softmax."""
+"""Compare verify_moe's routing with mlx-lm's experts and weights, in MLX's order of sorting, and its softmax."""
 
 import mlx.core as mx
 import moe_blocks
@@ -14,7 +14,7 @@ from mlx_mtp.kernels import Routing, verify_moe, verify_moe_ref
 from mlx_mtp.kernels._routing import route_metal, route_ref
 
 pytestmark = linux_only
-# One row each of MLX's own kernels, as it launches them on a row of a router's scores.
+# MLX's own kernels on one row, as it launches them on a row of router scores.
 SORT = """
     threadgroup float values[4 * BN];
     threadgroup uint order[4 * BN];
@@ -29,7 +29,7 @@ SOFTMAX = """
 
 
 def metal_argsort(x: mx.array) -> mx.array:
-    """mx.argsort, and so mx.argpartition, of x [M, E] of float32 as on Metal."""
+    """Return Metal's mx.argsort, and so mx.argpartition, of x [M, E] in float32."""
     m, e = x.shape
     threads = max(32, 1 << (-(-e // 4) - 1).bit_length())
     kernel = emulator.metal_kernel("sort", ["x"], ["y"], SORT, header=stock.include("utils", "sort"))
@@ -45,7 +45,7 @@ def metal_argsort(x: mx.array) -> mx.array:
 
 
 def metal_softmax(x: mx.array) -> mx.array:
-    """mx.softmax(x [M, E], precise=True) as on Metal."""
+    """Return Metal's mx.softmax(x [M, E], precise=True)."""
     threads = -(-x.shape[1] // 128) * 32
     header = "#define SOFTMAX_N_READS 4\n" + stock.include("utils", "softmax")
     kernel = emulator.metal_kernel("softmax", ["x"], ["y"], SOFTMAX, header=header)
@@ -61,7 +61,7 @@ def metal_softmax(x: mx.array) -> mx.array:
 
 
 def test_metal_sorts_stably():
-    """What the order of equal scores rests on; NaN is last."""
+    """The order of equal scores depends on this; NaN is last."""
     x = np.random.default_rng(0).integers(-3, 3, (3, 160)).astype(np.float32)
     x[1, ::7] = np.nan
     x[2] = 0.5
@@ -88,7 +88,7 @@ def test_blocks_of_mlx_lm(family):
 
 
 def selected_by(family, logits, routing, bias):
-    """(experts, weights) of the family's own function on the CPU."""
+    """Return (experts, weights) of the family's own function on the CPU."""
     block = make(family)[0]
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
@@ -128,7 +128,7 @@ def test_a_group_that_lost_beats_negative_scores():
 
 
 def test_equal_scores():
-    """As MLX's stable sort has them: the first of negated sigmoids, the last softmaxes; the first groups lose."""
+    """As in MLX's stable sort: the first of negated sigmoids, the last of softmaxes; the first groups are dropped."""
     logits = np.random.default_rng(3).integers(-1, 2, (8, 160)).astype(np.float32)
     logits[0], logits[1, 3:] = 1, 0.25
     logits[2] = np.where(np.arange(160) % 40 == 11, 2, -0.0)
@@ -152,7 +152,7 @@ def test_equal_scores():
     ),
 )
 def test_softmax_has_the_bits_of_mlx(dtype, e, norm):
-    """Selected after rounding, so equal ones are many in 16 bits."""
+    """Experts are selected after rounding; in 16 bits many scores are equal."""
     mx.random.seed(1)
     logits = (mx.random.normal((8, e)) * mx.arange(1, 9)[:, None] / 8).astype(dtype)
     scores = metal_softmax(logits)
@@ -170,7 +170,7 @@ def test_softmax_has_the_bits_of_mlx(dtype, e, norm):
 
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
 def test_logits_that_are_no_numbers(kind):
-    """They are worst for a sigmoid, best for a softmax, as in MLX's sort; other rows stay as they are."""
+    """NaN is worst for a sigmoid and best for a softmax, as in MLX's sort; other rows do not change."""
     mx.random.seed(2)
     logits = mx.random.normal((8, 160))
     bias = mx.zeros(160) if kind == "sigmoid" else None
@@ -187,7 +187,7 @@ def test_logits_that_are_no_numbers(kind):
 
 
 def test_the_denominator():
-    """With eps a sum of 0 leaves weights of 0; without it they are no numbers, as in the families without it."""
+    """With eps a sum of 0 gives weights of 0; without it NaN, as in the families without eps."""
     logits, bias = mx.full((1, 160), -200.0), mx.zeros(160)
     for eps, want in ((1e-20, 0.0), (0.0, float("nan"))):
         found = by_row(routed(logits, Routing("sigmoid", 8, eps=eps), bias), 1)[0]

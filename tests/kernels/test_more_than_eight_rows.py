@@ -1,4 +1,4 @@
-"""Compare rows 9 to 16, those of several texts, with the bits of one row, and count requests of weights.
+"""Compare rows 9 to 16, those of several sequences, with the bits of one row, and count requests of weights.
 
 All of it is long; some of these numbers of rows are in the tests of each kernel.
 """
@@ -46,7 +46,7 @@ def traffic_of(made, *args, **more) -> tuple:
 @sweep
 @cases
 def test_quantized_products(m, dtype):
-    """Twelve rows share a request; of sixteen a lane would hold 32 sums, so that they are two times eight."""
+    """Twelve rows share a request; sixteen, for which a lane would hold 32 sums, are two times eight."""
     x, weights = draw("affine", 4, 64, (24, 512), m, dtype)
     (y,), (traffic,) = traffic_of(verify_qmm, x, weights)
     assert same_bits(y, one_row(x, weights, QUIET))
@@ -67,7 +67,7 @@ def test_gate_and_up(m, dtype):
 @cases
 @pytest.mark.parametrize(("n", "k"), [(13, 203), (8, 1024), (40, 64), (131, 515), (1, 300)])
 def test_unquantized_products(m, dtype, n, k):
-    """All of sixteen rows, also where several simdgroups share K; the last tile of two may ask for a row twice."""
+    """Sixteen rows share a request, also if several simdgroups share K; a last tile may request a row twice."""
     mx.random.seed(m)
     x, w = (mx.random.normal(shape).astype(dtype) for shape in ((m, k), (n, k)))
     y, (traffic,) = traffic_of(verify_gemv, x, w)
@@ -88,12 +88,12 @@ def mixture(dtype) -> Experts:
 @sweep
 @cases
 def test_experts(m, dtype):
-    """One that more than eight rows visit is asked for twice, all others once."""
+    """An expert that more than eight rows visit is requested twice, all others once."""
     experts, routing = mixture(dtype), Routing("softmax", 4)
     chosen = [[0, *((3 * row + i) % 19 + 1 for i in range(3))] for row in range(m)]
     x, logits = mx.random.normal((m, 64)).astype(dtype), visits(chosen, 20).astype(dtype)
     y, (_, glu, down) = traffic_of(verify_moe, x, logits, experts, routing)
-    with emulator.emulated(QUIET):  # in calls of few rows, which are as alone
+    with emulator.emulated(QUIET):  # in calls of few rows, which have the bits of single rows
         few = [verify_moe(x[i : i + 5], logits[i : i + 5], experts, routing) for i in range(0, m, 5)]
     assert same_bits(y, mx.concatenate(few))
     distinct = len(set(itertools.chain(*chosen)))
@@ -105,7 +105,7 @@ def test_experts(m, dtype):
 @cases
 @pytest.mark.parametrize("quantized", [True, False])
 def test_heads(m, dtype, quantized):
-    """Their first tokens, of several tiles; a bias is added."""
+    """Compare the best tokens of several tiles; a bias is added."""
     if quantized:
         x, weights = draw("affine", 4, 64, (200, 64), m, dtype)
         logits = one_row(x, weights, QUIET)
@@ -123,7 +123,7 @@ def test_heads(m, dtype, quantized):
 @cases
 @pytest.mark.parametrize("tall", [0, 2048])
 def test_products_by_matrices(monkeypatch, m, dtype, tall):
-    """A row is as it is alone, whose error is compared elsewhere; weights are asked for once."""
+    """A row has the bits that it has alone; weights are requested once. Other tests compare the error."""
     monkeypatch.setattr(importlib.import_module("mlx_mtp.kernels.verify_qmm_mma"), "TALL", tall)
     x, weights = draw("affine", 4, 32, (45, 672), m, dtype)
     (y,), (traffic,) = traffic_of(verify_qmm_mma, x, weights)

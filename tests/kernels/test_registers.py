@@ -1,4 +1,4 @@
-"""Registers, groups of threads and their memory, by a proxy: another GPU's back end, where a thread has 128 words."""
+"""Bound registers, threadgroups and their memory by a proxy: another GPU's back end, with 128 words per thread."""
 
 import functools
 import re
@@ -19,14 +19,14 @@ from mlx_mtp.emulator.texts import LaunchText, collected, recorded, text_kernel
 
 pytestmark = linux_only
 
-SPILLED = 64  # words at most, where rows are split or cannot be: mostly none, of nvfp4 up to 31, of 5 bits 40
-THREADGROUP = 32768  # bytes that a GPU grants
-REGISTERS = 208 * 1024  # bytes of all threads of a group
+SPILLED = 64  # maximum words if rows are split or cannot be: mostly 0, up to 31 for nvfp4, 40 for 5 bits
+THREADGROUP = 32768  # bytes of threadgroup memory
+REGISTERS = 208 * 1024  # bytes per threadgroup
 counted = functools.cache(lambda text: registers(text.text, text.kernel))
 
 
 class Grouped(NamedTuple):
-    """A launch's text, and the threads of a group."""
+    """A launch's text, and its number of threads per threadgroup."""
 
     text: LaunchText
     threads: int
@@ -39,14 +39,14 @@ def launched(launch):
 
 
 def pairs(launch):
-    """The texts of a launch, each with its kernel's that splits rows, or with itself."""
+    """Return the texts of a launch, each with the text that splits rows, or with itself."""
     whole = launched(launch)
     return zip(whole, launched(partial(launch, split=True)) if can_split(launch.func) else whole, strict=True)
 
 
 @pytest.mark.parametrize("group", sampled([*FEW][::9], GROUPS))
 def test_kernels_have_registers_or_can_split_rows(group):
-    """And groups of threads fit with the registers that their threads have."""
+    """Threadgroups also fit with the registers of their threads."""
     launches = [launch for launch in GROUPS[group]() if "split" not in launch.keywords]
     chosen = launches if SWEEP else spread(launches, 2)
     for whole, split in dict.fromkeys(pair for launch in chosen for pair in pairs(launch)):
@@ -129,7 +129,7 @@ for (int i = 0; i < N; i++) { y[i] = kept[i] * kept[N - 1 - i] + float(more[0]);
 
 @pytest.mark.parametrize("n", [20, 160])
 def test_the_proxy_counts_what_a_kernel_keeps(n):
-    """Values that are loaded before a barrier and used behind it, in registers until there are no more."""
+    """Values that are loaded before a barrier and used after it fill registers, then spill."""
     source = "#define UNROLL\n" + FULL.replace("for (", '_Pragma("clang loop unroll(full)") for (')
     kernel = text_kernel("full", ["x"], ["y"], source)
     with collected() as found:
@@ -140,7 +140,7 @@ def test_the_proxy_counts_what_a_kernel_keeps(n):
     assert (count.spilled >= n - 128 > 0) if n > 128 else count.spilled == 0
 
 
-def test_what_does_not_compile_is_named():
+def test_a_compile_error_names_the_line():
     text = launched(SPILLING["moe 4 affine"][1])[0].text
     broken = re.sub(r'(#line (\d+) "kernels/moe_route.metal"\n)', r"\1nothing();", text.text, count=1)
     with pytest.raises(CompileError, match=r"kernels/moe_route.metal:\d+: use of undeclared identifier 'nothing'"):

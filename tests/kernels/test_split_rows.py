@@ -1,4 +1,4 @@
-"""Kernels that split their rows, so that a thread has fewer, give the same bits as those that do not."""
+"""Check that kernels which split their rows give the same bits as those that do not."""
 
 import itertools
 from functools import partial
@@ -33,7 +33,7 @@ pytestmark = linux_only
 
 
 def apart(w, count):
-    """Cut weights [count * N, K] into [count, N, K]."""
+    """Split weights [count * N, K] into [count, N, K]."""
     parts = (None if a is None else a.reshape(count, -1, a.shape[-1]) for a in (w.w, w.scales, w.biases))
     return Quantized(*parts, w.group_size, w.bits, w.mode, (w.w.shape[0] // count,))
 
@@ -65,7 +65,7 @@ def head_draw(m, dtype, of):
 
 
 def moe(m, dtype, of, gated=True):
-    """Two of three experts to a row, of which one is every row's."""
+    """Route each row to two of three experts; one of them is every row's."""
     gate, up, down = (apart(draw(*of, (3 * 128, 128), i, dtype)[1], 3) for i in (1, 2, 3))
     x = mx.random.normal((m, 128), dtype, key=mx.random.key(m))
     logits = mx.random.normal((m, 3), dtype, key=mx.random.key(2)) + mx.array([9.0, 0.0, 0.0], dtype)
@@ -91,7 +91,7 @@ SOME = itertools.cycle([6, 11, 3, 8, 14])
 
 
 def check(run, split, fp_contract):
-    """The same bits, by another kernel where the rows are said to be split."""
+    """Compare bits with and without `split`; another kernel runs if the rows can be split."""
     found, launched = [], []
     for each in (False, True):
         with collected() as texts:

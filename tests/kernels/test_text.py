@@ -1,4 +1,4 @@
-"""Check the text of kernels that MLX and the emulator compile: what it keeps of our files, and the lines it names."""
+"""Check the text of kernels that MLX and the emulator compile: its code, and the line numbers of our files."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from mlx_mtp import emulator
 from mlx_mtp.bench.kernels_cases import SMALL
 from mlx_mtp.emulator import compile as compiling
 from mlx_mtp.emulator.faults import numbered
-from mlx_mtp.kernels import _source, source_held, verify_qmm
+from mlx_mtp.kernels import _source, source_bytes, verify_qmm
 from mlx_mtp.kernels._text import Line, code_lines, defined_name, definitions, kernel_text, used
 
 DIRECTORY = _source.DIRECTORY
@@ -35,7 +35,7 @@ def tokens(code):
 
 
 def code_in(text):
-    """The lines of a text but for empty ones, and those with which the emulator numbers others."""
+    """Return the lines of a text without empty ones and without the emulator's numbering."""
     return "\n".join(line for line in text.split("\n") if line and not line.startswith("# 1 "))
 
 
@@ -47,13 +47,13 @@ EVERY = [each for name in HEADERS for each in definitions(code_lines(name, code_
 
 
 def test_comments_are_of_one_kind():
-    """`code_lines` removes what follows `//`, which therefore stands in no string."""
+    """`code_lines` removes everything after `//`, so no string may contain it."""
     assert not [name for name, text in FILES.items() if "/*" in text or re.search('"[^"\n]*//', text)]
 
 
 @pytest.mark.parametrize("op", BODIES)
 def test_lines_have_the_numbers_of_our_files(op):
-    """As a compiler counts them by the `#line` directives; every line of the body's code is there, and no comment."""
+    """By the `#line` directives; the text has every line of the body's code and no comment."""
     header, body = kernel_text(DIRECTORY, op)
     lines = {place: code for place, code in (numbered("", header) | numbered("", body)).items() if code}
     for (file, number), code in lines.items():
@@ -65,7 +65,7 @@ def test_lines_have_the_numbers_of_our_files(op):
 
 @pytest.mark.parametrize("op", BODIES)
 def test_what_mlx_generates_is_named(op):
-    """Its lines, behind the header and behind the body, do not count as lines of our files."""
+    """MLX's lines, after the header and after the body, do not count as lines of our files."""
     header, body = kernel_text(DIRECTORY, op)
     for text in (header, body):
         assert list(numbered("", text))[-1] == (GENERATED, 1)
@@ -73,7 +73,7 @@ def test_what_mlx_generates_is_named(op):
 
 @pytest.mark.parametrize("op", BODIES)
 def test_every_name_that_a_kernel_uses_is_defined(op):
-    """With all headers in front of it: no name of theirs is left whose definition is not."""
+    """Compare with all headers: no name of theirs is used without its definition."""
     body = list(code_lines("", FILES[f"{op}.metal"]))
     kept = used(EVERY, body)
     assert [each for each in EVERY if each in kept] == kept
@@ -101,7 +101,7 @@ FAULTY = [
 
 
 def changed(monkeypatch, folder, file, before, after):
-    """Put other files in the place of ours, of which one is changed in one line: its number, and its code."""
+    """Use a copy of our files with one changed line; return its number and its code."""
     lines = FILES[file].split("\n")
     (number,) = (i for i, line in enumerate(lines, 1) if before in line)
     code = lines[number - 1] = lines[number - 1].replace(before, after)
@@ -140,17 +140,17 @@ def test_faults_name_the_line_of_our_file(of, monkeypatch, tmp_path):
 @linux_only
 @pytest.mark.parametrize("op", SMALL)
 def test_the_emulator_compiles_what_mlx_does(op, monkeypatch):
-    """Line by line, behind the emulator's own; and what launches count as held is what MLX holds of the text."""
+    """Line by line, after the emulator's own; and `source_bytes` counts what MLX allocates for the text."""
     site, compiled = SMALL[op](), []
 
     def launched(x):
         return list(site.ours(x))
 
     x = mx.random.normal((max(site.candidates), site.width)).astype(mx.bfloat16)
-    mx.eval(launched(x))  # the site's caches, which it makes once
-    before = source_held()
+    mx.eval(launched(x))  # creates the site's caches, once
+    before = source_bytes()
     of_mlx = source.recorded(launched, [x])
-    held = source_held() - before
+    held = source_bytes() - before
     monkeypatch.setattr(emulator.kernel, "build", lambda *of: compiled.append(compiling.translation_unit(*of[:-1])))
     monkeypatch.setattr(emulator.MetalKernel, "_run", lambda *_: None)
     with emulator.emulated():

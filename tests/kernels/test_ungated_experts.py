@@ -1,4 +1,4 @@
-"""Compare experts of a squared ReLU, Nemotron-3's, with MLX's products, and the blocks that hold them."""
+"""Compare experts of a squared ReLU (Nemotron-3) with MLX's products, and the blocks that contain them."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def block_of(latent: int | None, dtype: mx.Dtype = mx.float32):
 
 @pytest.mark.parametrize("dtype", sampled([mx.bfloat16], DTYPES), ids=str)
 def test_products_have_the_bits_of_mlx(dtype):
-    """One expert for each row, whose weight is 1; one that twelve rows visit is asked for twice, the others once."""
+    """One expert per row, with weight 1; the one that twelve rows visit is requested twice, the others once."""
     up, down = (
         quantized(linear) for linear in block_of(None, dtype).switch_mlp.values() if hasattr(linear, "scales")
     )

@@ -1,4 +1,4 @@
-"""Check verify_attention: a query has the bits it has alone, and all share one pass over the cache."""
+"""Check verify_attention: a query has the bits that it has alone, and all share one pass over the cache."""
 
 import itertools
 from dataclasses import replace
@@ -12,7 +12,7 @@ from metal_cases import counted_launches, exact, linux_only, relative_error
 from sweep import SWEEP, sampled, sweep
 
 from mlx_mtp import emulator
-from mlx_mtp.cache import kinds as cache
+from mlx_mtp.cache import kinds
 from mlx_mtp.emulator.stock import fused, sdpa_vector, sdpa_vector_2pass
 from mlx_mtp.kernels import verify_attention, verify_attention_ref
 from mlx_mtp.kernels.verify_attention import FIRST_CHUNKS, GROUPS, Chunks, geometry, merge
@@ -28,7 +28,7 @@ CASES = [
     Case(G=6, L=2, D=256, Dv=256, offset=40, slots=64, start=7, dtype=mx.bfloat16, gate="value"),
     Case(G=2, L=5, D=64, Dv=64, offset=77, slots=128, bits=4, group=64, dtype=mx.float16),
     Case(G=2, L=3, D=64, Dv=128, offset=90, slots=96, window=64, bits=8, group=32, start=2, sinks=True),
-    Case(G=8, gate="head"),  # as compiled for four queries, of which one is missing: a whole block of 8 rows
+    Case(G=8, gate="head"),  # compiled for four queries, one of them missing: a whole block of 8 rows
 ]
 
 
@@ -37,7 +37,7 @@ def error(y, want) -> float:
 
 
 def check(case: Case, contraction: str) -> None:
-    """Values within twice the error of MLX's own operations, and each row's bits as it has them alone."""
+    """Compare values, within twice the error of MLX's operations, and each row's bits with the row alone."""
     drawn = draw(case)
     with emulator.emulated(emulator.Options(fp_contract=contraction)) as launches:
         y = attended(drawn)
@@ -46,15 +46,15 @@ def check(case: Case, contraction: str) -> None:
         for i in sorted({0, case.L // 2, case.L - 1}):
             alone = attended(drawn.rows(i, i + 1), slots=None if ring else case.offset + i + 1, limit=1000)
             assert same_bits(y[:, i], alone[:, 0]), f"row {i}"
-            # The rows behind it are wild: their queries, keys and values.
+            # Queries, keys and values of later rows are NaN or infinite.
             spoilt = draw(case)
-            behind = mx.arange(case.L)[:, None] > i
-            spoilt.q = mx.where(behind, float("nan"), spoilt.q)
+            later = mx.arange(case.L)[:, None] > i
+            spoilt.q = mx.where(later, float("nan"), spoilt.q)
             hidden = attended(spoilt, hidden=case.L - 1 - i)
-            assert same_bits(y[:, : i + 1], hidden[:, : i + 1]), f"row {i} beside wild ones"
+            assert same_bits(y[:, : i + 1], hidden[:, : i + 1]), f"row {i} with wild later rows"
             assert mx.all(mx.isnan(hidden[:, i + 1 :]))
     want = in_float64(drawn)
-    # A query that sees itself only is exact in MLX, but for one rounding fewer in what a quantized value is.
+    # A query that attends to itself only is exact in MLX, except for one rounding of a quantized value.
     assert error(y, want) <= 2 * max(error(by_stock(drawn), want), 2**-24)
 
 
@@ -72,7 +72,7 @@ def test_rows_are_what_they_are_alone_when_contracted(contraction):
 
 @pytest.mark.parametrize("window", sampled([40], [None, 40]))
 def test_an_infinity_reaches_those_that_see_it(window):
-    """In values that the first query alone sees, all, or only those behind it."""
+    """The value is visible to the first query only, to all, or only to later ones."""
     case = Case(G=3, L=3, offset=61, slots=72, window=window)
     drawn = draw(case)
     for position, column in ((case.seen(0)[0], 3), (50, 9), (62, 18), (63, 31)):
@@ -108,9 +108,9 @@ def test_at_every_place_of_a_buffer():
     ("window", "bits"), sampled([(32, None), (None, 4)], itertools.product((32, None), (None, 4)))
 )
 def test_it_sees_what_a_cache_shows(window, bits):
-    """Verifies of three rows, with a rollback of up to two, from a prompt on whose ring wraps."""
+    """Verify three rows, with rollbacks of up to two, after a prompt that wraps the ring."""
     n = 20 if window is None else 46
-    kv = cache.make_cache(window, start=3, bits=bits, group_size=32)
+    kv = kinds.make_cache(window, start=3, bits=bits, group_size=32)
     kv.update_and_fetch(*mx.random.normal((2, 1, 1, n, 32)))
     kv.seek(mx.array([n]), n)
     for back in (2, 0, 1, *[0] * (14 if SWEEP else 5)):
@@ -137,7 +137,7 @@ def test_it_sees_what_a_cache_shows(window, bits):
         (Case(G=2, L=8, offset=200, slots=256, bits=4, dtype=mx.float16), 16),
     ],
 )
-def test_keys_and_values_are_asked_for_once(case, factor):
+def test_keys_and_values_are_requested_once(case, factor):
     with emulator.emulated() as launches:
         attended(draw(case), limit=case.offset + case.L + 300)
     traffic = launches[0]
@@ -163,7 +163,7 @@ def test_mlx_asks_for_them_once_per_query_and_head():
 
 
 def test_a_group_of_threads_has_room():
-    """32 KB of shared memory; sums, scores and 32 more in 128 registers, those of all threads in 208 KB."""
+    """32 KB of shared memory; sums, scores and 32 more words in 128 registers per thread, 208 KB per threadgroup."""
     for Dv in (32, 64, 96, 128, 192, 256, 512):
         for rows in (*range(1, 17), *range(24, 129, 8)):
             groups, chosen = geometry(rows, Dv)
@@ -177,7 +177,7 @@ def test_a_group_of_threads_has_room():
 
 
 def groups_of(heads, kv_heads, width, limit, window=None):
-    """The groups of threads that a launch of the first kernel has."""
+    """Return the number of threadgroups in a launch of the first kernel."""
     slots = limit if window is None else window + 32
     q, (k, v) = mx.zeros((1, heads, 1, width)), mx.zeros((2, 1, kv_heads, slots, width))
     with counted_launches() as launches:
@@ -197,7 +197,7 @@ def test_many_groups_of_threads_at_every_length():
 
 
 def test_chunks_follow_each_other():
-    """Those that the kernel begins where this says are the fewest that hold all positions below a limit."""
+    """`up_to` is the fewest chunks, as the kernel places them, that contain all positions below a limit."""
     for least, most in ((32, 512), (256, 512), (64, 64)):
         ends, size = [], least
         while not ends or ends[-1] < 20 * FIRST_CHUNKS:
@@ -221,7 +221,7 @@ def test_a_gate_of_any_strides():
 
 
 def odd(x):
-    """The same in memory whose first element is no neighbour of an even one: a slice of a larger array."""
+    """Return x as a slice of a larger array that starts at an odd element."""
     whole = mx.concatenate([mx.zeros(1, x.dtype), x.flatten()])
     mx.eval(whole)
     return whole[1:].reshape(x.shape)
@@ -256,7 +256,7 @@ def test_rows_beyond_a_group_of_threads():
 
 
 def test_merge_of_one_kv_head():
-    """As a latent attention has it: Hkv = 1, head * L + i; chunks that a row does not see may hold anything."""
+    """As in latent attention: Hkv = 1, row head * L + i; chunks that a row does not attend to may hold anything."""
     partials, sums = mx.random.normal((1, 3, 8, 64)), mx.random.uniform(1.0, 2.0, (1, 3, 8))
     largest = mx.random.normal((1, 3, 8))
     sums[:, 1, ::2] = 0.0

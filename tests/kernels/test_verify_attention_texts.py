@@ -1,4 +1,4 @@
-"""Compare attention of several texts, whose caches are slots of one buffer, with that of each alone."""
+"""Compare attention of several sequences, in slots of one buffer, with that of each alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ HKV, HQ, D, SLOTS = 2, 6, 32, 10
 
 @dataclass
 class Texts:
-    """Queries, buffers of SLOTS slots that hold NaN where no text is, and what is each text's own."""
+    """Queries, buffers of SLOTS slots with NaN outside of the sequences, and each sequence's own arguments."""
 
     q: mx.array
     buffers: list[Any]
@@ -35,17 +35,15 @@ class Texts:
 
 
 def drawn(lengths: list[int], rows: int, dtype: mx.Dtype, *, capacity: int, bits: int | None = None, **more) -> Texts:
-    """Texts of so many positions, of which `rows` ask, in slots that are neither in order nor all taken."""
+    """Return sequences of these lengths with `rows` queries each, in slots in any order, some of them free."""
     mx.random.seed(sum(lengths))
     slots = [9, 0, 4, 7, 1, 3, 8, 5][: len(lengths)]
     buffers = []
     for _ in range(2):
         buffer = mx.random.normal((SLOTS, HKV, capacity, D)).astype(dtype)
         if bits is None:
-            there = mx.array([lengths[slots.index(s)] if s in slots else 0 for s in range(SLOTS)]).reshape(
-                -1, 1, 1, 1
-            )
-            buffer = mx.where(mx.arange(capacity)[:, None] < there, buffer, float("nan"))
+            held = mx.array([lengths[slots.index(s)] if s in slots else 0 for s in range(SLOTS)])
+            buffer = mx.where(mx.arange(capacity)[:, None] < held.reshape(-1, 1, 1, 1), buffer, float("nan"))
         buffers.append(buffer if bits is None else mx.quantize(buffer, 32, bits))
     if bits is not None:
         more |= {"bits": bits, "group_size": 32}

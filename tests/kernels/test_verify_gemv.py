@@ -1,4 +1,4 @@
-"""Compare unquantized products of several rows with the bits of MLX's kernel for one, the matrix read once."""
+"""Compare unquantized products of several rows with the bits of MLX's kernel for one row; the matrix is read once."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def bits(y):
 
 
 def ours(x, w, bias=None, **options):
-    """The public function in the emulator: the product, and the traffic of its only launch."""
+    """Run the public function in the emulator; return the product and the traffic of its only launch."""
     with emulator.emulated(emulator.Options(**options)) as launches:
         y = verify_gemv(x, w, bias)
     (traffic,) = launches
@@ -37,7 +37,7 @@ def ours(x, w, bias=None, **options):
 
 
 def of_one_row(x, w, bias=None, **options):
-    """MLX's own product of every row alone."""
+    """Return MLX's own product of every row alone."""
     if w.shape[0] == 1 and bias is None:
         return stock.dot(x, w, emulator.Options(**options))
     return stock.gemv(x, w, bias, emulator.Options(**options))
@@ -58,7 +58,7 @@ def check(n, k, m, dtype, bias, contract):
     ("n", "k", "m", "dtype", "bias", "contract"),
     [
         (13, 203, 7, BF16, False, "off"),  # a simdgroup per four rows of w
-        (5, 1031, 16, BF16, False, "off"),  # eight simdgroups along K, rows of several texts
+        (5, 1031, 16, BF16, False, "off"),  # eight simdgroups along K, rows of several sequences
         (24, 2048, 6, F32, False, "fast"),
         pytest.param(1, 515, 3, F16, True, "on", marks=sweep),  # with fewer than four rows of w
         (13, 64, 4, F32, False, "on"),  # four lanes along K
@@ -203,7 +203,7 @@ def test_shapes_and_types_are_those_of_matmul():
 
 
 @linux_only
-def test_what_the_kernels_do_not_compute_is_mlxs():
+def test_mlx_computes_what_the_kernels_do_not_support():
     x = mx.ones((2, 16385))
     with emulator.emulated() as launches:
         assert verify_gemv(x, x[:1]).tolist() == [[16385.0], [16385.0]]

@@ -46,7 +46,7 @@ def test_rows_have_the_bits_of_one_row(mode, bits, group, k, h, m, dtype, limit,
 
 
 def test_nan_and_infinity_stay():
-    """A clip that lets a NaN through, as MLX's does, and a gate so far off that its exponential overflows."""
+    """A clip passes a NaN on, as MLX's does, and a gate overflows its exponential."""
     values = mx.array([float("nan"), float("inf"), float("-inf"), -100.0, 100.0, 0.0, -0.0, 3e-39])
     x, weights = mx.ones((2, 64)), draw("affine", 8, 32, (16, 64), 2, mx.float32, parts=(8, 16))[1]
     zero = weights.__class__(
@@ -82,7 +82,7 @@ def test_with_a_bias_the_activation_follows_the_product():
     assert mx.allclose(y, verify_glu_ref(x, weights), rtol=1e-3)
 
 
-def test_what_it_does_not_take():
+def test_what_it_does_not_support():
     x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(8, 24))
     with pytest.raises(ValueError, match=r"the weights end at \(8, 24\); gate and up must have the same number"):
         verify_glu(x, weights)

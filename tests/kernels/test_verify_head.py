@@ -25,7 +25,7 @@ KEY, POSITION, TEMP = mx.array([7, 2**32 - 3], mx.uint32), 1234, 15.0
 
 
 def argmax(logits):
-    """As Metal's: of numbers only, 0 where there is nothing above -infinity."""
+    """Return Metal's argmax: of numbers only, 0 if nothing is above -infinity."""
     values = np.array(logits.astype(mx.float32))
     return np.argmax(np.where(np.isnan(values), -np.inf, values), axis=-1)
 
@@ -44,7 +44,7 @@ def logits_of(x, weights, bias):
 
 
 def compare(x, weights, bias=None, n=5, options=None):
-    """All three ops against the logits; the traffic of their launches."""
+    """Compare all three ops with the logits; return the traffic of their launches."""
     with emulator.emulated(options or emulator.Options()) as launches:
         logits = logits_of(x, weights, bias)
         del launches[:]
@@ -73,7 +73,7 @@ def test_quantized(mode, bits, group, shape, m, dtype, bias, contraction):
     x, weights = draw(mode, bits, group, shape, m, dtype)
     bias = mx.random.normal(shape[:1]).astype(dtype) if bias else None
     last = mx.dequantize(weights.w[-1:], weights.scales[-1:], weights.biases[-1:], **weights.format)
-    x[0] = last[0].astype(dtype)  # whose greatest logit is the last one
+    x[0] = last[0].astype(dtype)  # its greatest logit is the last one
     compare(x, weights, bias, options=emulator.Options(fp_contract=contraction, order="reverse", traffic=False))
 
 
@@ -106,7 +106,7 @@ def test_sweep(dtype, contraction):
 
 @pytest.mark.parametrize("quantized", sampled([True], [True, False]))
 def test_a_row_is_chosen_for_alone(quantized):
-    """For 9 rows, two groups that share one, and with other rows, as for a single row at its own position."""
+    """For 9 rows, in two groups that share one, and with other rows, as for a single row at its own position."""
     x, weights = draw("affine", 4, 32, (150, 96), 9, mx.float32) if quantized else dense((150, 96), 9, mx.float32)[:2]
     with emulator.emulated(emulator.Options(traffic=False)):
         values, first, total = verify_head_top(x, weights, 3)
@@ -154,7 +154,7 @@ def test_nan_and_infinity_stay_in_their_rows():
 
 
 def test_single_logits_that_are_not_numbers():
-    """A weight's NaN is passed over, also by a row of nothing else that is finite."""
+    """A weight's NaN is never chosen, even if the row has no finite logit."""
     x, w, _ = dense((260, 64), 2, mx.float32)
     x = mx.abs(x)
     w[[0, 17, 128]], w[[5, 200]], w[[9, 130]] = float("nan"), float("-inf"), float("inf")
@@ -176,7 +176,7 @@ def test_single_logits_that_are_not_numbers():
 
 @pytest.mark.parametrize("n", sampled([11], [8, 11]))
 def test_draws_are_those_of_mlx(n):
-    """Of many positions, token by token, those of mx.random.categorical."""
+    """At many positions the tokens equal those of mx.random.categorical."""
     x, w, _ = dense((n, 64), 8, mx.float32)
     w = w * 0.1
     options, tokens, expected = emulator.Options(traffic=False), [], []
@@ -192,7 +192,7 @@ def test_draws_are_those_of_mlx(n):
 
 
 def test_weights_once_and_no_logits():
-    """Two tiles of each row: their tokens and values, and those of the row, are all that is written."""
+    """Only the tokens and values of each row's two tiles, and those of the row, are written."""
     for m, mode in sampled([(5, "affine"), (16, None)], [(5, "affine"), (8, "nvfp4"), (12, "affine"), (16, None)]):
         x, weights = draw(mode or "affine", 4, 16 if mode == "nvfp4" else 64, (256, 512), m, mx.bfloat16)
         weights = weights if mode else dense((256, 512), 1, mx.bfloat16)[1]
@@ -236,7 +236,7 @@ def test_what_the_kernels_leave_to_mlx():
     assert not launches
 
 
-def test_what_they_do_not_take():
+def test_what_they_do_not_support():
     x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32)
     with pytest.raises(ValueError, match="x has 64 columns; the weights have 512"):
         verify_head(x[:, :64], weights)

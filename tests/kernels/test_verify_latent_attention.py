@@ -16,12 +16,12 @@ from mlx_mtp.layers.mla import AbsorbedMLA
 
 F16, BF16, F32 = mx.float16, mx.bfloat16, mx.float32
 NAN, INF = float("nan"), float("inf")
-MODULE = sys.modules["mlx_mtp.kernels.verify_latent_attention"]  # whose name in the package is the function's
+MODULE = sys.modules["mlx_mtp.kernels.verify_latent_attention"]  # in the package its name is the function's
 LAUNCHES = ["latent_scores", "latent_values", "attention_merge"]
 
 
 def draw(heads, L, dv, dr, S, dtype):
-    """q, q_pe, latent, k_pe; scores spread by a few units, as those of trained models are."""
+    """Return q, q_pe, latent and k_pe; scores spread by a few units, as those of trained models do."""
     shapes = ((1, heads, L, dv), (1, heads, L, dr), (1, 1, S, dv), (1, 1, S, dr))
     return [(1.5 * mx.random.normal(shape)).astype(dtype) for shape in shapes]
 
@@ -31,12 +31,12 @@ def scale_of(q, q_pe):
 
 
 def spoilt(buffer, offset, value=NAN):
-    """The buffer with `value` in every slot from `offset` on."""
+    """Return the buffer with `value` in every slot from `offset` on."""
     return mx.where(mx.arange(buffer.shape[2])[:, None] < offset, buffer, mx.array(value, buffer.dtype))
 
 
 def attend(q, q_pe, latent, k_pe, offset, limit=None, options=None, start=0):
-    """The kernels' result and their traffic, by name."""
+    """Return the kernels' result and their traffic, by name."""
     with emulator.emulated(options) as launches:
         out = verify_latent_attention(
             *(q, q_pe, latent, k_pe, mx.array([offset])),
@@ -50,7 +50,7 @@ def attend(q, q_pe, latent, k_pe, offset, limit=None, options=None, start=0):
 
 
 def in_float64(q, q_pe, latent, k_pe, offset, start=0):
-    """Each row alone, on exactly the positions that it sees."""
+    """Attend from each row alone to exactly its visible positions, in float64."""
     q, q_pe, latent, k_pe = (exact(x) for x in (q, q_pe, latent, k_pe))
     scale, out = scale_of(q, q_pe), np.zeros(q.shape)
     for i in range(q.shape[2]):
@@ -68,7 +68,7 @@ def error(got, want):
 
 
 def stock(q, q_pe, latent, k_pe, offset):
-    """What the layer makes of them in plain MLX ops."""
+    """Return the layer's result in plain MLX ops."""
     positions = mx.arange(latent.shape[2])
     mask = positions <= offset + mx.arange(q.shape[2])[:, None]
     layer = SimpleNamespace(scale=scale_of(q, q_pe))
@@ -76,7 +76,7 @@ def stock(q, q_pe, latent, k_pe, offset):
 
 
 def check_values(heads, L, dv, dr, S, offset, dtype, start=0):
-    """Against float64: rounded to the type only at the end. Returns launches, error, and that of plain ops."""
+    """Compare with float64, rounded only at the end; return launches, error, and the error of plain ops."""
     q, q_pe, latent, k_pe = draw(heads, L, dv, dr, S, dtype)
     want = in_float64(q, q_pe, latent, k_pe, offset, start)
     got, launches = attend(q, q_pe, spoilt(latent, offset + L), spoilt(k_pe, offset + L), offset, start=start)
@@ -89,7 +89,7 @@ def check_values(heads, L, dv, dr, S, offset, dtype, start=0):
 @sweep
 @linux_only
 def test_values_at_the_sizes_of_released_models():
-    """128 heads, 512 and 64 (DeepSeek-V3); the latent is read once as keys and once as values."""
+    """128 heads, 512 and 64 values (DeepSeek-V3); the latent is read once as keys and once as values."""
     launches, ours, plain = check_values(128, 3, 512, 64, 32, 20, BF16)
     assert ours < plain
     for name in LAUNCHES[:2]:
@@ -109,27 +109,27 @@ def test_values_at_the_sizes_of_released_models():
     ),
 )
 def test_values_in_float32(heads, offset, S, start):
-    """The first row of all, the ends of chunks and buffers, and a cache that holds nothing before `start`."""
+    """The first row of all, the ends of chunks and buffers, and a cache without contents before `start`."""
     launches, *_ = check_values(heads, 3, 64, 16, S, offset, F32, start)
     assert launches["latent_values"]["latent"].reread == 1.0
 
 
 @linux_only
 def test_errors_in_float32():
-    """At most twice those of plain ops; of several draws, since one may fall well or ill for either."""
+    """At most twice those of plain ops, over several draws, because a single one may favour either."""
     _, ours, plain = zip(*(check_values(4, 3, 64, 16, 300, 290, F32) for _ in range(6)), strict=True)
     assert sum(ours) < 2 * sum(plain)
 
 
 @pytest.fixture
 def unrounded(monkeypatch):
-    """The last launch writes float32: 16 bits would hide most of what differs in the sums."""
+    """Let the last launch write float32, because 16 bits hide most differences of the sums."""
     merge = MODULE.merge
     monkeypatch.setattr(MODULE, "merge", lambda out, ml, rows, dtype: merge(out, ml, rows, F32))
 
 
 def rows_alone(q, q_pe, latent, k_pe, offset, rows, options, S):
-    """Each of `rows` launched alone in a buffer of S slots, of which those after its own hold something else."""
+    """Launch each of `rows` alone in a buffer of S slots, with other contents in later slots."""
     for i in rows:
         parts = [spoilt(x, offset + i + 1, (NAN, INF, -INF, 7.0)[i % 4])[:, :, :S] for x in (latent, k_pe)]
         one = [x[:, :, i : i + 1] for x in (q, q_pe)]
@@ -142,10 +142,7 @@ def rows_alone(q, q_pe, latent, k_pe, offset, rows, options, S):
 )
 @pytest.mark.usefixtures("unrounded")
 def test_a_row_has_the_bits_that_it_has_alone(contraction, offset):
-    """Whatever L, the other rows and their slots, the slots that no row sees, the capacity and the limit.
-
-    The rows go on in another chunk, or in another tile, than they began in.
-    """
+    """For any L, other rows and their slots, slots that no row attends to, capacity and limit."""
     heads, L = 34, 8
     q, q_pe, latent, k_pe = draw(heads, L, 32, 8, 320, F16)
     options = emulator.Options(fp_contract=contraction)
@@ -163,7 +160,7 @@ def test_a_row_has_the_bits_that_it_has_alone(contraction, offset):
 @linux_only
 @pytest.mark.usefixtures("unrounded")
 def test_rows_that_look_at_chosen_slots():
-    """Each row at its own, also some that it does not see: in the bits that it has alone, and of all slots' rows."""
+    """Each row has its own slots, some not visible to it; bits are those of the row alone, and of all slots."""
     heads, L, offset, S, count = 5, 3, 400, 448, 290
     q, q_pe, latent, k_pe = draw(heads, L, 32, 8, S, F16)
     rng = np.random.default_rng(0)
@@ -189,7 +186,7 @@ def test_rows_that_look_at_chosen_slots():
 
 @linux_only
 def test_extremes():
-    """A score of -infinity weighs nothing; one of +infinity, or a NaN, spoils its row as the reference has it."""
+    """A score of -infinity has no weight; +infinity or NaN makes its row NaN, as in the reference."""
     q, q_pe, latent, k_pe = draw(34, 1, 32, 8, 300, F16)
     q, offset = mx.abs(q), 290
     for value, slots in ((-INF, slice(0, 256)), (INF, slice(3, 4)), (NAN, slice(270, 271))):
@@ -204,7 +201,7 @@ def test_extremes():
 @linux_only
 @pytest.mark.parametrize(("offset", "limit"), [(290, 280), (400, 300)])
 def test_nothing_is_read_beyond_the_buffers(offset, limit):
-    """Where offset or limit is not what it must be, the output is not either; that is all."""
+    """A wrong offset or limit gives a wrong result, but no access out of bounds."""
     attend(*draw(34, 1, 32, 8, 300, F16), offset, limit)
 
 
@@ -233,7 +230,7 @@ def test_the_reference_is_the_formula(dtype):
 
 
 @linux_only
-def test_what_the_kernels_do_not_take_goes_to_the_reference():
+def test_the_reference_computes_what_the_kernels_do_not_support():
     for dv, dr, other in ((48, 8, F16), (32, 12, F16), (1024, 8, F16), (32, 8, F32)):
         q, q_pe, latent, k_pe = draw(2, 2, dv, dr, 16, F16)
         latent, where = latent.astype(other), {"scale": scale_of(q, q_pe)}
@@ -258,7 +255,7 @@ def test_what_does_not_fit():
 
 
 def swept(dtype):
-    """Random heads, rows, widths and places: arguments of `draw` less the dtype, and offset."""
+    """Draw heads, rows, widths and positions: arguments of `draw` without the dtype, and offset."""
     chosen = np.random.default_rng(dtype.size)
     for dv, dr in ((32, 8), (64, 16), (96, 24), (512, 64)):
         for L in (1, 2, 5, 8):

@@ -1,4 +1,4 @@
-"""Compare verify_moe with mlx-lm's experts and the bits of its products; a chosen expert's weights are read once."""
+"""Compare verify_moe with mlx-lm's experts and the bits of its products; a visited expert's weights are read once."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ WEIGHTS = {"moe_glu": ("gate", "up"), "moe_down": ("w",)}
 
 
 def draw(gate: tuple, down: tuple, h: int, i: int, e: int, dtype: mx.Dtype) -> Experts:
-    """Experts of two formats (mode, bits, group size), always the same ones."""
+    """Return experts of two formats (mode, bits, group size), equal for equal arguments."""
     mx.random.seed(h + i + e)
     made = []
     for (mode, bits, group), shape in ((gate, (e, i, h)), (gate, (e, i, h)), (down, (e, h, i))):
@@ -40,7 +40,7 @@ def base() -> Experts:
 
 
 def staircase(row: int) -> list[int]:
-    """Of the experts from 9 on the next has one row more each, up to 8."""
+    """From expert 9 on, each next expert gets one more row, up to 8."""
     return [9 + i for i in range(row, 8)] + [40 + 8 * row + i for i in range(row)]
 
 
@@ -78,7 +78,7 @@ def test_mlx_requests_an_expert_for_each_pair(base):
 
 
 def gathered(x: mx.array, weights: Quantized, experts: list[int], options: emulator.Options) -> mx.array:
-    """Row i of x times the experts[i]-th matrix, by MLX's own kernel."""
+    """Multiply row i of x with the experts[i]-th matrix, with MLX's own kernel."""
     arrays, pairs = (weights.w, weights.scales, weights.biases), mx.arange(len(experts))
     format_ = {"group_size": weights.group_size, "bits": weights.bits}
     x = x[:, None]
@@ -86,7 +86,7 @@ def gathered(x: mx.array, weights: Quantized, experts: list[int], options: emula
 
 
 def assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows):
-    """One expert for each row, whose weight is 1: what comes out is the product."""
+    """Each row visits one expert with weight 1, so the output is the product."""
     experts, options = draw(gate, down, h, i, 6, dtype), emulator.Options(fp_contract=contraction)
     x = mx.random.normal((len(rows), h)).astype(dtype)
     with emulator.emulated(options):
@@ -98,7 +98,7 @@ def assert_products_exact(gate, down, h, i, dtype, limit, contraction, rows):
 
 @pytest.mark.parametrize(
     ("gate", "down", "h", "i", "dtype", "limit", "contraction", "rows"),
-    [  # the K of gate and up, and that of down: of qmv_fast, where a multiple of 256 or 512, or of qmv
+    [  # K of gate and up, and K of down: qmv_fast for multiples of 256 or 512, else qmv
         pytest.param(
             *(("affine", 4, 64), ("affine", 6, 64), 512, 64, mx.bfloat16, None, "fast", [5, 0, 5, 2, 5, 5, 0, 5]),
             marks=sweep,
@@ -112,7 +112,7 @@ def test_products_have_the_bits_of_mlx(gate, down, h, i, dtype, limit, contracti
 
 
 def low() -> tuple:
-    """x, logits, experts, routing and what is shared, in 16 bits."""
+    """Return x, logits, experts, routing and the shared part, in 16 bits."""
     experts = draw(("affine", 4, 64), ("affine", 4, 64), 128, 64, 160, mx.bfloat16)
     shapes = ((8, 128), (8, 160), (8, 128), (8, 1))
     x, logits, shared, gate = (mx.random.normal(shape).astype(mx.bfloat16) for shape in shapes)
@@ -120,7 +120,7 @@ def low() -> tuple:
 
 
 def summed(x, experts: Experts, rows: list[dict[int, float]]) -> mx.array:
-    """Products of MLX's own kernels, weighted and added in float32, each row's experts in ascending order."""
+    """Weight and add products of MLX's own kernels in float32, each row's experts in ascending order."""
     options, visited = emulator.Options(), [e for row in rows for e in row]
     m, k = len(rows), len(rows[0])
     x = mx.repeat(x, k, axis=0)
@@ -134,7 +134,7 @@ def summed(x, experts: Experts, rows: list[dict[int, float]]) -> mx.array:
 
 
 def test_sums_are_of_rounded_products():
-    """Then, in x's type, what is shared is added."""
+    """Then the shared part is added in x's type."""
     x, logits, experts, routing, shared, gate = low()
     with emulator.emulated():
         y = verify_moe(x, logits, experts, routing, shared=shared, shared_gate=0 * gate)
@@ -198,7 +198,7 @@ def test_a_spoilt_row_leaves_the_others(value, base):
 @sweep
 @pytest.mark.parametrize(("m", "e"), [(1, 4), (16, 32)])
 def test_every_expert(m, e):
-    """top_k = E: one row of 4 experts, the smallest arrays; 16 rows of 32, the most pairs that there can be."""
+    """top_k = E: one row of 4 experts, the smallest arrays; 16 rows of 32, the maximum number of pairs."""
     experts, routing = draw(BASE, BASE, 64, 32, e, mx.float32), Routing("sigmoid", e, norm=False)
     x, logits = mx.random.normal((m, 64)), mx.random.normal((m, e))
     with emulator.emulated():
@@ -207,7 +207,7 @@ def test_every_expert(m, e):
 
 
 def plain(x, logits, experts, routing, shared, shared_gate):
-    """mlx-lm's operations in x's type."""
+    """Return the result of mlx-lm's operations in x's type."""
     visited, weights = route_ref(logits, routing, None)
     stored = (experts.gate, experts.up, experts.down)
     take = [mx.dequantize(w.w, w.scales, w.biases, **w.format)[visited] for w in stored]
@@ -229,7 +229,7 @@ def test_its_error_is_at_most_twice_that_of_plain_operations():
 
 
 def test_types_that_differ(base):
-    """x of 16 bits with scales of 32: computed in 32, given back in 16."""
+    """x of 16 bits with scales of 32 bits is computed in 32 bits and returned in 16."""
     mx.random.seed(6)
     x, logits, bias = mx.random.normal((8, 64)).astype(mx.bfloat16), mx.random.normal((8, 160)), mx.zeros(160)
     with emulator.emulated():
@@ -238,7 +238,7 @@ def test_types_that_differ(base):
     assert same_bits(y, full.astype(mx.bfloat16))
 
 
-def test_what_it_does_not_take(base):
+def test_what_it_does_not_support(base):
     x, logits, routing = mx.zeros((2, 64)), mx.zeros((2, 160)), Routing("softmax", 8)
     with pytest.raises(ValueError, match="x has 63 columns; the weights have 64"):
         verify_moe(x[:, :63], logits, base, routing)
@@ -269,13 +269,13 @@ def test_what_it_does_not_take(base):
         (("softmax", 8, 4, 2), "softmax routing has no groups, eps or scale"),
     ],
 )
-def test_routings_that_there_are_not(arguments, message):
+def test_routings_that_do_not_exist(arguments, message):
     with pytest.raises(ValueError, match=message):
         Routing(*arguments)
 
 
 def test_what_the_kernels_leave_to_the_reference(base):
-    """More than 16 rows, 512 experts or 32 of a row; other types."""
+    """More than 16 rows, 512 experts or 32 experts per row; other types."""
     x, logits = mx.zeros((17, 64)), mx.zeros((17, 160))
     with emulator.emulated() as launches:
         verify_moe(x, logits, base, Routing("softmax", 8))

@@ -29,9 +29,9 @@ def emulated(x, weights, **options) -> tuple[list[mx.array], emulator.Traffic]:
 
 
 def cases(seed: int) -> list[tuple]:
-    """Every width at a K of each kind that it has, in two of its groups there; N and M change, too.
+    """Return every width with each kind of K, in two group sizes, with varying N and M.
 
-    Each width has each dtype and each group, and so has each kind of K.
+    Each width has each dtype and group size, and so has each kind of K.
     """
     rng = random.Random(seed)
     found = []
@@ -117,7 +117,7 @@ def test_extreme_rows_stay_what_they_are_alone_and_leave_the_others(value):
 
 @pytest.mark.parametrize(("mode", "bits", "group"), [("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_every_code_of_weights_and_scales(mode, bits, group):
-    """NaN's and the smallest scale's too, which a quantizer hardly writes."""
+    """NaN's and the smallest scale's too, which a quantizer rarely writes."""
     x, weights = draw(mode, bits, group, (64, 128), 3, mx.float32)
     codes = mx.random.randint(0, 2**31, weights.w.shape).astype(mx.uint32)
     scales = mx.arange(weights.scales.size).astype(mx.uint8).reshape(weights.scales.shape)
@@ -134,7 +134,7 @@ def test_every_code_of_weights_and_scales(mode, bits, group):
     sampled([(2, 64, 4, 64), (1, 448, 4, 64)], [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32), (1, 448, 4, 64)]),
 )
 def test_arrays_too_small_for_device_memory(n, k, bits, group):
-    """Metal hands a kernel inputs of fewer than 8 elements in another address space."""
+    """Metal passes inputs of fewer than 8 elements in another address space."""
     x, weights = draw("affine", bits, group, (n, k), 3, mx.float32)
     (y,), traffic = emulated(x, weights)
     assert weights.scales.size < 8
@@ -144,7 +144,7 @@ def test_arrays_too_small_for_device_memory(n, k, bits, group):
 
 @pytest.mark.parametrize(("dtype", "contraction"), [(mx.bfloat16, "on"), (mx.float32, "fast")])
 def test_a_bias_is_added_to_the_rounded_product(dtype, contraction):
-    """Also one of another type, in an operation of its own, as MLX adds it."""
+    """A bias of another type is added in an operation of its own, as in MLX."""
     x, weights = draw("affine", 4, 64, (45, 512), 3, dtype, parts=(16, 17, 24, 45))
     want = one_row(x, weights, emulator.Options(fp_contract=contraction))
     for type_ in {dtype, mx.float32}:
@@ -171,9 +171,9 @@ def test_weights_are_requested_once_for_twelve_rows():
         _, traffic = emulated(x, weights)
         requested[m] = [traffic[name].reread for name in ("w", "scales", "biases", "x")]
     assert {m: w for m, (w, *_) in requested.items()} == {m: 1.0 if m < 13 else 2.0 for m in chosen}
-    # Four lanes share a group's scale, and each asks for it.
+    # Four lanes share a group's scale, and each requests it.
     assert all(scales == biases == 4 * w for w, scales, biases, _ in requested.values())
-    # Of x as many rows as the kernel is compiled for, with eight or more for two rows of weights instead of four.
+    # x is requested for each compiled row; from eight rows on once for two rows of weights instead of four.
     for m, (*_, x) in requested.items():
         groups, rows, results = tiles(m)
         assert x == pytest.approx(64 / results * groups * rows / m)
@@ -228,7 +228,7 @@ def test_without_metal_it_is_the_reference():
     assert relative_error(mx.concatenate([a, b], axis=-1), exact(cpu)) < 1e-5
 
 
-def test_what_it_does_not_take():
+def test_what_it_does_not_support():
     x, weights = draw("affine", 4, 64, (8, 512), 2, mx.float32)
     assert supported(x, weights)
     assert not supported(x.astype(mx.int32), weights.__class__(**{**vars(weights), "biases": None, "mode": "mxfp4"}))

@@ -15,17 +15,17 @@ from mlx_mtp.kernels import Quantized, verify_qmm_heads, verify_qmm_heads_ref
 pytestmark = linux_only
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 KS = (64, 128, 192, 256, 320, 512, 1024)
-# Of each kernel for one row: qmv_quad, qmv (GLM-4.7's 192) and qmv_fast; queries lie beside rotated values.
+# Of each kernel for one row: qmv_quad, qmv (GLM-4.7's 192) and qmv_fast; queries are next to rotated values.
 CASES = [
     *(("affine", 4, 64, 128, 24, 3, 3, 64, BF16, "on"), ("affine", 8, 32, 64, 65, 2, 8, 0, F32, "fast")),
     ("affine", 4, 64, 192, 13, 3, 4, 64, F16, "fast"),
 ]
 
 
-def drawn(mode, bits, group, k, n, heads, m, beside, dtype) -> tuple[mx.array, Quantized]:
-    """x (1, M, H, K + beside) and weights (H, N, K)."""
+def drawn(mode, bits, group, k, n, heads, m, more, dtype) -> tuple[mx.array, Quantized]:
+    """Return x (1, M, H, K + more) and weights (H, N, K)."""
     x, w = draw(mode, bits, group, (heads * n, k), m * heads, dtype)
-    x = mx.concatenate([x, mx.full((m * heads, beside), float("nan"), dtype)], axis=1).reshape(1, m, heads, -1)
+    x = mx.concatenate([x, mx.full((m * heads, more), float("nan"), dtype)], axis=1).reshape(1, m, heads, -1)
     parts = [None if a is None else a.reshape(heads, n, -1) for a in (w.w, w.scales, w.biases)]
     return x, Quantized(*parts, group, bits, mode, (n,))
 
@@ -38,7 +38,7 @@ def emulated(x, weights, heads_first=True, **options) -> tuple[mx.array, emulato
 
 
 def per_head(x, weights, **options) -> mx.array:
-    """(1, H, M, N): MLX's own kernel for one row, on each row and head."""
+    """Return (1, H, M, N): MLX's own one-row kernel applied to each row and head."""
     found = []
     for h in range(x.shape[2]):
         parts = [None if a is None else a[h] for a in (weights.w, weights.scales, weights.biases)]
@@ -69,8 +69,8 @@ def test_sweep(contraction):
         rng = random.Random(f"{fmt}{dtype}{contraction}")
         for m in range(1, 11):
             k = rng.choice([k for k in KS if k % fmt[2] == 0])
-            n, heads, beside = rng.randrange(8, 40), rng.randrange(1, 5), rng.choice((0, 7, 64))
-            assert_rows_exact(*fmt, k, n, heads, m, beside, dtype, contraction)
+            n, heads, more = rng.randrange(8, 40), rng.randrange(1, 5), rng.choice((0, 7, 64))
+            assert_rows_exact(*fmt, k, n, heads, m, more, dtype, contraction)
 
 
 def test_rows_first_and_rows_that_are_not_finite():
@@ -94,7 +94,7 @@ def test_every_matrix_is_requested_once_for_twelve_rows():
         assert traffic["x"].reread == {5: 5 * 6 / 5, 8: 10, 9: 10 * 12 / 9, 13: 10 * 16 / 13}[m]
 
 
-def test_small_matrices_and_what_it_does_not_take():
+def test_small_matrices_and_what_it_does_not_support():
     x, weights = drawn("affine", 4, 64, 64, 2, 2, 3, 0, F32)
     assert weights.scales.size < 8
     assert same_bits(emulated(x, weights)[0], per_head(x, weights))

@@ -1,4 +1,4 @@
-"""Check verify_qmm_mma: as near to the truth as MLX's one-row kernel, weights read once, each row for itself."""
+"""Check verify_qmm_mma: the error of MLX's one-row kernel, weights read once, each row independent of the others."""
 
 import importlib
 import itertools
@@ -27,7 +27,7 @@ def emulated(x, weights, **options) -> tuple[list[mx.array], emulator.Traffic]:
 
 
 def truth(x: mx.array, weights: Quantized) -> np.ndarray:
-    """The product in float64, of the very numbers that the format stores."""
+    """Return the product in float64, of the numbers that the format stores."""
     w, group = weights.w, weights.group_size
     if weights.biases is None:
         return exact(x) @ exact(mx.dequantize(w, weights.scales, dtype=mx.float32, **weights.format)).T
@@ -91,7 +91,7 @@ def test_sweep(monkeypatch, contraction, tall):
 
 @pytest.mark.parametrize("tall", [0, 2048])
 def test_a_row_is_the_same_whatever_is_around_it(monkeypatch, tall):
-    """Also in a tile of another height, alone, and beside rows that are not finite."""
+    """Also in a tile of another height, alone, and next to rows that are not finite."""
     x, weights = draw("affine", 4, 32, (45, 672), 8, mx.float32)
     (want,), _ = emulated(x, weights)
     monkeypatch.setattr(module, "TALL", tall)
@@ -140,7 +140,7 @@ def test_tall_weights_have_tiles_of_sixteen_rows():
 
 @pytest.mark.parametrize(("mode", "bits", "group"), [("mxfp8", 8, 32), ("nvfp4", 4, 16)])
 def test_every_code_of_weights_and_scales(mode, bits, group):
-    """NaN's and the smallest scale's too, which a quantizer hardly writes."""
+    """NaN's and the smallest scale's too, which a quantizer rarely writes."""
     x, weights = draw(mode, bits, group, (64, 128), 8, mx.float32)
     codes = mx.random.randint(0, 2**31, weights.w.shape).astype(mx.uint32)
     scales = mx.arange(weights.scales.size).astype(mx.uint8).reshape(weights.scales.shape)
@@ -162,7 +162,7 @@ def whole(weights: Quantized) -> np.ndarray:
     ("n", "k", "bits", "group"), sampled([(2, 64, 4, 64)], [(1, 64, 2, 32), (2, 64, 4, 64), (3, 32, 5, 32)])
 )
 def test_arrays_too_small_for_device_memory(n, k, bits, group):
-    """Metal hands a kernel inputs of fewer than 8 elements in another address space."""
+    """Metal passes inputs of fewer than 8 elements in another address space."""
     x, weights = draw("affine", bits, group, (n, k), 5, mx.float32)
     (y,), traffic = emulated(x, weights)
     assert weights.scales.size < 8
@@ -176,7 +176,7 @@ def test_without_metal_it_is_the_reference():
         assert np.array_equal(bits_of(y), bits_of(want))
 
 
-def test_what_it_does_not_take():
+def test_what_it_does_not_support():
     x, weights = draw("affine", 4, 64, (8, 512), 2, mx.float32)
     with pytest.raises(ValueError, match=r"x has 511 columns; the weights have 512"):
         verify_qmm_mma(x[:, :511], weights)

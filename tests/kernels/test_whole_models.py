@@ -16,9 +16,7 @@ import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
 from mlx_mtp.layers.attention import Attention
-from mlx_mtp.tuning import ab_test as trial_run
-from mlx_mtp.tuning import kernel_sites as sites
-from mlx_mtp.tuning import kernel_switch as switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
 pytestmark = linux_only
@@ -40,7 +38,7 @@ def in_place_of_metal():
 
 
 def recorded(model):
-    """[(position of the first row, tokens fed, logits of the rows)] of each pass of the target from here on."""
+    """Return a list that gets (first position, tokens, logits) of each later pass of the target."""
     passes, hidden = [], model.hidden
 
     def hidden_recorded(tokens, cache):
@@ -54,13 +52,13 @@ def recorded(model):
 
 
 class Singly:
-    """A model that reads tokens one by one, each beginning of a text once."""
+    """A model that reads tokens one by one; each prefix is read once."""
 
     def __init__(self, model):
         self.model, self.read = model, {(): (None, make_prompt_cache(model).layers)}
 
     def logits(self, tokens: tuple[int, ...]) -> mx.array:
-        """[1, V], after the last of them."""
+        """Return the logits [1, V] after the last of the tokens."""
         if tokens not in self.read:
             self.logits(tokens[:-1])
             caches = copy.deepcopy(self.read[tokens[:-1]][1])
@@ -72,11 +70,11 @@ class Singly:
 @sweep  # CI runs it in a section of its own
 @pytest.mark.parametrize("name", ["step", "hybrid"])
 def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
-    monkeypatch.setattr(trial_run, "DRAWS", 1)
-    monkeypatch.setattr(trial_run, "LAYERS", 1)
-    monkeypatch.setattr(sites, "KV_BITS", ())
-    trials = switch.trials
-    monkeypatch.setattr(switch, "trials", lambda *args: [t for t in trials(*args) if t.rows <= len(PROMPT)])
+    monkeypatch.setattr(ab_test, "DRAWS", 1)
+    monkeypatch.setattr(ab_test, "LAYERS", 1)
+    monkeypatch.setattr(kernel_sites, "KV_BITS", ())
+    trials = kernel_switch.trials
+    monkeypatch.setattr(kernel_switch, "trials", lambda *args: [t for t in trials(*args) if t.rows <= len(PROMPT)])
     monkeypatch.setattr(Attention, "OFFSET", 250)
     monkeypatch.setattr(Attention, "SLOTS", 512)
     with in_place_of_metal() as launches:

@@ -10,9 +10,7 @@ from sweep import SWEEP, sampled
 
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.ring import Ring
-from mlx_mtp.decoding import loop as decode
-from mlx_mtp.decoding import prefill, sampling
-from mlx_mtp.decoding import step as one_step
+from mlx_mtp.decoding import loop, prefill, sampling, step
 from mlx_mtp.lossless import check, rounding_judge
 from mlx_mtp.lossless.check import Settings, Verdict, conclude, verify
 from mlx_mtp.lossless.compare import PLAIN, Comparison, Reference, Way, compare, compare_one_pass, drift, ways
@@ -33,7 +31,7 @@ class Letters:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) % V for c in text][:60]
 
-    def decode(self, tokens: list[int]) -> str:
+    def loop(self, tokens: list[int]) -> str:
         return "".join("abcde"[t] for t in tokens)
 
 
@@ -100,8 +98,8 @@ def accept_one_more(drafts, tokens):
     return mx.minimum(REAL_ACCEPT(drafts, tokens) + 1, drafts.shape[1])
 
 
-REAL_ACCEPT, REAL_MASK, REAL_INDEX = one_step.accept, Ring.mask, Ring.index
-REAL_CUT, REAL_ROLLBACK, REAL_PICK = decode._cut, PromptCache.rollback, one_step.pick
+REAL_ACCEPT, REAL_MASK, REAL_INDEX = step.accept, Ring.mask, Ring.index
+REAL_CUT, REAL_ROLLBACK, REAL_PICK = loop._cut, PromptCache.rollback, step.pick
 REAL_KEY = sampling.key_at
 
 
@@ -130,8 +128,8 @@ def drawn_elsewhere(key, position):
 
 
 GREEDY_PLANTS = {
-    "accepts one draft too many": (one_step, "accept", accept_one_more),
-    "accepts all drafts": (one_step, "accept", lambda drafts, tokens: mx.array([drafts.shape[1]])),
+    "accepts one draft too many": (step, "accept", accept_one_more),
+    "accepts all drafts": (step, "accept", lambda drafts, tokens: mx.array([drafts.shape[1]])),
     "rolls nothing back": (PromptCache, "rollback", lambda cache, n: None),
     "rolls one row too few back": (PromptCache, "rollback", rollback_of_one_less),
     "a window one short": (Ring, "mask", one_mask_less),
@@ -170,7 +168,7 @@ def test_an_output_past_its_stop_token_is_found(model, monkeypatch):
     reference = Reference(model, Prompt("p", [1, 2, 3]), NEW, stops=(stop,))
     assert reference.text[-1] == stop
     assert not found([reference], all_ways()[2]).differences
-    monkeypatch.setattr(decode, "_cut", runs_on)
+    monkeypatch.setattr(loop, "_cut", runs_on)
     (difference,) = found([reference], all_ways()[2]).differences
     assert (difference.plain, difference.position, difference.near_tie) == (None, len(reference.text), False)
 
@@ -231,7 +229,7 @@ def test_the_comparison_continues_after_a_near_tie(twins, monkeypatch):
     texts = (Reference(twins, Prompt("p", [1, 2, seed], stops=False), NEW, ()) for seed in range(4, 10))
     reference = next(r for r in texts if r.text[1:].count(4) > 3)
     fours = [i for i, token in enumerate(reference.text) if token == 4 and i]
-    monkeypatch.setattr(one_step, "pick", other_twin)
+    monkeypatch.setattr(step, "pick", other_twin)
     comparison = found([reference], all_ways()[0])
     # The first token of a run is chosen without drafts.
     assert {d.position for d in comparison.differences} <= set(fours)
@@ -248,7 +246,7 @@ def test_the_comparison_continues_after_a_near_tie(twins, monkeypatch):
         places = position + mx.arange(tokens.shape[1])
         return mx.where(places == len(reference.prompt.tokens) + later, (tokens + 1) % 4, tokens), logprobs
 
-    for module in (one_step, prefill):
+    for module in (step, prefill):
         monkeypatch.setattr(module, "pick", and_a_wrong_one)
     comparison = found([reference], all_ways()[0])
     assert [d.near_tie for d in comparison.differences] == [True, True, False]
@@ -304,7 +302,7 @@ def test_rounding_is_tolerated(tmp_path, dtype):
 
 
 def test_faults_are_listed(model):
-    verdict = Verdict("float32", agreement=[check.LEAST / 2, 0.0])
+    verdict = Verdict("float32", agreement=[check.MIN_AGREEMENT / 2, 0.0])
     conclude(model, verdict)
     assert verdict.broken == [
         "the first head predicts the target's token in 1.0% of cases",

@@ -5,7 +5,7 @@ import pytest
 from sweep import SWEEP
 
 from mlx_mtp.decoding import sampling
-from mlx_mtp.lossless import sampled as sampled_module
+from mlx_mtp.lossless import sampled
 from mlx_mtp.lossless.sampled import chi_squared_tail, draw, fit, noncentral_tail, quantile, spread
 
 V, PROMPT = 5, [1, 2, 3]
@@ -72,7 +72,7 @@ def markov(n, length, seed, temp=1.0):
 
 @pytest.fixture
 def memory(monkeypatch):
-    monkeypatch.setattr(sampled_module, "OnePass", Memory)
+    monkeypatch.setattr(sampled, "OnePass", Memory)
 
 
 def test_right_draws_pass_with_uniform_p(memory):

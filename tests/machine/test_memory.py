@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.machine import memory as machine_memory
+from mlx_mtp.machine import memory
 from mlx_mtp.machine.memory import available, cache_limit, cgroup_rooms, free_in_vm_stat, free_memory
 
 GB = 10**9
@@ -29,7 +29,7 @@ Pages occupied by compressor:            120000.
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """Files of a Linux system: path -> text."""
-    monkeypatch.setattr(machine_memory, "_physical", lambda: 64 * GB)
+    monkeypatch.setattr(memory, "_physical", lambda: 64 * GB)
     monkeypatch.setattr(sys, "platform", "linux")
 
     def write(files):
@@ -105,7 +105,7 @@ def test_free_memory_on_macos(monkeypatch):
     for line in ("Anonymous", "wired", "occupied", "page size"):
         assert free_in_vm_stat("\n".join(x for x in VM_STAT.splitlines() if line not in x), physical) is None
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(machine_memory, "_physical", lambda: physical)
+    monkeypatch.setattr(memory, "_physical", lambda: physical)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=VM_STAT))
     assert free_memory() == expected
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))

@@ -1,21 +1,21 @@
-"""Check that rank 0 decides for all ranks of a generation, and that different tokens end it."""
+"""Check that rank 0 decides the plans of a generation, and that different tokens on a rank end it."""
 
 import pytest
 
 from mlx_mtp.decoding.agreement import Agreement
-from mlx_mtp.decoding.text import Text
+from mlx_mtp.decoding.history import TokenHistory
 from mlx_mtp.tuning.plan import Cycle, Plan
 
 SOURCES = "heads", "lookup"
 
 
 class Control:
-    """Notes what it is told."""
+    """A control that returns the given plans and records observed cycles."""
 
     def __init__(self, *plans):
         self.plans, self.cycles = list(plans), []
 
-    def plan(self, matched, behind):
+    def plan(self, matched, pending):
         return self.plans.pop(0)
 
     def observe(self, cycle):
@@ -23,15 +23,15 @@ class Control:
 
 
 class Two:
-    """Rank 0 or 1 of two; the other one has said `others`."""
+    """Rank 0 or 1 of two. others: numbers of the other rank; None for the same as this one's."""
 
     size, stopping = 2, False
 
     def __init__(self, rank: int, others: list[int] | None = None):
-        self.rank, self.others, self.said = rank, others, []
+        self.rank, self.others, self.sent = rank, others, []
 
     def gather(self, numbers):
-        self.said = numbers
+        self.sent = numbers
         others = numbers if self.others is None else self.others
         return [numbers, others] if self.rank == 0 else [others, numbers]
 
@@ -45,11 +45,11 @@ def test_the_plans_and_the_end_are_rank_0s():
     follower = Agreement(second, control, SOURCES)
     for i, plan in enumerate(plans):
         first.stopping = i == 2
-        lead.meet(Text([1, 2, 3, i]), 0)
-        second.others = first.said
-        follower.meet(Text([1, 2, 3, i]), 0)
+        lead.meet(TokenHistory([1, 2, 3, i]), 0)
+        second.others = first.sent
+        follower.meet(TokenHistory([1, 2, 3, i]), 0)
         assert lead.plan() == follower.plan() == plan
-        assert lead.ended == follower.ended == (i == 2)
+        assert lead.stopping == follower.stopping == (i == 2)
     follower.observe(Cycle(Plan(), 0, 0, 0.1))
     lead.observe(Cycle(Plan(), 0, 0, 0.1))
     assert not control.cycles
@@ -59,6 +59,6 @@ def test_the_plans_and_the_end_are_rank_0s():
 @pytest.mark.parametrize("tokens", [[1, 2, 4], [1, 2]])
 def test_other_tokens_end_all(tokens):
     first = Two(0)
-    Agreement(first, Control(Plan()), SOURCES).meet(Text([1, 2, 3]), 0)
+    Agreement(first, Control(Plan()), SOURCES).meet(TokenHistory([1, 2, 3]), 0)
     with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
-        Agreement(Two(1, first.said), Control(), SOURCES).meet(Text(tokens), 0)
+        Agreement(Two(1, first.sent), Control(), SOURCES).meet(TokenHistory(tokens), 0)

@@ -1,4 +1,4 @@
-"""Count the collectives of a cycle, beside what the cost model says of them."""
+"""Compare the collectives of a cycle with those of the cost model."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Shapes of what is gathered, from two ranks that say the same."""
+    """Record the shapes of gathered arrays, with two ranks that send the same."""
     shapes = []
 
     def all_gather(x, group):
@@ -44,7 +44,7 @@ def test_a_cycle_has_two_sums_a_layer_and_one_message_with_drafts_and_without(pa
             list(mlx_mtp.generate_step(PROMPT, model, max_tokens=n, **options))
             counts.append((len(gathered), stats.cycles))
         (few, first), (many, last) = counts
-        built = (many - few) / (last - first)  # the one that is built ahead and not submitted gathers nothing
+        built = (many - few) / (last - first)  # the cycle that is built ahead but not submitted gathers nothing
         assert built == collectives(ops) == 2 * len(model.layers) + 1
         rows = [shape for shape in gathered if len(shape) == 4]
         assert rows[-1] == (1, 1, k + 1, ops.head.k)
@@ -59,7 +59,7 @@ def test_bytes_and_times_by_hand():
     assert lines[4, LINKS[0].name] == pytest.approx(91 * 9e-6 + (90 * 4 * 8192 + 24) / 6.9e9)
 
 
-def test_inspect_tells_what_each_machine_needs(path):
+def test_inspect_lists_the_memory_of_each_machine(path):
     whole, half = inspect_checkpoint(path), inspect_checkpoint(path, ranks=2)
     assert half.part < 0.6 * whole.target.loaded
     assert half.memory.kv * 2 == whole.memory.kv

@@ -1,4 +1,4 @@
-"""Check the command line on two ranks: who speaks, who reads, what is refused, and how it ends."""
+"""Check the command line on two ranks: which rank prints and reads, what is refused, and exit codes."""
 
 import random
 import signal
@@ -32,17 +32,17 @@ def test_a_chat_is_typed_on_rank_0(tmp_path):
     assert len(text.splitlines()) >= 2
 
 
-@pytest.mark.parametrize(("argv", "code", "said"), [
+@pytest.mark.parametrize(("argv", "code", "message"), [
     (["generate", "-p", "-"], 2, "error: --prompt -: standard input has no end on several ranks"),
     (["inspect", "."], 2, "error: inspect is for a single process; together run generate"),
     (["bench", "kernels"], 2, "error: kernels is for a single process; together run decode"),
     (["generate", "--model", "/nowhere"], 1, "error: /nowhere: no such directory"),
     (["generate", "--adapter-path", "a"], 2, "adapter_path=a: not on 2 ranks"),
 ])  # fmt: skip
-def test_errors_are_said_once_or_with_the_rank(tmp_path, argv, code, said):
+def test_errors_are_printed_once_or_with_the_rank(tmp_path, argv, code, message):
     (first, _, text), (second, out, other) = run(tmp_path, *argv)
     assert (first, second, out) == (code, code, "")
-    assert said in text
+    assert message in text
     assert other == "" if code == 2 else all(line.startswith("error: rank 1: ") for line in other.splitlines())
 
 
@@ -52,13 +52,13 @@ def test_lossless_is_verified_together(tmp_path):
     assert "on 2 ranks; on another number of them near-ties may be decided otherwise" in text
 
 
-@pytest.mark.parametrize(("sent", "victim", "code", "said"), [
+@pytest.mark.parametrize(("sent", "victim", "code", "message"), [
     (signal.SIGKILL, 1, 1, "error: rank 0: rank 1 has ended"),
     (signal.SIGSTOP, 1, 1, "error: rank 0: rank 1 has not answered for 3.5 s"),
     (signal.SIGSTOP, 0, 1, "error: rank 1: rank 0 has not answered for 3.5 s"),
     (signal.SIGINT, 0, 130, ""),
 ])  # fmt: skip
-def test_who_dies_hangs_or_presses_ctrl_c_ends_all_at_any_moment(tmp_path, sent, victim, code, said):
+def test_a_rank_that_dies_hangs_or_gets_ctrl_c_ends_all_at_any_time(tmp_path, sent, victim, code, message):
     seconds = random.uniform(1, 12)
     ranks = rank_group.start(2, tmp_path, [*MAIN, "bench", "decode", "--rounds", "50"], MLX_MTP_RANK_SECONDS="5")
     time.sleep(seconds)
@@ -67,9 +67,9 @@ def test_who_dies_hangs_or_presses_ctrl_c_ends_all_at_any_moment(tmp_path, sent,
     other = ranks[1 - victim]
     _, stderr = other.communicate(timeout=60)
     assert time.monotonic() - tic < 25, seconds
-    if "not started within 15 s" not in stderr:  # it was sent before the two had met
+    if "not started within 15 s" not in stderr:  # the signal was sent before the ranks were connected
         assert other.returncode == code, (seconds, stderr)
-        assert said in stderr, seconds
+        assert message in stderr, seconds
     ranks[victim].kill()
 
 

@@ -1,4 +1,4 @@
-"""Check that a rank that dies or hangs while MLX connects ranks is named by the others, and Ctrl-C heard."""
+"""Check that a rank that dies or hangs while MLX connects ranks is named by the others, and that Ctrl-C works."""
 
 import signal
 import sys
@@ -29,35 +29,35 @@ def started(folder, n: int, *hang: int, seconds: float):
 
 
 def ends(rank) -> tuple[int, str]:
-    """Exit code and what was said, in a stated time."""
+    """Return the exit code and stderr, within 15 seconds."""
     try:
         return rank.wait(timeout=15), rank.stderr.read()
     finally:
         rank.kill()
 
 
-@pytest.mark.parametrize(("sent", "victim", "n", "what"), sampled([(signal.SIGKILL, 1, 2, "has ended")], [
+@pytest.mark.parametrize(("sent", "victim", "n", "message"), sampled([(signal.SIGKILL, 1, 2, "has ended")], [
     *((signal.SIGKILL, victim, n, "has ended") for victim, n in ((0, 2), (1, 2), (0, 3), (2, 3))),
     *((signal.SIGSTOP, victim, n, "has not answered for 3.5 s") for victim, n in ((0, 2), (1, 2), (0, 3), (2, 3))),
 ]))  # fmt: skip
-def test_who_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, n, what):
+def test_a_rank_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, n, message):
     ranks = started(tmp_path, n, victim, seconds=5 if sent == signal.SIGSTOP else 30)
     ranks[victim].send_signal(sent)
     for rank in set(range(n)) - {victim}:
-        assert ends(ranks[rank]) == (-signal.SIGKILL, f"error: rank {rank}: rank {victim} {what}\n")
-    ranks[victim].wait(timeout=15)  # its guard sees to it that a stopped one ends, too
+        assert ends(ranks[rank]) == (-signal.SIGKILL, f"error: rank {rank}: rank {victim} {message}\n")
+    ranks[victim].wait(timeout=15)  # its guard also ends a stopped rank
 
 
 @sweep
-def test_a_connection_that_does_not_come_about_has_its_time(tmp_path):
+def test_a_connection_has_a_time_limit(tmp_path):
     for rank, process in enumerate(started(tmp_path, 2, 0, 1, seconds=2)):
-        code, said = ends(process)
+        code, stderr = ends(process)
         assert code == -signal.SIGKILL
-        assert said.startswith(f"error: rank {rank}: "), said
+        assert stderr.startswith(f"error: rank {rank}: "), stderr
 
 
 @sweep
-def test_ctrl_c_is_heard(tmp_path):
+def test_ctrl_c_ends_the_ranks(tmp_path):
     ranks = started(tmp_path, 2, 0, 1, seconds=30)
     for rank in ranks:
         rank.send_signal(signal.SIGINT)
@@ -65,6 +65,6 @@ def test_ctrl_c_is_heard(tmp_path):
 
 
 @sweep
-def test_ranks_that_connect_go_on(tmp_path):
+def test_connected_ranks_continue(tmp_path):
     found = rank_group.ended(started(tmp_path, 3, seconds=20))
     assert found == [(0, "connected\n", "")] * 3

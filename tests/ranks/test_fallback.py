@@ -1,4 +1,4 @@
-"""A kernel that one rank refuses is off on all of them, and the text stays what it was."""
+"""A kernel that one rank refuses is off on all of them, and tokens do not change."""
 
 import pytest
 import rank_cases
@@ -15,7 +15,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "op", "how", "rows"), sampled(CASES[:1], CASES))
-def test_all_ranks_leave_it_off(tmp_path, ranks, op, how, rows):
+def test_a_refused_kernel_is_off_on_all_ranks(tmp_path, ranks, op, how, rows):
     path = rank_cases.write(tmp_path, "step3p5")
     what = {"path": path, "ranks": ranks, "op": op, "how": how, "rows": rows, "few": not SWEEP}
     first, *others = rank_group.work(2, tmp_path, "refused", **what)

@@ -1,4 +1,4 @@
-"""Check the server on two ranks: rank 0 answers, the other follows, and texts are those that are asked for alone."""
+"""Check the server on two ranks: rank 0 answers, the other follows, and concurrent answers equal single ones."""
 
 import json
 import signal
@@ -13,11 +13,11 @@ import rank_group
 from sweep import sweep
 
 from mlx_mtp.serve.follow import as_json, from_json
-from mlx_mtp.serve.job import Ask
+from mlx_mtp.serve.job import DecodeRequest
 from mlx_mtp.serve.token_rules import TokenRules
 
 
-def asked(port: int, i: int, **more) -> str:
+def reply_of(port: int, i: int, **more) -> str:
     body = {
         "messages": [{"role": "user", "content": f"What does method {i % 3} do?"}],
         "max_tokens": 12 + i,
@@ -31,7 +31,7 @@ def asked(port: int, i: int, **more) -> str:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         if more:
-            return answer.read(64).decode()  # and then nobody listens
+            return answer.read(64).decode()  # and then disconnects
         return json.loads(answer.read())["choices"][0]["message"]["content"]
 
 
@@ -43,18 +43,17 @@ def ready(port: int) -> bool:
         return False
 
 
-def test_what_is_told_is_what_was_asked():
-    ask = Ask(
+def test_a_request_is_the_same_after_its_transfer():
+    request = DecodeRequest(
         [1, 2], (1,), 7, {"temp": 0.5, "seed": 2**62}, {"logit_bias": {5: -1.5}, "repetition_penalty": 1.1}, ("x",)
     )
     rules = TokenRules(min_tokens=2, stop_tokens=(3, 4), bad_words=("no",))
-    ask = replace(ask, rules=rules, continues=True)
-    told = from_json(json.loads(json.dumps(as_json(ask))))
-    assert told == ask
+    request = replace(request, rules=rules, continues=True)
+    assert from_json(json.loads(json.dumps(as_json(request)))) == request
 
 
 @sweep
-def test_answers_together_are_those_alone_and_ctrl_c_ends_both(tmp_path):
+def test_concurrent_answers_equal_single_ones_and_ctrl_c_ends_both_ranks(tmp_path):
     port = rank_group.free_ports(1)[0]
     argv = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(port), "--quiet"]
     ranks = rank_group.start(2, tmp_path, argv)
@@ -64,13 +63,13 @@ def test_answers_together_are_those_alone_and_ctrl_c_ends_both(tmp_path):
             assert time.monotonic() < end
             time.sleep(0.2)
         together = {}
-        threads = [threading.Thread(target=lambda i=i: together.__setitem__(i, asked(port, i))) for i in range(5)]
+        threads = [threading.Thread(target=lambda i=i: together.__setitem__(i, reply_of(port, i))) for i in range(5)]
         for thread in threads:
             thread.start()
-        asked(port, 1, stream=True, max_tokens=500)
+        reply_of(port, 1, stream=True, max_tokens=500)
         for thread in threads:
             thread.join()
-        assert together == {i: asked(port, i) for i in range(5)}
+        assert together == {i: reply_of(port, i) for i in range(5)}
         ranks[0].send_signal(signal.SIGINT)
         found = rank_group.ended(ranks, timeout=30)
     finally:

@@ -1,4 +1,4 @@
-"""Check that a target split over ranks decodes exactly, that each rank has its part, and what cannot be split."""
+"""Check that a target split over ranks decodes exactly, each rank's share, and which models cannot be split."""
 
 import re
 
@@ -19,11 +19,11 @@ import mlx_mtp
 from mlx_mtp.ranks import split
 
 SPLIT = (2, 3, 4)
-WHOLE = r"norm\.|mlp\.gate\.|shared_expert_gate|indexer\.|_a_proj"  # what every rank has
+WHOLE = r"norm\.|mlp\.gate\.|shared_expert_gate|indexer\.|_a_proj"  # tensors that are not split
 
 
 class Group:
-    """Stands for ranks that are not there; this process is number `rank` of them."""
+    """A group without processes, of which this one has index `rank`."""
 
     def __init__(self, size: int, rank: int = 0):
         self._size, self._rank = size, rank
@@ -36,7 +36,7 @@ class Group:
 
 
 def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> None:
-    """Compare what n ranks decode in all ways; each has its share of all weights but those that match `whole`."""
+    """Compare all ways to decode on n ranks. whole: pattern of the weights that are not split; others are shared."""
     mine, *others = rank_group.work(n, folder, "texts", path=path, few=not SWEEP)
     assert all(rank == mine for rank in others)
     for kind, text in mine["texts"].items():
@@ -51,14 +51,14 @@ def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> N
 @pytest.mark.parametrize("n", sampled([2], SPLIT))
 @pytest.mark.parametrize("name", sampled(["step3p5"], rank_cases.FAMILIES))
 def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, n):
-    whole = WHOLE + (r"|[kv]_proj" if name == "qwen2" else "")  # its one head of keys and values
+    whole = WHOLE + (r"|[kv]_proj" if name == "qwen2" else "")  # its single key-value head is repeated
     check(n, tmp_path, rank_cases.write(tmp_path, name), whole)
 
 
 @sweep
 @pytest.mark.parametrize(("n", "dtype", "atol"), [
     *((n, mx.float32, 1e-4) for n in (2, 4)),
-    (2, mx.bfloat16, None),  # on another number of ranks near-ties choose other experts
+    (2, mx.bfloat16, None),  # with one rank near-ties choose other experts
 ])  # fmt: skip
 def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
     check(n, tmp_path, rank_cases.write_quantized(tmp_path / "model", dtype), WHOLE, atol)
@@ -67,7 +67,7 @@ def test_quantized_weights_are_split(tmp_path, n, dtype, atol):
 @pytest.mark.parametrize("kv_heads", [12, 1])
 @pytest.mark.parametrize("bits", [None, 4])
 def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
-    """Each bias of a sum is added once, and a head of keys and values serves all ranks, whatever their number."""
+    """Each bias of a summed output is added once, and one key-value head is repeated on all ranks."""
     sizes = {"hidden_size": 96, "intermediate_size": 384, "head_dim": 32, "num_key_value_heads": kv_heads}
     config = {**rank_cases.HEADLESS["llama"], **sizes, "attention_bias": True, "mlp_bias": True}
 
@@ -93,9 +93,9 @@ def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
     ("glm4_moe", 3, "ranks=3: model_type 'glm4_moe' has 4 heads in layer 0; allowed are 1, 2, 4"),
     ("glm4_moe", 16, "ranks=16: model_type 'glm4_moe' has 4 heads in layer 0; allowed are 1, 2, 4"),
 ])  # fmt: skip
-def test_what_cannot_be_split_is_refused_by_name(tmp_path, monkeypatch, name, ranks, message):
+def test_a_model_that_cannot_be_split_is_refused_by_name(tmp_path, monkeypatch, name, ranks, message):
     path, _, _ = families.build(name, tmp_path)
-    monkeypatch.setattr("mlx_mtp.checkpoint.build.check_numbers", None)  # nothing may be read
+    monkeypatch.setattr("mlx_mtp.checkpoint.build.check_numbers", None)  # no weight may be read
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mlx_mtp.load_model(path, tensor_group=Group(ranks))
 

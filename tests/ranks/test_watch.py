@@ -1,4 +1,4 @@
-"""Check that a rank that dies, hangs, leaves or never comes ends the others, with a line that names it."""
+"""Check that a rank that dies, hangs, leaves or does not start ends the others, with a message that names it."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import rank_group
-from fake_clock import Clock, Over
+from fake_clock import Clock, Ended
 from sweep import sampled, sweep
 
 from mlx_mtp.ranks import watch
@@ -36,7 +36,7 @@ watch.leave(code)
 sys.exit(code)
 """
 NOWHERE = ("127.0.0.1", 0)
-SECONDS = 3  # from the last sign of a rank to the end of the others; where none is waited for, ten times as many
+SECONDS = 3  # limit of the watch if a test waits for it, else ten times as long
 
 
 def start(folder, ranks, size: int, code: int = 0, seconds: float = SECONDS) -> dict[int, subprocess.Popen]:
@@ -59,7 +59,7 @@ def met(processes) -> None:
 
 
 def ends(process: subprocess.Popen) -> tuple[int, str]:
-    """Exit code and what was said, in a stated time."""
+    """Return the exit code and stderr, within a time limit."""
     try:
         return process.wait(timeout=5 * SECONDS + 10), process.stderr.read()  # its input stays open
     finally:
@@ -67,11 +67,11 @@ def ends(process: subprocess.Popen) -> tuple[int, str]:
 
 
 def ended_by_a_stop(monkeypatch, limit: float, size: int, victim: int, stop: float) -> dict[str, float]:
-    """When each rank's process ends, on a clock of their own, if the victim's stops and no main thread ends early."""
+    """Return when each rank ends on a fake clock if the victim stops and main threads do not clean up."""
     clock = Clock({str(victim): stop})
 
     def leave(code: int) -> None:
-        raise Over
+        raise Ended
 
     monkeypatch.setattr(watch, "time", clock)
     monkeypatch.setattr(watch, "os", SimpleNamespace(write=lambda *_: None, _exit=leave))
@@ -92,7 +92,7 @@ def ended_by_a_stop(monkeypatch, limit: float, size: int, victim: int, stop: flo
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("limit", [watch.LIMIT, 3.0, 100.0])
 def test_all_others_have_ended_within_the_limit_of_a_stop(monkeypatch, limit, victim):
-    """With a sixteenth of it to spare, or with five polls, and not long before."""
+    """At least five polls before the limit, and not before 0.7 of it."""
     for part in (0.0, 0.3, 0.99):
         poll = Watch(0, 1, NOWHERE, limit).poll
         ended = ended_by_a_stop(monkeypatch, limit, 3, victim, stop := limit + part * poll)
@@ -112,26 +112,26 @@ ABSENT = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "victim", "what"), sampled(DIES[:1], [*DIES, *HANGS]))
-def test_one_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, what):
+@pytest.mark.parametrize(("sent", "victim", "message"), sampled(DIES[:1], [*DIES, *HANGS]))
+def test_a_rank_that_dies_or_hangs_is_named_by_all_others(tmp_path, sent, victim, message):
     processes = start(tmp_path, range(3), 3, seconds=SECONDS if sent == signal.SIGSTOP else 10 * SECONDS)
     met(processes)
     processes[victim].send_signal(sent)
     for rank in {0, 1, 2} - {victim}:
-        assert ends(processes[rank]) == (1, f"error: rank {rank}: {what}\n")
-    assert [part.name for part in tmp_path.iterdir()] == [f"{victim}.part"]  # the others have cleared up
+        assert ends(processes[rank]) == (1, f"error: rank {rank}: {message}\n")
+    assert [part.name for part in tmp_path.iterdir()] == [f"{victim}.part"]  # the others have removed their files
     processes[victim].kill()
 
 
-@pytest.mark.parametrize(("there", "seconds", "what"), sampled(ABSENT[:1], ABSENT))
-def test_one_that_never_starts_is_named(tmp_path, there, seconds, what):
-    processes = start(tmp_path, there, 3, seconds=seconds)
+@pytest.mark.parametrize(("started", "seconds", "message"), sampled(ABSENT[:1], ABSENT))
+def test_a_rank_that_does_not_start_is_named(tmp_path, started, seconds, message):
+    processes = start(tmp_path, started, 3, seconds=seconds)
     for rank, process in processes.items():
-        assert ends(process) == (1, f"error: rank {rank}: {what}\n")
+        assert ends(process) == (1, f"error: rank {rank}: {message}\n")
 
 
 @sweep
-def test_who_leaves_in_order_is_not_missed_and_whose_user_left_is_followed(tmp_path):
+def test_a_rank_that_leaves_with_0_ends_no_other_and_another_exit_code_is_shared(tmp_path):
     processes = start(tmp_path, range(2), 2)
     met(processes)
     assert processes[0].communicate("\n", timeout=10)[1] == ""

@@ -1,4 +1,4 @@
-"""Serve the demo once to clients in this process."""
+"""Fixtures: the demo model, served once to clients in this process."""
 
 import sys
 import time
@@ -11,22 +11,22 @@ from starlette.testclient import TestClient
 
 @pytest.fixture(scope="session")
 def served():
-    site, app = start()
+    service, app = start()
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
-        client.site = site
+        client.service = service
         yield client
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
 
 
 @pytest.fixture
 def chat(served):
-    """POST a chat completion; `said` is the question where there are no messages."""
+    """Return a function that posts a chat completion with a question or with messages."""
 
-    def post(said="What does len do?", **body):
-        body = {"messages": [{"role": "user", "content": said}], "max_tokens": 30, **body}
+    def post(question="What does len do?", **body):
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30, **body}
         return served.post("/v1/chat/completions", json=body)
 
     return post
@@ -34,7 +34,7 @@ def chat(served):
 
 @pytest.fixture
 def letters_as_tokenizer(monkeypatch):
-    """`generate` takes `Letters` for a tokenizer."""
+    """Make `generate` accept `Letters` as a tokenizer."""
     monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 

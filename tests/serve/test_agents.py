@@ -1,8 +1,7 @@
-"""Sessions of coding agents, of ten tool calls each: nothing is refused, and a prompt begins with the one before it.
+"""Sessions of coding agents with ten tool calls each: no request is refused, each prompt extends the previous one.
 
-The first requests are in `agent_sessions.json`, in the shape that the named version of a program sent (those without
-a version after the program's documentation), with short texts in the place of its own. Later requests are made of
-our answers.
+`agent_sessions.json` contains each session's first request, in the form that the named version of the program sent
+(without a version: that the program's documentation states), with short texts. Later requests contain our answers.
 """
 
 import json
@@ -18,11 +17,11 @@ from templates import OWN, tokenizer_of
 
 from mlx_mtp.cache.prompt_prefix import shared
 from mlx_mtp.decoding.stats import Stats
-from mlx_mtp.serve import engine as engines
+from mlx_mtp.serve import engine
 from mlx_mtp.serve.answer import Splitter
-from mlx_mtp.serve.app import WARNING, Site, application
+from mlx_mtp.serve.app import WARNING, Service, application
 from mlx_mtp.serve.engine import Engine, Limits
-from mlx_mtp.serve.fields import Door
+from mlx_mtp.serve.fields import ModelInfo
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.job import Begun, End
 from mlx_mtp.serve.metrics import Metrics
@@ -35,7 +34,7 @@ CALLS = 10
 
 
 def answer_of(tokenizer, number, session):
-    """What the model says at its turn of this number: a call while there is to be one more."""
+    """The model's answer at turn `number`: a tool call in each of the first CALLS turns."""
     if number >= CALLS:
         return "All done."
     text = f"Step {number}.\n"
@@ -46,51 +45,51 @@ def answer_of(tokenizer, number, session):
 
 
 class Scripted:
-    """An application whose model says what `answer_of` returns, and the prompts that it was given."""
+    """An application whose model answers with `answer_of`, and the prompts that it received."""
 
     def __init__(self, template, monkeypatch):
         self.tokenizer, self.prompts = tokenizer_of(OWN[template]), []
         self.format = format_of(tokenizer_of(OWN["json"]))
-        monkeypatch.setattr(engines, "answer", self.answer)
-        monkeypatch.setattr(engines, "CALM", 1e9)  # nothing is read ahead
-        together = SimpleNamespace(step=lambda: None, close=lambda: None)
-        served = SimpleNamespace(ranks=None, together=together, tree=SimpleNamespace(decoded=True))
+        monkeypatch.setattr(engine, "answer", self.answer)
+        monkeypatch.setattr(engine, "QUIET", 1e9)  # no prefill between requests
+        batch = SimpleNamespace(step=lambda: None, close=lambda: None)
+        served = SimpleNamespace(ranks=None, batch=batch, tree=SimpleNamespace(decoded=True))
         self.engine = Engine(lambda: served, Limits(), store=lambda served: None)
-        self.site = Site(self.engine, Metrics(self.engine), Rules())
-        self.site.door = Door(
+        self.service = Service(self.engine, Metrics(self.engine), Rules())
+        self.service.info = ModelInfo(
             ("demo",), self.tokenizer, marks_of(self.tokenizer), 1 << 20, None, {}, {}, turns=False, created=0
         )
 
     def answer(self, served, job, crowded):
         text = answer_of(self.tokenizer, len(self.prompts), self.session)
-        self.prompts.append(job.ask.prompt)
-        job.tell(Begun(0))
-        job.reading = False
-        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.ask.tools)
+        self.prompts.append(job.request.prompt)
+        job.send(Begun(0))
+        job.prefilling = False
+        splitter = Splitter(self.tokenizer, (), tool_format=self.format, tools=job.request.tools)
         for letter in text:
             for part in splitter.feed(letter):
-                job.tell(part)
+                job.send(part)
             yield
         for part in splitter.end(cut=False):
-            job.tell(part)
-        job.tell(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
+            job.send(part)
+        job.send(End("tool_calls" if splitter.called else "stop", None, Stats(), 0, 0.0, 0))
 
 
 @pytest.fixture
 def scripted(request, monkeypatch):
     app = Scripted(request.param, monkeypatch)
-    app.engine.start()
+    app.engine.thread.start()
     while app.engine.state == "loading":
         time.sleep(0.001)
-    with TestClient(application(app.site), base_url="http://localhost") as client:
+    with TestClient(application(app.service), base_url="http://localhost") as client:
         app.client = client
         yield app
     app.engine.stop(0)
     app.engine.thread.join(10)
 
 
-def said(text):
-    """The content, and the id, name and arguments of the call that a stream of any of the three APIs has."""
+def content_and_call(text):
+    """The content, and the id, name and arguments of the call, in a stream of any of the three APIs."""
     content, call = "", {}
     for event in (json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")):
         for choice in event.get("choices", ()):
@@ -114,7 +113,7 @@ def said(text):
 
 
 def filled(shape, values):
-    """A part of a request with values in the place of their names."""
+    """A part of a request with the names of values replaced by the values."""
     if isinstance(shape, dict):
         return {key: filled(each, values) for key, each in shape.items()}
     if isinstance(shape, list):
@@ -146,7 +145,7 @@ def test_a_session_of_ten_calls(scripted, name):
         assert warned.count(";") < 2 * len(session["warned"]) + 1
         assert all(each in warned for each in session["warned"])
         assert bool(warned) == bool(session["warned"]), warned
-        content, call = said(response.text)
+        content, call = content_and_call(response.text)
         texts.append(content.strip())
         if session.get("tool") and number < CALLS:
             expected = f"  echo '{number}' </tool_call> \\n\n"
@@ -159,6 +158,6 @@ def test_a_session_of_ten_calls(scripted, name):
         old = body[session["list"]]
         body[session["list"]] = [*without_cache_marks(old), *filled(session["turn"], values)]
     assert texts == [*(f"Step {number}." for number in range(CALLS)), "All done."]
-    asked = len(scripted.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
+    generation_prompt = len(scripted.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False))
     for before, prompt in zip(scripted.prompts, scripted.prompts[1:], strict=False):
-        assert shared(before, prompt) >= len(before) - asked, scripted.tokenizer.decode(prompt)[-600:]
+        assert shared(before, prompt) >= len(before) - generation_prompt, scripted.tokenizer.decode(prompt)[-600:]

@@ -1,10 +1,10 @@
-"""Split answers: stop strings never leak, reasoning and calls are told apart, what is no call is said as it is."""
+"""Split answers: stop strings never leak, reasoning and calls are separate parts, and other text is unchanged."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
@@ -14,15 +14,15 @@ LLAMA = format_of(SimpleNamespace(has_tool_calling=False, chat_template="<|pytho
 
 
 def split(text, size, *, stops=(), cut=False, **options):
-    """(what is said, reasoning, calls, the stop string) of a text that comes in pieces of so many letters."""
+    """(content, reasoning, calls, the stop string) of a text that arrives in pieces of `size` characters."""
     splitter, parts = Splitter(THINKING, stops, **options), []
     for i in range(0, len(text), size):
         parts += splitter.feed(text[i : i + size])
         if splitter.stopped is not None:
             break
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
-    return *said, [tuple(p) for p in parts if isinstance(p, ToolCall)], splitter.stopped
+    texts = text_of(parts), text_of(parts, reasoning=True)
+    return *texts, [tuple(call) for call in calls_of(parts)], splitter.stopped
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -33,7 +33,7 @@ def test_stop_strings_end_the_text_before_them(size):
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_reasoning_is_told_apart(size):
+def test_reasoning_is_separate(size):
     assert split("\nhm\n</think>\n\nYes.", size, thinking=True, begun=True) == ("Yes.", "hm\n", [], None)
     assert split("<think>a</think>b", size, thinking=True) == ("b", "a", [], None)
     assert split("<think>END</think>b END", size, thinking=True, stops=("END",)) == ("b ", "END", [], "END")
@@ -46,12 +46,12 @@ def test_calls_are_whole(size):
     calls = [("f", '{"x": 1}'), ("g", "{}")]
     assert split(text, size, tool_format=JSON_FORMAT, tools=TOOLS) == ("Now.", "", calls, None)
     assert split(text, size, tool_format=JSON_FORMAT)[0] == text
-    thought = f"hm</think>{text}"
-    found = split(thought, size, tool_format=JSON_FORMAT, tools=TOOLS, thinking=True, begun=True)
+    reasoned = f"hm</think>{text}"
+    found = split(reasoned, size, tool_format=JSON_FORMAT, tools=TOOLS, thinking=True, begun=True)
     assert found == ("Now.", "hm", calls, None)
 
 
-def test_what_is_no_call_is_said():
+def test_text_that_is_no_call_is_content():
     for text in ("<tool_call>{no json</tool_call> rest", '<tool_call>{"arguments": {}}</tool_call>'):
         assert split(text, 3, tool_format=JSON_FORMAT, tools=TOOLS)[::2] == (text, [])
     begun = '<tool_call>{"name": "f"'
@@ -65,9 +65,9 @@ def test_llama_3_calls_without_a_mark(size):
         assert split(text, size, tool_format=LLAMA, tools=TOOLS)[2] == [("f", '{"x": "y"}')], text
     two = split(f"<|python_tag|>{call}; {call}<|eom_id|>", size, tool_format=LLAMA, tools=TOOLS)[2]
     assert len(two) == 2
-    for text in ('{"answer": 42}', "{unclear", "Say: {}"):
+    for text in ('{"answer": 42}', "{unclear", "Print: {}"):
         assert split(text, size, tool_format=LLAMA, tools=TOOLS)[0] == text
 
 
-def test_no_format_no_calls():
+def test_a_template_without_calls_has_no_format():
     assert format_of(SimpleNamespace(has_tool_calling=False, chat_template="{{ messages }}", get_vocab=dict)) is None

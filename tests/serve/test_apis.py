@@ -1,4 +1,4 @@
-"""Speak the APIs: every answer is the one that `mlx_mtp.generate` gives; what cannot be done is refused by name."""
+"""The HTTP APIs: every answer is the one of `mlx_mtp.generate`, and what is not supported is refused by its name."""
 
 import json
 import threading
@@ -6,15 +6,15 @@ import threading
 import pytest
 
 import mlx_mtp
-from mlx_mtp.serve.answer import Said
-from mlx_mtp.serve.exchange import data
+from mlx_mtp.serve.answer import TextPart
+from mlx_mtp.serve.api_request import data
 from mlx_mtp.serve.history import parsed
-from mlx_mtp.serve.job import Ask, Begun, End, Job
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job
 from mlx_mtp.serve.logprobs import _bytes
 
 
 def events(response):
-    """The data of a stream's events; with the event's name where it has one."""
+    """The data of a stream's events, whose names agree with their types."""
     found = []
     for block in response.text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -27,13 +27,13 @@ def events(response):
 
 @pytest.fixture(scope="module")
 def truth():
-    """What the demo answers, by the API of Python, on a copy of its own."""
+    """The demo's answer by the Python API, from a second copy of the model."""
     from mlx_mtp.demo import demo_path
 
     model, tokenizer = mlx_mtp.load(demo_path())
 
-    def answer(said, n=30, **options):
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)
+    def answer(question, n=30, **options):
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=n, kv_group_size=32, **options)
 
     return answer
@@ -86,20 +86,20 @@ def test_length_and_stop_strings(chat, truth):
 
 def test_logprobs(chat):
     choice = chat(logprobs=True, top_logprobs=3, max_tokens=5).json()["choices"][0]
-    told = choice["logprobs"]["content"]
-    assert "".join(each["token"] for each in told) == choice["message"]["content"]
-    for each in told:
+    logprobs = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in logprobs) == choice["message"]["content"]
+    for each in logprobs:
         assert each["logprob"] == each["top_logprobs"][0]["logprob"]
         assert len(each["top_logprobs"]) == 3
         assert bytes(each["bytes"]).decode() == each["token"]
     streamed = events(chat(logprobs=True, max_tokens=5, stream=True))
     assert [e["token"] for c in streamed for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]] == [
-        each["token"] for each in told
+        each["token"] for each in logprobs
     ]
 
 
 def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
-    tokenizer = served.site.door.tokenizer
+    tokenizer = served.service.info.tokenizer
     first, *_ = tokenizer.encode("\U0001f600", add_special_tokens=False)
     choice = chat(logprobs=True, logit_bias={str(first): 100}, max_tokens=1).json()["choices"][0]
     assert choice["logprobs"]["content"][0]["bytes"] == [0xF0]
@@ -109,37 +109,39 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character(served, chat):
 
 
 class Pieces(str):
-    """Stands in for a tokenizer that has one token."""
+    """A fake tokenizer with one token."""
 
     def convert_ids_to_tokens(self, token):
         return str(self)
 
 
-def test_a_prompt_that_is_being_read_is_silence(served):
-    """Only silence makes a stream say that it lives, and clients give up on one that does not for minutes."""
-    events, over = [], threading.Event()
-    prompt = served.site.door.tokenizer.encode("read this " * 100)
-    ask = Ask(prompt, max_tokens=1, sampling={"seed": 1})
-    served.site.engine.submit([Job(ask, lambda event: (events.append(event), isinstance(event, End) and over.set()))])
-    assert over.wait(60)
-    assert len(prompt) > 2 * served.site.engine.served.tree.chunking.step
-    assert [type(event) for event in events] == [Begun, Said, End]
+def test_prefill_sends_no_events(served):
+    """A stream sends keep-alive lines only while there are no events; without them clients disconnect."""
+    events, finished = [], threading.Event()
+    prompt = served.service.info.tokenizer.encode("read this " * 100)
+    request = DecodeRequest(prompt, max_tokens=1, sampling={"seed": 1})
+    served.service.engine.submit(
+        [Job(request, lambda event: (events.append(event), isinstance(event, End) and finished.set()))]
+    )
+    assert finished.wait(60)
+    assert len(prompt) > 2 * served.service.engine.served.tree.chunking.step
+    assert [type(event) for event in events] == [Begun, TextPart, End]
 
 
 def test_penalties_and_bias_change_the_answer(chat, truth):
-    said = "Write a function that sorts."
-    plain = truth(said)
+    question = "Write a function that sorts."
+    plain = truth(question)
     for options in ({"logit_bias": {"5": 100}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}):
-        assert chat(said, **options).json()["choices"][0]["message"]["content"] != plain, options
-    assert chat(said, repetition_penalty=1.0).json()["choices"][0]["message"]["content"] == plain
+        assert chat(question, **options).json()["choices"][0]["message"]["content"] != plain, options
+    assert chat(question, repetition_penalty=1.0).json()["choices"][0]["message"]["content"] == plain
 
 
 def test_completions(served, truth):
     body = {"prompt": "def read_lines(path):", "max_tokens": 20}
     whole = served.post("/v1/completions", json={**body, "logprobs": 2}).json()
-    told = whole["choices"][0]["logprobs"]
-    assert "".join(told["tokens"]) == whole["choices"][0]["text"]
-    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["text_offset"]) == 20
+    logprobs = whole["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == whole["choices"][0]["text"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 20
     chunks = events(served.post("/v1/completions", json={**body, "stream": True}))
     assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
     several = served.post("/v1/completions", json={**body, "prompt": [body["prompt"], [5, 6, 7]], "n": 2}).json()
@@ -168,11 +170,11 @@ def test_messages(served, truth):
 
 
 def test_claude_code_s_first_line_is_no_part_of_the_prompt(served):
-    said = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "skills"}], "max_tokens": 1}
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "skills"}], "max_tokens": 1}
     blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.123;"}
     counts = [
-        served.post("/v1/messages/count_tokens", json={**said, "system": system}).json()["input_tokens"]
+        served.post("/v1/messages/count_tokens", json={**body, "system": system}).json()["input_tokens"]
         for system in (blocks, [billing, *blocks], "Be brief.")
     ]
     assert len(set(counts)) == 1
@@ -233,14 +235,14 @@ LONG = [{"role": "user", "content": "hello " * 2100}]
         (RESPONSES, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
         (RESPONSES, {"input": "x", "text": ["format"]}, "text"),
         (RESPONSES, {"input": [{"type": "reasoning", "content": 5}]}, "content"),
-        (RESPONSES, {"input": "x", "metadata": {"said": "\ud800"}}, "Unicode"),
-        (RESPONSES, {"input": "x", "metadata": {"said": 1e999}}, "metadata"),
+        (RESPONSES, {"input": "x", "metadata": {"note": "\ud800"}}, "Unicode"),
+        (RESPONSES, {"input": "x", "metadata": {"note": 1e999}}, "metadata"),
         (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": "\ud800"}]}, "tools"),
         (CHAT, {"modalities": 1}, "modalities"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(served, path, change, name):
+def test_unsupported_values_are_refused_by_name(served, path, change, name):
     body = json.dumps({**HI, **change}).replace("Infinity", "1e999")
     response = served.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -266,9 +268,9 @@ def test_prompts_are_reused(chat):
 
 
 def test_an_event_is_one_line_to_every_client():
-    said = {"text": "a\u2028b\u2029c\x85d\re\U0001f600"}
-    (line,) = data(said).strip("\n").splitlines()
-    assert json.loads(line.removeprefix("data: ")) == said
+    event = {"text": "a\u2028b\u2029c\x85d\re\U0001f600"}
+    (line,) = data(event).strip("\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == event
 
 
 def test_arguments_of_calls():

@@ -1,4 +1,4 @@
-"""Metal limits the number of buffers: what a prefix tree holds is packed into few, counted, and bounded."""
+"""Metal limits the number of buffers: those of a prefix tree are packed, counted and bounded."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import published
 import pytest
 from letters import Letters
 from mlx.utils import tree_flatten
-from prefix_asks import ask, prompts, serve
+from prefix_requests import generate, prompts, serve
 from sweep import sampled
 
 import mlx_mtp
@@ -23,17 +23,17 @@ from mlx_mtp.decoding.buffer_count import CONVERSATION, LEAST_CHUNK, count_buffe
 from mlx_mtp.demo import demo_path
 from mlx_mtp.machine.memory import METAL_BUFFERS
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import MOST_BUFFERS
+from mlx_mtp.serve.prefixes import MAX_BUFFERS
 
-CHUNK = 4  # tokens, of `prefix_asks`
+CHUNK = 4  # tokens, of `prefix_requests`
 KINDS = ("qwen3_5", "step3p5", "mimo_v2_flash", "glm4_moe")  # states, windows and several heads, rows alone
 RELEASED = [file for file in published.FILES if not file.stem.startswith("eagle3")]
-MANY = ("step-3.5-flash", "qwen3.5-0.8b", "deepseek-v3.2")  # of several windows, states, or weights
+MANY = ("step-3.5-flash", "qwen3.5-0.8b", "deepseek-v3.2")  # several windows, states, or weights
 FEW = [file for file in RELEASED if file.stem in MANY]
 
 
 def real_buffers(arrays):
-    """Number of separate pieces of memory in which evaluated arrays lie, by their addresses."""
+    """Return the number of separate allocations of evaluated arrays, by their addresses."""
     arrays = [array for array in arrays if array.size]
     mx.eval(arrays)
     spans = sorted((np.asarray(array).__array_interface__["data"][0], array.nbytes) for array in arrays)
@@ -50,7 +50,7 @@ def chunks_of(tree):
 
 def arrays_of(chunk):
     rows = [part for parts in chunk.rows for part in parts]
-    return [rows, chunk.moment.arrays if chunk.moment else []]
+    return [rows, chunk.checkpoint.arrays if chunk.checkpoint else []]
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,9 @@ def model(request, tmp_path, tiny_models):
     return mlx_mtp.load_model(families.build(request.param, tmp_path)[0])
 
 
-def test_the_count_is_that_of_real_arrays(model, tmp_path):
+def test_the_count_equals_that_of_real_arrays(model, tmp_path):
     served, prompt = serve(model), prompts(model.vocab_size)[1]
-    ask(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
+    generate(served, prompt, turns=tuple(range(CHUNK, len(prompt), CHUNK)))
     tree, tokens = served.tree, len(prompt) - len(prompt) % CHUNK - (len(prompt) % CHUNK == 0) * CHUNK
     found = chunks_of(tree)
     assert len(found) == tokens // CHUNK == tree.chunks
@@ -82,7 +82,7 @@ def test_the_count_is_that_of_real_arrays(model, tmp_path):
     assert len(cache.backlog) <= SPILL
     held = [*cache.kept, *(part for c in cache.caches for part in c.parts)]
     most = len({id(array) for array in held}) + SPILL
-    assert most <= estimate.caches <= most + sum(c.is_state for c in cache.caches)  # some tapes are gone at rest
+    assert most <= estimate.caches <= most + sum(c.is_state for c in cache.caches)  # some tapes are freed at rest
     files = PrefixFiles(tmp_path / "files", 1 << 30)
     files.save(tree)
     again = serve(model, files=files)
@@ -98,7 +98,7 @@ def test_inspect_states_the_estimate():
     assert f"about {facts.buffers.total:,} of Metal's 499,000" in as_text(facts)
 
 
-def test_copies_in_one_buffer_have_the_values_and_are_aligned():
+def test_copies_in_one_buffer_have_equal_values_and_are_aligned():
     rng = np.random.default_rng(0)
     given = [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((1, 2, 3, 5), (7,), (64,), (1, 1))]
     given += [mx.arange(3), mx.array([9]), given[0][:, :, 1:2], given[1], mx.zeros((0, 4))]
@@ -112,15 +112,15 @@ def test_copies_in_one_buffer_have_the_values_and_are_aligned():
     assert packed([]) == []
 
 
-def test_the_least_recently_used_chunks_go_where_there_are_too_many_buffers(model):
+def test_the_least_recently_used_chunks_are_evicted_above_the_buffer_limit(model):
     served = serve(model)
     texts = [np.random.default_rng(seed).integers(0, model.vocab_size, 21).tolist() for seed in range(4)]
-    ask(served, texts[0])
+    generate(served, texts[0])
     tree = served.tree
-    tree.most_buffers = 2 * tree.buffers
+    tree.max_buffers = 2 * tree.buffers
     for text in texts[1:]:
-        ask(served, text)
-        assert tree.buffers <= tree.most_buffers
+        generate(served, text)
+        assert tree.buffers <= tree.max_buffers
     held = [tree.covered(text) for text in texts]
     assert held[0] == 0
     assert held[-1] == 20
@@ -130,15 +130,17 @@ def test_the_least_recently_used_chunks_go_where_there_are_too_many_buffers(mode
 
 
 @pytest.mark.parametrize("file", sampled(FEW, RELEASED), ids=lambda file: file.stem)
-def test_a_long_conversation_with_a_full_prefix_cache_is_below_a_tenth_of_the_limit(file, tmp_path):
-    """In the server's shortest chunks, with quantized keys and values where the family can have them."""
+def test_a_long_conversation_and_a_full_prefix_cache_use_a_tenth_of_the_limit(file, tmp_path):
+    """With the server's smallest chunks, and with quantized keys and values if the family supports them."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(published.read_config(file)))
     model, _ = shaped_model(config, bits=4)
     layout = {} if model.NO_KV_BITS else {"kv_bits": 8}
     blank = mlx_mtp.make_prompt_cache(model, **layout)
     found = count_buffers(blank, CONVERSATION, LEAST_CHUNK)
-    recurrent = CONVERSATION // LEAST_CHUNK * (not all(has_rows(c) for c in blank.caches))  # a type more in 16 bits
-    assert found.prefixes + recurrent <= MOST_BUFFERS, "the conversation itself would not fit"
-    several = 8 * found.caches + 3 * found.recordings  # requests at once, and recordings of more threads
-    assert replace(found, prefixes=MOST_BUFFERS).total + several < METAL_BUFFERS // 10
+    recurrent = (
+        CONVERSATION // LEAST_CHUNK * (not all(has_rows(c) for c in blank.caches))
+    )  # one more dtype in 16 bits
+    assert found.prefixes + recurrent <= MAX_BUFFERS, "the conversation itself would not fit"
+    several = 8 * found.caches + 3 * found.recordings  # active requests, and recordings of more threads
+    assert replace(found, prefixes=MAX_BUFFERS).total + several < METAL_BUFFERS // 10

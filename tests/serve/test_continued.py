@@ -1,4 +1,4 @@
-"""Continue a last message of the assistant: the prompt ends with its words, and the answer goes on behind them."""
+"""Continue an unfinished last answer: the prompt ends with its text, and the new answer starts after it."""
 
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper, load
@@ -45,21 +45,21 @@ def encoded():
     return encode
 
 
-def begun(content="", reasoning=""):
+def unfinished(content="", reasoning=""):
     return {"role": "assistant", "content": content, **({"reasoning_content": reasoning} if reasoning else {})}
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRIPS, THINKS, DROPS, REFUSES])
 @pytest.mark.parametrize("content", ["1.", "1. ", "1.\n\n", "ünï \t\n", "a <|im_end|> b", "List."])
-def test_the_prompt_ends_with_the_words_byte_for_byte(encoded, template, content):
-    text = encoded(template, begun(content))
+def test_the_prompt_ends_with_the_unfinished_text_byte_for_byte(encoded, template, content):
+    text = encoded(template, unfinished(content))
     assert text.endswith(content)
     assert text.count(ASSISTANT) == 1
     assert text.startswith("<|im_start|>user\nList.<|im_end|>\n")
 
 
 @pytest.mark.parametrize("template", [PLAIN, THINKS, DROPS, REFUSES])
-@pytest.mark.parametrize("last", [begun(reasoning="Let me "), begun("<think>\nLet me ")])
+@pytest.mark.parametrize("last", [unfinished(reasoning="Let me "), unfinished("<think>\nLet me ")])
 def test_reasoning_that_has_not_ended_is_continued(encoded, template, last):
     text = encoded(template, last)
     assert text.endswith("<think>\nLet me ")
@@ -67,65 +67,66 @@ def test_reasoning_that_has_not_ended_is_continued(encoded, template, last):
 
 
 @pytest.mark.parametrize("template", [PLAIN, THINKS, DROPS, REFUSES, PROMPTED])
-def test_reasoning_in_front_of_the_words_stays(encoded, template):
-    text = encoded(template, begun("So ", "hm, well"))
+def test_reasoning_before_unfinished_content_stays(encoded, template):
+    text = encoded(template, unfinished("So ", "hm, well"))
     assert text.endswith(ASSISTANT + "<think>\nhm, well\n</think>\n\nSo ")
 
 
-def test_words_behind_a_prompt_that_opens_reasoning_close_it(encoded):
-    assert encoded(PROMPTED, begun("So ")).endswith(ASSISTANT + "<think>\n\n</think>\n\nSo ")
-    assert encoded(PROMPTED, begun("", "hm ")).endswith(ASSISTANT + "<think>\nhm ")
+def test_content_after_a_prompt_that_opens_reasoning_closes_it(encoded):
+    assert encoded(PROMPTED, unfinished("So ")).endswith(ASSISTANT + "<think>\n\n</think>\n\nSo ")
+    assert encoded(PROMPTED, unfinished("", "hm ")).endswith(ASSISTANT + "<think>\nhm ")
 
 
 @pytest.mark.parametrize("template", [PLAIN, THINKS, REFUSES])
-def test_an_empty_message_is_where_an_answer_begins(encoded, template):
-    assert encoded(template, begun()).endswith(f"List.<|im_end|>\n{ASSISTANT}")
+def test_an_empty_last_answer_adds_nothing_to_the_prompt(encoded, template):
+    assert encoded(template, unfinished()).endswith(f"List.<|im_end|>\n{ASSISTANT}")
 
 
 def test_a_message_that_is_not_continued_is_closed(encoded):
-    assert encoded(PLAIN, begun("1."), continues=False).endswith(f"1.<|im_end|>\n{ASSISTANT}")
-    assert encoded(PLAIN, begun("1."), answers=False).endswith("1.<|im_end|>\n")
+    assert encoded(PLAIN, unfinished("1."), continues=False).endswith(f"1.<|im_end|>\n{ASSISTANT}")
+    assert encoded(PLAIN, unfinished("1."), answers=False).endswith("1.<|im_end|>\n")
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
-    assert encoded(PLAIN, {**begun("1."), "tool_calls": calls}).endswith(f"<|im_end|>\n{ASSISTANT}")
+    assert encoded(PLAIN, {**unfinished("1."), "tool_calls": calls}).endswith(f"<|im_end|>\n{ASSISTANT}")
 
 
-def test_an_answer_is_joined_with_what_was_begun():
+def test_an_answer_is_joined_with_the_unfinished_one():
     user = {"role": "user", "content": "x"}
     answer = {"role": "assistant", "content": " two", "tool_calls": [1]}
-    assert finished([user, begun("one", "hm")], answer) == [
+    assert finished([user, unfinished("one", "hm")], answer) == [
         user, {"role": "assistant", "content": "one two", "reasoning_content": "hm", "tool_calls": [1]},
     ]  # fmt: skip
     answer = {"role": "assistant", "content": "yes", "reasoning_content": "m"}
-    assert finished([begun("", "h")], answer) == [begun("yes", "hm")]
+    assert finished([unfinished("", "h")], answer) == [unfinished("yes", "hm")]
 
 
 @pytest.mark.parametrize("detokenizer", [BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
 @pytest.mark.parametrize("rest", [" two", "  two", "two", "\n two", " "])
-def test_spaces_in_front_of_the_rest_stay(detokenizer, rest):
+def test_spaces_before_the_rest_stay(detokenizer, rest):
     tokenizer = TokenizerWrapper(load(demo_path())._tokenizer, detokenizer)
     prompt, tokens = (tokenizer.encode(text, add_special_tokens=False) for text in ("one ", rest + " end"))
-    found, begun, streaming = "", Continuation(tokenizer, prompt), tokenizer.detokenizer
+    found, continuation, streaming = "", Continuation(tokenizer, prompt), tokenizer.detokenizer
     for i, token in enumerate(tokens):
         reason = "length" if i + 1 == len(tokens) else None
-        found += begun.text_of(text_response(streaming, (token, None, False), Stats(), reason))
+        found += continuation.text_of(text_response(streaming, (token, None, False), Stats(), reason))
     assert found == rest + " end"
 
 
-def test_line_breaks_in_front_of_the_rest_are_returned_once():
-    begun = Continuation(TokenizerWrapper(load(demo_path())._tokenizer), [5])
-    assert [begun.line_breaks(text) for text in ("\n", "\n\na\n", "\nb")] == ["\n", "\n\n", ""]
+def test_line_breaks_before_the_rest_are_returned_once():
+    continuation = Continuation(TokenizerWrapper(load(demo_path())._tokenizer), [5])
+    assert [continuation.line_breaks(text) for text in ("\n", "\n\na\n", "\nb")] == ["\n", "\n\n", ""]
 
 
 # Over HTTP
 
 
-SAID = {"role": "user", "content": "What does len do?"}
+QUESTION = {"role": "user", "content": "What does len do?"}
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 
 
 def rest_of(served, api, content, **more):
-    said = [SAID, {"role": "assistant", "content": content}]
-    body = {"input": said, "max_output_tokens": 30} if api == "responses" else {"messages": said, "max_tokens": 30}
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"
+    body = {"input" if api == "responses" else "messages": messages, limit: 30}
     found = served.post(PATHS[api], json={**body, **more})
     assert found.status_code == 200, found.text
     answer = found.json()
@@ -138,9 +139,9 @@ def rest_of(served, api, content, **more):
 
 @pytest.mark.parametrize("api", PATHS)
 def test_every_api_continues_where_the_answer_was_cut(served, api):
-    body = {"messages": [SAID], "max_tokens": 30}
+    body = {"messages": [QUESTION], "max_tokens": 30}
     whole = served.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"]
-    tokenizer = served.site.door.tokenizer
+    tokenizer = served.service.info.tokenizer
     ids = tokenizer.encode(whole, add_special_tokens=False)
     for cut in (1, 3, 6):
         front = tokenizer.decode(ids[:cut])
@@ -157,20 +158,20 @@ def test_every_api_continues_where_the_answer_was_cut(served, api):
     "wrong",
     [
         {"continue_final_message": True, "add_generation_prompt": True},
-        {"continue_final_message": True, "messages": [SAID]},
+        {"continue_final_message": True, "messages": [QUESTION]},
         {"continue_final_message": "yes"},
     ],
 )
-def test_what_cannot_be_continued_is_refused(served, wrong):
-    said = [SAID, {"role": "assistant", "content": "1."}]
-    found = served.post(PATHS["chat"], json={"messages": said, "max_tokens": 2, **wrong})
+def test_fields_that_contradict_a_continuation_are_refused(served, wrong):
+    messages = [QUESTION, {"role": "assistant", "content": "1."}]
+    found = served.post(PATHS["chat"], json={"messages": messages, "max_tokens": 2, **wrong})
     assert found.status_code == 400
     assert "continue_final_message" in found.json()["error"]["message"]
 
 
-def test_tokens_are_counted_with_the_words(served):
+def test_count_tokens_includes_the_unfinished_answer(served):
     def count(**more):
-        body = {"messages": [SAID, {"role": "assistant", "content": "The"}], **more}
+        body = {"messages": [QUESTION, {"role": "assistant", "content": "The"}], **more}
         return served.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
 
     assert count() < count(continue_final_message=False)

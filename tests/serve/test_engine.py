@@ -1,4 +1,4 @@
-"""Answer many at once: in turn, each for itself; who goes frees the engine; what fails fails alone."""
+"""The engine advances active jobs in turn; disconnected clients free it; an exception ends one job only."""
 
 import logging
 import threading
@@ -8,14 +8,14 @@ import types
 import pytest
 
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.engine import Engine, Full, Limits
-from mlx_mtp.serve.job import Ask, End, Failed, Job
+from mlx_mtp.serve.engine import Engine, Limits, QueueFull
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job
 
-SERVED = types.SimpleNamespace(ranks=None, together=None, files=None, tree=types.SimpleNamespace(decoded=False))
+SERVED = types.SimpleNamespace(ranks=None, batch=None, files=None, tree=types.SimpleNamespace(decoded=False))
 
 
 class Steps:
-    """Stands in for `answer`: a job's steps are as many as its prompt has tokens; -1 raises."""
+    """Stands in for `answer`: a job has one step per prompt token; token -1 raises."""
 
     def __init__(self, monkeypatch):
         self.order, self.closed, self.hold = [], [], threading.Event()
@@ -24,15 +24,15 @@ class Steps:
 
     def answer(self, served, job, crowded):
         try:
-            for token in job.ask.prompt:
+            for token in job.request.prompt:
                 self.hold.wait()
                 if token < 0:
                     raise {-1: RuntimeError("broken"), -2: ValueError("wrong")}[token]
-                self.order.append(job.ask.prompt[0])
+                self.order.append(job.request.prompt[0])
                 yield
-            job.tell("end")
+            job.send("end")
         finally:
-            self.closed.append(job.ask.prompt[0])
+            self.closed.append(job.request.prompt[0])
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def engine(steps):
 
     def make(load=lambda: SERVED, store=lambda served: None, **limits):
         made.append(Engine(load=load, limits=Limits(**limits), store=store))  # type: ignore[arg-type]
-        made[-1].start()
+        made[-1].thread.start()
         return made[-1]
 
     yield make
@@ -62,13 +62,13 @@ class Client(list):
 
     def __init__(self, prompt, **more):
         super().__init__()
-        self.over = threading.Event()
-        self.job = Job(Ask(prompt, follows=more.pop("follows", None)), self.take, **more)
+        self.finished = threading.Event()
+        self.job = Job(DecodeRequest(prompt, follows=more.pop("follows", None)), self.take, **more)
 
     def take(self, event):
         self.append(event)
         if event == "end" or isinstance(event, (End, Failed)):
-            self.over.set()
+            self.finished.set()
 
 
 def submit(engine, *prompts, **more):
@@ -79,7 +79,7 @@ def submit(engine, *prompts, **more):
 
 
 def wait(clients):
-    assert all(client.over.wait(5) for client in clients)
+    assert all(client.finished.wait(5) for client in clients)
 
 
 def test_steps_are_taken_in_turn(engine, steps):
@@ -88,11 +88,11 @@ def test_steps_are_taken_in_turn(engine, steps):
     time.sleep(0.05)
     steps.hold.set()
     wait(clients)
-    turn = steps.order[1:]  # the first step is taken before the others had come
+    turn = steps.order[1:]  # the first step precedes the other requests
     assert turn[:6] == [1, 2, 3] * 2 or turn[:6] == [2, 3, 1] * 2
 
 
-def test_what_fails_fails_alone(engine, steps):
+def test_an_exception_ends_one_job_only(engine, steps):
     one = engine()
     clients = submit(one, [1, 1, -1], [2, 2, -2], [3, 3, 3])
     wait(clients)
@@ -102,35 +102,35 @@ def test_what_fails_fails_alone(engine, steps):
     wait(submit(one, [4]))
 
 
-def test_who_goes_frees_the_engine(engine, steps):
-    one = engine(at_once=1)
+def test_a_disconnected_client_frees_the_engine(engine, steps):
+    one = engine(active=1)
     first, second = submit(one, [1] * 10**7, [2])
     while not steps.order:
         time.sleep(0.001)
-    first.job.cancel()
+    first.job.cancelled = True
     wait([second])
     assert steps.closed == [1, 2]
     assert not first
 
 
-def test_a_full_queue_and_an_ending_engine_take_nobody(engine, steps):
+def test_a_full_queue_and_an_ending_engine_refuse_requests(engine, steps):
     steps.hold.clear()
-    one = engine(at_once=1, waiting=2)
+    one = engine(active=1, queued=2)
     clients = submit(one, [1])
-    while one.waiting:
+    while one.queued:
         time.sleep(0.001)
     clients += submit(one, [2], [3])
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         submit(one, [4])
     one.stop(0)
     steps.hold.set()
     one.thread.join(5)
     assert [type(c[-1]) for c in clients[1:]] == [Failed, Failed]
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         submit(one, [5])
 
 
-def test_an_ending_engine_finishes_what_runs_while_there_is_time(engine, steps):
+def test_an_ending_engine_finishes_active_jobs_within_grace(engine, steps):
     steps.hold.clear()
     one = engine()
     clients = submit(one, [1] * 20)
@@ -148,16 +148,16 @@ def test_time_limits(engine, steps):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_what_was_asked_last_is_read_to_its_end_in_a_quiet_moment(engine, steps, monkeypatch, breaks):
-    """Nobody is told if it fails."""
+def test_the_last_prompt_is_prefilled_to_its_end_in_quiet_time(engine, steps, monkeypatch, breaks):
+    """A failure sends no event to any client."""
     read, served = [], types.SimpleNamespace(**{**vars(SERVED), "tree": types.SimpleNamespace(decoded=True)})
 
-    def read_end(served, prompt):
+    def prefill_tail(served, prompt):
         read.append(prompt)
         yield 1 // (not breaks)
 
-    monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
-    monkeypatch.setattr(engines, "read_end", read_end)
+    monkeypatch.setattr(engines, "prefill_next", lambda *_: iter(()))
+    monkeypatch.setattr(engines, "prefill_tail", prefill_tail)
     one = engine(lambda: served)
     wait(submit(one, [1], [2, 2]))
     until = time.monotonic() + 5
@@ -182,7 +182,7 @@ def refuse(*_):
     raise ValueError("the chat template refuses this conversation\nbecause")
 
 
-def test_work_that_no_request_waits_for_is_dropped_with_one_line(engine, steps, caplog, monkeypatch):
+def test_failed_background_work_is_dropped_with_one_log_line(engine, steps, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mlx_mtp.serve"), "propagate", True)
     one = engine(store=refuse, idle_unload=0.01)
     wait(submit(one, [1], follows=refuse))
@@ -191,25 +191,25 @@ def test_work_that_no_request_waits_for_is_dropped_with_one_line(engine, steps, 
         time.sleep(0.01)
     wait(submit(one, [2]))
     reason = "not {}: ValueError: the chat template refuses this conversation"
-    read, stored = reason.format("read ahead"), reason.format("stored")
-    assert caplog.messages[:2] == [f"the next prompt was {read}", f"prefixes were {stored}"]
+    prefilled, stored = reason.format("prefilled"), reason.format("stored")
+    assert caplog.messages[:2] == [f"the next prompt was {prefilled}", f"prefixes were {stored}"]
 
 
-def test_a_client_that_cannot_be_reached_is_given_up(engine, steps):
-    """What it got is no whole answer, and the others' are."""
+def test_a_client_whose_events_fail_is_cancelled(engine, steps):
+    """Its response is visibly incomplete; the other responses are complete."""
     one = engine()
     gone, other = Client([1, 1, 1]), Client([2, 2, 2])
     gone.job.emit = lambda event: gone.append(event) or (len(gone) == 1 and 1 // 0)
     for client in (gone, other):
         one.submit([client.job])
     wait([other])
-    while not gone.job.over:
+    while not gone.job.finished:
         time.sleep(0.001)
     assert other == ["end"]
     assert [type(event) for event in gone] == [str, Failed]
 
 
-def test_a_model_that_is_not_loaded_again_fails_who_waits_for_it(engine, steps):
+def test_a_failed_reload_fails_the_queued_requests(engine, steps):
     calls = []
 
     def load():

@@ -1,4 +1,4 @@
-"""Every request field is honoured, an ignored hint, or refused by name; what has no effect is in a header."""
+"""Every request field is honoured, an ignored hint, or refused by name; a header lists fields without effect."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def treated(api, treatment):
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_every_field_that_the_clients_packages_declare_is_in_the_table(api):
+def test_every_field_of_the_client_packages_is_in_the_table(api):
     assert [name for name in DECLARED[api] if FIELDS.get(name, UNKNOWN).treatment(api) == "unknown"] == []
     assert check_fields(api, dict.fromkeys(name for name in DECLARED[api] if "." not in name)) == []
 
@@ -61,7 +61,7 @@ def test_every_honoured_field_is_read_somewhere():
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_refused_fields_are_named_unless_they_ask_for_nothing(api):
+def test_refused_fields_are_named_unless_their_value_is_neutral(api):
     for name in treated(api, "refused"):
         parent, _, inner = name.rpartition(".")
         for value in (None, False, [], {}, "", *FIELDS[name].neutral):
@@ -85,7 +85,7 @@ def test_refused_fields_are_named_unless_they_ask_for_nothing(api):
         ("chat", "zzz", None),
     ],
 )
-def test_an_unknown_field_is_named_with_the_nearest(api, wrong, near):
+def test_an_unknown_field_is_named_with_a_similar_one(api, wrong, near):
     parent, _, inner = wrong.rpartition(".")
     (warning,) = check_fields(api, {parent: {inner: 1}} if parent else {wrong: 1})
     assert repr(wrong) in warning
@@ -137,7 +137,7 @@ ON = [{"enable_thinking": True}, {"thinking": {"type": "enabled", "budget_tokens
 
 
 @pytest.fixture
-def door():
+def info():
     plain = load(demo_path())._tokenizer
     tokenizer = TokenizerWrapper(plain)
     tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
@@ -149,16 +149,16 @@ def door():
     return use
 
 
-def prompt_of(door, body):
+def prompt_of(info, body):
     warnings = []
-    options = template_of(body, door, warnings)
+    options = template_of(body, info, warnings)
     question = [{"role": "user", "content": "hi"}]
-    return door.tokenizer.apply_chat_template(question, tokenize=False, **options), warnings
+    return info.tokenizer.apply_chat_template(question, tokenize=False, **options), warnings
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_spelling_sets_the_variable_that_the_template_reads(door, name):
-    used = door(TEMPLATES[name], {"reasoning_effort": "high"} if name == "strict" else None)
+def test_every_spelling_sets_the_variable_that_the_template_reads(info, name):
+    used = info(TEMPLATES[name], {"reasoning_effort": "high"} if name == "strict" else None)
     for body in OFF:
         text, warnings = prompt_of(used, body)
         assert "OFF" in text, body
@@ -170,22 +170,22 @@ def test_every_spelling_sets_the_variable_that_the_template_reads(door, name):
 
 
 @pytest.mark.parametrize("name", NO_SWITCH)
-def test_thinking_that_cannot_be_switched_off_is_a_warning(door, name):
+def test_thinking_that_cannot_be_switched_off_is_a_warning(info, name):
     for body in OFF:
         if body != {"chat_template_kwargs": {"thinking": False}}:
-            _, warnings = prompt_of(door(NO_SWITCH[name]), body)
+            _, warnings = prompt_of(info(NO_SWITCH[name]), body)
             assert len(warnings) == 1, body
             assert "cannot be switched off" in warnings[0]
-    assert prompt_of(door(NO_SWITCH[name]), {"thinking": {"type": "adaptive"}, "enable_thinking": None})[1] == []
+    assert prompt_of(info(NO_SWITCH[name]), {"thinking": {"type": "adaptive"}, "enable_thinking": None})[1] == []
 
 
-def test_efforts_and_variables_reach_the_template(door):
+def test_efforts_and_variables_reach_the_template(info):
     for body in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
-        assert prompt_of(door(PRINTS), body) == ("hieffort low", [])
-    assert prompt_of(door(TEMPLATES["strict"], {"reasoning_effort": "high"}), {"reasoning_effort": "low"})[1] == [
+        assert prompt_of(info(PRINTS), body) == ("hieffort low", [])
+    assert prompt_of(info(TEMPLATES["strict"], {"reasoning_effort": "high"}), {"reasoning_effort": "low"})[1] == [
         "reasoning_effort='low' is ignored: the chat template refuses it"
     ]
-    text, warnings = prompt_of(door(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
+    text, warnings = prompt_of(info(PRINTS), {"chat_template_kwargs": {"reasoning_efort": "low"}})
     assert (text, len(warnings)) == ("hi", 1)
     assert "chat_template_kwargs.reasoning_efort" in warnings[0]
 
@@ -193,9 +193,9 @@ def test_efforts_and_variables_reach_the_template(door):
 @pytest.mark.parametrize(
     "wrong", [{"thinking": "off"}, {"thinking": {"type": "never"}}, {"enable_thinking": "false"}, {"reasoning": 5}]
 )
-def test_spellings_that_mean_nothing_are_refused(door, wrong):
+def test_invalid_thinking_fields_are_refused(info, wrong):
     with pytest.raises(Refused, match=next(iter(wrong))):
-        prompt_of(door(PRINTS), wrong)
+        prompt_of(info(PRINTS), wrong)
 
 
 # Tools and pictures
@@ -215,7 +215,7 @@ CLIENT_TOOL = {"name": "shell", "input_schema": {"type": "object"}}
         ("messages", CLIENT_TOOL, {"type": "web_search_20250305", "name": "web_search"}),
     ],
 )
-def test_tools_beside_functions_are_ignored_with_a_warning(served, api, tool, other):
+def test_tools_other_than_functions_are_ignored_with_a_warning(served, api, tool, other):
     found, plain = (post(served, api, tools=tools) for tools in ([tool, other], [tool]))
     assert found.status_code == plain.status_code == 200
     assert repr(other["type"]) in found.headers[WARNING]
@@ -225,11 +225,11 @@ def test_tools_beside_functions_are_ignored_with_a_warning(served, api, tool, ot
     assert other["type"] in alone.json()["error"]["message"]
 
 
-def test_tools_without_a_place_in_the_template_are_a_warning(served, door, caplog):
+def test_tools_that_the_template_does_not_print_are_a_warning(served, info, caplog):
     assert "no place" in post(served, "chat", tools=[CHAT_FUNCTION]).headers[WARNING]
     assert "no place" in caplog.text
-    assert not renders_tools(door("").tokenizer, {})
-    assert renders_tools(door("{% if tools %}{{ tools | tojson }}{% endif %}").tokenizer, {})
+    assert not renders_tools(info("").tokenizer, {})
+    assert renders_tools(info("{% if tools %}{{ tools | tojson }}{% endif %}").tokenizer, {})
 
 
 PNG = {"type": "base64", "media_type": "image/png", "data": ""}
@@ -238,7 +238,7 @@ URL = "data:image/png;base64,"
 
 
 def results(picture):
-    """A picture among the results of a tool, in each API that has them."""
+    """Return a conversation with a picture in a tool result, per API."""
     words = {"type": "text", "text": "a.png"}
     use = {"type": "tool_use", "id": "c", "name": "read", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [words, *picture("messages")]}
@@ -267,7 +267,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("api", ["messages", "chat", "responses"])
-def test_a_picture_of_a_tool_is_a_line_of_text_and_one_of_a_user_is_refused(served, api):
+def test_a_picture_of_a_tool_becomes_text_and_one_of_a_user_is_refused(served, api):
     found = post(served, api, **results(lambda api: [PICTURES[api]])[api])
     plain = post(served, api, **results(lambda api: [])[api])
     assert found.status_code == plain.status_code == 200
@@ -275,8 +275,8 @@ def test_a_picture_of_a_tool_is_a_line_of_text_and_one_of_a_user_is_refused(serv
     name = "prompt_tokens" if api == "chat" else "input_tokens"
     tokens = [r.json()["usage"][name] + r.json()["usage"].get("cache_read_input_tokens", 0) for r in (found, plain)]
     assert tokens[0] > tokens[1]
-    said = [{"role": "user", "content": [PICTURES[api]]}]
-    refused = post(served, api, **{"input" if api == "responses" else "messages": said})
+    messages = [{"role": "user", "content": [PICTURES[api]]}]
+    refused = post(served, api, **{"input" if api == "responses" else "messages": messages})
     assert refused.status_code == 400
     assert "text only" in refused.json()["error"]["message"]
 
@@ -316,8 +316,8 @@ SESSIONS = {
 
 
 @pytest.mark.parametrize("api", SESSIONS)
-def test_a_session_with_another_server_goes_on(served, api):
-    """Calls of tools of other types are calls of functions; what has no counterpart is left out with a warning."""
+def test_a_session_with_another_server_can_be_continued(served, api):
+    """Tool calls of other types become function calls; items without a counterpart are left out with a warning."""
     user = {"role": "user", "content": "hi"}
     name = "input" if api == "responses" else "messages"
     response = post(served, api, **{name: [user, *SESSIONS[api], user]})
@@ -325,7 +325,7 @@ def test_a_session_with_another_server_goes_on(served, api):
     assert ("left out" in response.headers.get(WARNING, "")) == (api != "chat")
     if api != "messages":
         whole = [user, *SESSIONS[api], user] if api == "chat" else None
-        found = messages_of(whole) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
+        found = messages_of(whole, []) if whole else responses._messages({"input": [user, *SESSIONS[api], user]}, [])
         calls = [call["function"] for message in found for call in message.get("tool_calls", ())]
         assert [call["name"] for call in calls] == ["apply_patch", "local_shell"]
         assert calls[0]["arguments"] == {"input": "*** Begin"}

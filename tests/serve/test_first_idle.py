@@ -1,27 +1,28 @@
-"""Compare rows in the first idle moments of a model, and not before it is ready; until then store nothing decoded."""
+"""The row comparison runs in the first idle time, not before the model is ready; no decoded row is stored before."""
 
 import time
 
 import mlx.core as mx
 import pytest
 from letter_chats import make_tokenizer
+from prefix_requests import rows_alike
 from served import settings
 
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, End, Job
-from mlx_mtp.serve.prefixes import comparisons, rows_alike
+from mlx_mtp.serve.job import DecodeRequest, End, Job
+from mlx_mtp.serve.prefixes import comparisons
 from mlx_mtp.serve.server import Loaded, shared
 
-PASSES = 7  # a chunk; what stands before its last four rows; these one by one; and at once
+PASSES = 7  # a chunk; its rows before the last four; these one by one; and at once
 STEP = 24
 PROMPT = [*range(4, 16), *range(4, 14)]
 
 
 @pytest.fixture
 def passes(tiny_models, monkeypatch):
-    """(model, the number of rows of each forward pass that it takes)."""
+    """Return a model and a list of the row counts of its forward passes."""
     model, counted = tiny_models(vocab_size=40)[0], []
     hidden = type(model).hidden
 
@@ -36,14 +37,14 @@ def passes(tiny_models, monkeypatch):
 
 @pytest.fixture
 def start():
-    """Start the engine of a model; `at_ready` notes when it is ready."""
+    """Return a function that starts the engine of a model and calls `at_ready` when it is ready."""
     engines = []
 
     def begin(model, at_ready=lambda: None, **changes):
         options = {"num_draft_tokens": 2, "adaptive": False}
         given = settings(options=options, step=STEP, **changes)
         engines.append(Engine(lambda: shared(Loaded(model, make_tokenizer(), {}, {}), given), ready=at_ready))
-        engines[-1].start()
+        engines[-1].thread.start()
         return engines[-1]
 
     yield begin
@@ -61,15 +62,15 @@ def until(found) -> None:
 
 
 def answered(engine) -> str:
-    """Ask for five letters behind PROMPT."""
+    """Return five letters after PROMPT."""
     events = []
-    engine.submit([job := Job(Ask(PROMPT, max_tokens=5), events.append)])
-    until(lambda: job.over)
+    engine.submit([job := Job(DecodeRequest(PROMPT, max_tokens=5), events.append)])
+    until(lambda: job.finished)
     assert isinstance(events[-1], End)
     return "".join(getattr(event, "text", "") for event in events)
 
 
-def test_no_pass_is_taken_before_it_is_ready_and_seven_when_it_is_idle(passes, start):
+def test_no_pass_runs_before_the_model_is_ready_and_seven_run_when_idle(passes, start):
     model, counted = passes
     at_ready = []
     engine = start(model, lambda: at_ready.append(len(counted)))
@@ -80,7 +81,7 @@ def test_no_pass_is_taken_before_it_is_ready_and_seven_when_it_is_idle(passes, s
     assert rows_alike(model, engine.served.tree.blank, STEP)
 
 
-def test_a_model_in_16_bits_takes_no_pass_and_a_server_that_stores_nothing_does_not_compare(passes, monkeypatch):
+def test_a_16_bit_model_and_a_server_without_prefix_cache_need_no_pass(passes, monkeypatch):
     model, _ = passes
     blank = mlx_mtp.make_prompt_cache(model)
     row = model.no_hidden().astype(mx.bfloat16)
@@ -91,17 +92,17 @@ def test_a_model_in_16_bits_takes_no_pass_and_a_server_that_stores_nothing_does_
     assert served.tree.decoded is False
 
 
-def test_an_answer_is_the_same_before_while_and_after_rows_are_compared(passes, start, monkeypatch):
-    """A request waits for one pass at most, and nothing is stored as decoded until the last one."""
+def test_a_response_is_the_same_before_during_and_after_the_comparison(passes, start, monkeypatch):
+    """A request waits for at most one pass, and no decoded row is stored until the last one."""
     model, counted = passes
     text = answered(start(model, cache_bytes=0))
     counted.clear()
     engine = start(model)
     until(lambda: counted)
-    monkeypatch.setattr(engines, "CALM", 1000)
+    monkeypatch.setattr(engines, "QUIET", 1000)
     assert answered(engine) == text
     assert not engine.served.tree.decoded
-    monkeypatch.setattr(engines, "CALM", 0.001)
-    assert answered(engine) == text  # which ends the wait for calm
+    monkeypatch.setattr(engines, "QUIET", 0.001)
+    assert answered(engine) == text  # which ends the wait for quiet time
     until(lambda: engine.served.tree.decoded)
     assert answered(engine) == text

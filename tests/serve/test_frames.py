@@ -1,4 +1,4 @@
-"""Answers in frames come back without the frames: reasoning, content and calls, whatever marks stand in them."""
+"""Answers in frames are split into reasoning, content and calls without the frames, whatever marks they contain."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from sweep import SWEEP
 from templates import OFFERED, tokenizer_of
 
 from mlx_mtp.serve import frames, job
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, TextPart, calls_of, text_of
 from mlx_mtp.serve.frames import CONTENT, REASONING, FramedSplitter, add_reasoning_marks, begun_in, frames_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of, unread_calls
 
@@ -41,7 +41,7 @@ SOLAR_FORMAT = format_of(tokenizer_of("{% for m in messages %}{% for c in m.tool
     "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>"
     "{{ c.function.arguments | tojson }}<|tool_call:end|><|calls|>{% endfor %}{% endfor %}"))  # fmt: skip
 HARMONY_FORMAT, START = named(RENDERERS[harmony]), "<|start|>assistant"
-# Frames: (format of calls, renderings of a call, reasoning's and contents' beginnings, their ends)
+# Frames: (tool-call format, renderings of a call, starts of reasoning and of content, their ends)
 WRITTEN = {
     frames.HARMONY: (
         HARMONY_FORMAT, (harmony, harmony_rendered), f"{START}<|channel|>analysis<|message|>",
@@ -69,34 +69,34 @@ CUTS = st.lists(st.integers(0, 9999), max_size=5)
 
 
 def split(framing, text, cuts=(), *, begun=None, cut=False, tools=OFFERED):
-    """The reasoning, the content and the calls of an answer that arrives cut at these places."""
+    """The reasoning, the content and the calls of an answer that arrives in pieces, cut at these positions."""
     inner = Splitter(SimpleNamespace(), (), tool_format=WRITTEN[framing][0], tools=tools)
     splitter, parts, at = FramedSplitter(framing, inner, begun), [], 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         parts += splitter.feed(text[at:end])
         at = end
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (True, False)]
-    return *said, [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)]
+    calls = [(call.name, json.loads(call.arguments)) for call in calls_of(parts)]
+    return text_of(parts, reasoning=True), text_of(parts), calls
 
 
 @EVERY
 @given(st.data())
 @settings(max_examples=20_000 if SWEEP else 30, deadline=None)
-def test_an_answer_comes_back_without_its_frames(framing, data):
+def test_an_answer_is_split_without_its_frames(framing, data):
     _, renderers, think, contents, think_end, end = WRITTEN[framing]
     marks = re.findall(r"<[^<>]*>", "".join((think, *contents, think_end, end, renderers[0]("write", {"text": "x"}))))
     text = st.lists(st.sampled_from([*marks, "assistant", "final", "a", " ", "\n", '"']), max_size=8).map("".join)
     ends = re.compile(rf"(?:{framing.end})\s*(?:{framing.end}|{framing.reasoning}|{framing.content}|\Z)")
-    said = text.filter(lambda each: not ends.search(each) and not each.startswith(tuple(WRITTEN[framing][0].marks)))
-    reasoning, content = data.draw(text.filter(lambda each: think_end not in each)), data.draw(said)
-    content = content if content.strip() else f"{content}a"  # white space alone in front of a call is dropped
+    plain = text.filter(lambda each: not ends.search(each) and not each.startswith(tuple(WRITTEN[framing][0].marks)))
+    reasoning, content = data.draw(text.filter(lambda each: think_end not in each)), data.draw(plain)
+    content = content if content.strip() else f"{content}a"  # white space alone before a call is dropped
     calls = data.draw(st.lists(st.fixed_dictionaries({"text": text}), max_size=1))
     written = f"{think}{reasoning}{think_end}" + f"{data.draw(st.sampled_from(contents))}{content}"
     written += "".join(end + data.draw(st.sampled_from(renderers))("write", each) for each in calls)
     written += data.draw(st.sampled_from(["", end] if not calls else [""]))
     found = split(framing, written, data.draw(CUTS))
-    begins = any(mark in content for mark in WRITTEN[framing][0].marks)  # so that a call may begin in the content
+    begins = any(mark in content for mark in WRITTEN[framing][0].marks)  # a call may start in the content
     assert (begins and found[2]) or found == (reasoning, content, [("write", each) for each in calls]), written
 
 
@@ -116,7 +116,7 @@ def test_a_call_in_frames_is_that_call(framing, data):
 
 
 def test_what_gpt_oss_writes():
-    prompted = [  # behind a prompt that ends with <|start|>assistant
+    prompted = [  # after a prompt that ends with <|start|>assistant
         ("<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
          ("hm", "Yes.", [])),
@@ -156,7 +156,7 @@ TEMPLATE = (
 )
 
 
-def test_marks_of_reasoning_that_a_template_has():
+def test_marks_of_reasoning_are_found_in_a_template():
     for framing in WRITTEN:
         tokenizer = tokenizer_of(TEMPLATE + "{# " + " ".join(framing.known_by) + " #}")
         assert frames_of(tokenizer) is framing
@@ -167,7 +167,7 @@ def test_marks_of_reasoning_that_a_template_has():
     assert frames_of(tokenizer) is None
 
 
-def test_calls_that_cannot_be_read_are_named():
+def test_why_calls_cannot_be_read():
     unknown = TEMPLATE.replace(
         "PRINTED", "{{ '<<call ' ~ c.function.name ~ ' with ' ~ c.function.arguments ~ '>>' }}"
     )
@@ -184,6 +184,6 @@ def test_a_request_is_split_by_the_models_frames(ask, kind):
     tokenizer = SimpleNamespace(has_thinking=True, decode=lambda _: "<|channel|>final<|message|>It beg")
     served = SimpleNamespace(tokenizer=tokenizer, frames=frames.HARMONY, tool_format=HARMONY_FORMAT)
     text = "x" if kind else "<|channel|>final<|message|>x"
-    splitter = job._splitter(served, job.Ask([1], **ask))
-    assert splitter.feed(text) + splitter.end(cut=False) == [Said("x", kind == REASONING)]
-    assert type(job._splitter(served, job.Ask([1]))) is Splitter
+    splitter = job._splitter_for(served, job.DecodeRequest([1], **ask))
+    assert splitter.feed(text) + splitter.end(cut=False) == [TextPart("x", kind == REASONING)]
+    assert type(job._splitter_for(served, job.DecodeRequest([1]))) is Splitter

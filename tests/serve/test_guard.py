@@ -1,4 +1,4 @@
-"""Keep out who may not come in: keys, hosts, origins, kinds and sizes of bodies; errors in the API's own form."""
+"""Requests are rejected by key, Host, Origin, content type and size; errors have the form of their API."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from served import KEY, start
 from starlette.testclient import TestClient
 
 from mlx_mtp.layers.runtime import Runtime
-from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.engine import Limits
 from mlx_mtp.serve.guard import DEPTH, Rules
 from mlx_mtp.serve.metrics import Metrics
@@ -25,10 +25,10 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def closed(served):
-    """A site with a key, in front of the same engine."""
+    """A second application with an API key for the same engine."""
     rules = Rules("secret", hosts=("mac.local",), origins=("https://chat.example",), body=1000)
-    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
-    with TestClient(application(site), base_url="http://localhost") as client:
+    service = Service(served.service.engine, served.service.metrics, rules, info=served.service.info)
+    with TestClient(application(service), base_url="http://localhost") as client:
         yield client
 
 
@@ -68,7 +68,7 @@ def test_origins(closed):
             "Method": "POST",
             "Headers": "authorization",
             "Private-Network": "true",
-        }  # a browser's, without a key
+        }  # a preflight request, which has no key
         headers = {"Origin": origin, **{f"Access-Control-Request-{name}": value for name, value in wanted.items()}}
         asked = closed.options("/v1/chat/completions", headers=headers)
         assert asked.status_code == (200 if allowed else 400)
@@ -97,11 +97,11 @@ def test_unknown_paths_and_methods(served):
         assert path in json.dumps(response.json())
 
 
-def test_below_a_path(served):
-    """A reverse proxy takes the path off, or does not; the request that the banner shows has it."""
+def test_paths_below_a_root_path(served):
+    """A reverse proxy may strip the prefix or keep it; the request in the banner includes it."""
     rules = Rules("secret", body=1000)
-    site = Site(served.site.engine, served.site.metrics, rules, door=served.site.door)
-    with TestClient(application(site, "/llm"), base_url="http://localhost") as client:
+    service = Service(served.service.engine, served.service.metrics, rules, info=served.service.info)
+    with TestClient(application(service, "/llm"), base_url="http://localhost") as client:
         for root in ("", "/llm"):
             assert client.get(f"{root}/").status_code == client.get(f"{root}/health").status_code == 200
             assert client.get(f"{root}/v1/models").status_code == 401
@@ -112,7 +112,7 @@ def test_below_a_path(served):
             assert client.get(other, headers=KEY).status_code == 404
 
 
-def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
+def test_refused_requests_are_logged(served, closed, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("mlx_mtp.serve"), "propagate", True)
     with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
         served.post("/v1/messages", json={**HI, "top_p": 2})
@@ -123,15 +123,15 @@ def test_who_is_refused_is_in_the_log(served, closed, caplog, monkeypatch):
     ]
 
 
-def test_more_choices_than_may_ever_wait_are_not_asked_for_again():
-    site, app = start(limits=Limits(at_once=1, waiting=1))
+def test_more_choices_than_the_queue_holds_are_refused_for_good():
+    service, app = start(limits=Limits(active=1, queued=1))
     with TestClient(app, base_url="http://localhost") as client:
-        while site.engine.state == "loading":
-            site.engine.thread.join(0.01)
+        while service.engine.state == "loading":
+            service.engine.thread.join(0.01)
         refused = client.post("/v1/chat/completions", json={**HI, "n": 2})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
 
 
 def test_an_address_in_use():
@@ -151,7 +151,7 @@ def test_models(served):
     assert len(refused.text) < 1000
 
 
-def test_the_page_asks_nobody_else(served):
+def test_the_page_loads_nothing_from_other_hosts(served):
     page = served.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -163,7 +163,7 @@ def test_metrics_list_kernels_that_were_refused():
     reasons = {("verify_qmm", "64x32 4-bit g32 float32", rows): "fails with RuntimeError: no" for rows in (5, 6)}
     tree = SimpleNamespace(nbytes=0, chunks=0, buffers=0)
     served = SimpleNamespace(model=SimpleNamespace(runtime=Runtime(failed=reasons)), tree=tree)
-    shown = Metrics(SimpleNamespace(served=served, running=[], waiting=0)).text().decode()
+    shown = Metrics(SimpleNamespace(served=served, running=[], queued=0)).text().decode()
     kernel = 'kernel="verify_qmm 64x32 4-bit g32 float32",reason="fails with RuntimeError: no"'
     assert f"mlx_mtp:kernels_failed{{{kernel}}} 2.0\n" in shown
 
@@ -174,25 +174,25 @@ def test_metrics(served):
     assert 'mlx_mtp:requests_total{reason="length"}' in text
     assert "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total" in text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    tree, counted = served.site.engine.served.tree, served.site.metrics.counted
+    tree, counted = served.service.engine.served.tree, served.service.metrics.counted
     assert int(float(figures["mlx_mtp:prefix_cache_buffers"])) == tree.buffers
     assert int(float(figures["mlx_mtp:buffers"])) == tree.buffers + counted.weights + counted.recordings
     assert counted.weights > 0
 
 
-def test_nobody_is_served_before_the_model_is_loaded():
+def test_requests_are_refused_until_the_model_is_loaded():
     go = threading.Event()
 
     def never():
         go.wait()
         raise ValueError("no such model")
 
-    site, app = start(never)
+    service, app = start(never)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         assert client.get("/health").status_code == 503
         answer = client.post("/v1/chat/completions", json=HI)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         go.set()
-        site.engine.thread.join()
+        service.engine.thread.join()
         assert client.get("/health").json()["status"] == "failed"
-    assert str(site.engine.error) == "no such model"
+    assert str(service.engine.error) == "no such model"

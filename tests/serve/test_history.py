@@ -1,4 +1,4 @@
-"""Send conversations back through chat templates of all kinds: they render, and nothing is lost or changed."""
+"""Conversations render through chat templates of all kinds, and nothing in them is lost or changed."""
 
 import json
 import re
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 from templates import CONVERSATIONS, OFFERED, OWN, A, U, all_templates, call, result, tokenizer_of, turn
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, calls_of, text_of
+from mlx_mtp.serve.api_request import CallIds
 from mlx_mtp.serve.chat import messages_of
-from mlx_mtp.serve.exchange import CallIds
 from mlx_mtp.serve.prompts import encode_chat, marks_of
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
 
 TEMPLATES = all_templates()
 TOKENIZERS = {}
-# Released templates that leave something out in every form, as (template, conversation).
-LOSES = {
-    ("Mistral-Small-3.2-24B-Instruct-2506", "a call beside content"),
-    ("mistralai-Mistral-Nemo-Instruct-2407", "a call beside content"),
-    *((name, "a result of none") for name in TEMPLATES if "gemma" in name),
+# Released templates that omit a part of a conversation in every form, as (template, conversation).
+OMITS = {
+    ("Mistral-Small-3.2-24B-Instruct-2506", "a call and content"),
+    ("mistralai-Mistral-Nemo-Instruct-2407", "a call and content"),
+    *((name, "a result without a call") for name in TEMPLATES if "gemma" in name),
 }
-# Released templates that no conversation of ours can be rendered with, and why.
+# Released templates that render none of the conversations here, and why.
 BROKEN = {
     "MiroThinker": "reads a variable that is not set",
     "fireworks-ai-llama-3-firefunction-v2": "needs a variable `functions`",
@@ -41,15 +41,15 @@ def tokenizer_named(name):
 
 def rendered(name, messages, tools=OFFERED, **options):
     tokenizer = tokenizer_named(name)
-    prompt = encode_chat(tokenizer, marks_of(tokenizer), messages_of(messages), tools, options, turns=True)
+    prompt = encode_chat(tokenizer, marks_of(tokenizer), messages_of(messages, []), tools, options, turns=True)
     return tokenizer.decode(prompt.tokens)
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_render_whole(name, kind):
-    if name in BROKEN or (name, kind) in LOSES:
-        pytest.skip(BROKEN.get(name, "leaves it out"))
+    if name in BROKEN or (name, kind) in OMITS:
+        pytest.skip(BROKEN.get(name, "omits a part"))
     messages, tools = CONVERSATIONS[kind]
     text = rendered(name, messages, tools)
     assert [m["content"] for m in messages if m["content"] not in text] == [], text
@@ -71,7 +71,7 @@ def test_arguments_are_as_the_client_wrote_them(name, arguments):
         assert all(member in text for member in re.findall(r"\[1,2\]|\{\"a\":  1e5\}", arguments)), text
 
 
-def test_a_template_that_never_takes_a_conversation_says_why():
+def test_the_reason_of_a_template_that_refuses_every_form_is_raised():
     TEMPLATES["never"] = "{{ raise_exception('only on Sundays') }}"
     with pytest.raises(ValueError, match="only on Sundays"):
         rendered("never", [U])
@@ -119,10 +119,9 @@ def test_every_answer_can_be_sent_back(name, parts, cut, thinks, whole):
     splitter = Splitter(
         tokenizer_of_answer, (), thinking=True, tool_format=format_of(tokenizer_named("json")), tools=OFFERED
     )
-    said = splitter.feed(written if whole else written[:cut]) + splitter.end(cut=not whole)
-    texts = ["".join(p.text for p in said if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
-    calls = [call(p.name, p.arguments, f"id{i}") for i, p in enumerate(p for p in said if isinstance(p, ToolCall))]
-    answer = turn("assistant", texts[0], *calls, reasoning_content=texts[1])
+    parts = splitter.feed(written if whole else written[:cut]) + splitter.end(cut=not whole)
+    calls = [call(*each, f"id{i}") for i, each in enumerate(calls_of(parts))]
+    answer = turn("assistant", text_of(parts), *calls, reasoning_content=text_of(parts, reasoning=True))
     results = [result(f"RESULT{i}", each["id"]) for i, each in enumerate(calls)]
     text = rendered(name, [U, answer, *results, turn("user", "MORE")])
     assert "MORE" in text
@@ -134,7 +133,7 @@ def _hermes(arguments):
     return f"<tool_call>\n{json.dumps({'name': 'write', 'arguments': arguments})}\n</tool_call>"
 
 
-def test_own_ids_take_the_form_of_the_template():
+def test_new_ids_take_the_form_of_the_template():
     for name, form in (("short ids", "[A-Za-z0-9]{9}"), ("json", "call_[0-9a-f]{24}")):
         ids = CallIds(SimpleNamespace(tokenizer=tokenizer_named(name)), "call_")
         found = [ids.of(choice, index) for choice in range(2) for index in range(2)]

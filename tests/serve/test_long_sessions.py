@@ -1,4 +1,4 @@
-"""Count the rows that a follow-up reads again, however the answer before it ended; its text is a fresh server's."""
+"""The number of rows that a follow-up prefills after any kind of end; its text is that of a new server."""
 
 import itertools
 import threading
@@ -9,17 +9,18 @@ from functools import cache
 import families
 import pytest
 from letters import Letters
+from prefix_requests import rows_alike
 from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.serve import engine as engines
-from mlx_mtp.serve.answer import Said, ToolCall
-from mlx_mtp.serve.chat import ChatExchange
+from mlx_mtp.serve.answer import TextPart, ToolCall
+from mlx_mtp.serve.batch_decoder import BatchDecoder
+from mlx_mtp.serve.chat import ChatRequest
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, Begun, End, Failed, Job, Served, answer, reread
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree, rows_alike
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Failed, Job, Served, answer, prefill_next
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree
 from mlx_mtp.serve.prompts import Prompt
-from mlx_mtp.serve.together import Together
 
 STEP, SHOWN, MOST = 4, 14, 20
 FIRST, SECOND = [5 * i % 13 for i in range(23)], [(i * i + 3) % 13 for i in range(21)]
@@ -33,7 +34,7 @@ CASES = [*itertools.product(KINDS, ENDINGS, (True, False), ((FIRST,), (FIRST, SE
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, tiny_models):
-    """Load the tiny model of a kind, once."""
+    """Return a function that loads the tiny model of a kind once."""
 
     @cache
     def load(kind):
@@ -45,12 +46,12 @@ def models(tmp_path_factory, tiny_models):
 
 
 def served_of(model, *, decoded, stop_tokens=(), limit=1 << 30):
-    """What an engine serves; decoded: the tree stores decoded rows, if they are as if read."""
+    """Return the model and its tree; decoded: store decoded rows if they pass the comparison."""
     options = {"num_draft_tokens": min(2, model.max_draft_tokens), "adaptive": False, "stop_tokens": stop_tokens}
     blank = mlx_mtp.make_prompt_cache(model, num_draft_tokens=options["num_draft_tokens"])
     tree = PrefixTree(blank, Chunking(STEP), limit)
     tree.decoded = decoded and rows_alike(model, blank, 2 * STEP)
-    return Served(model, Letters(), tree, options, None, together=Together(model, Letters(), options, STEP))
+    return Served(model, Letters(), tree, options, None, batch=BatchDecoder(model, Letters(), options, STEP))
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def start():
 
     def make(served):
         begun.append(Engine(load=lambda: served))
-        begun[-1].start()
+        begun[-1].thread.start()
         return begun[-1]
 
     yield make
@@ -70,11 +71,11 @@ def start():
 
 
 class Client:
-    """A request and its events; at: called once it has SHOWN letters; then: when it gets no more."""
+    """A job and its events; at: called after SHOWN letters; then: called after the last event."""
 
-    def __init__(self, engine, ask, *, at=lambda job: None, then=lambda client: None):
-        self.events, self.over, self.at, self.then = [], threading.Event(), at, then
-        self.job = Job(ask, self.take)
+    def __init__(self, engine, request, *, at=lambda job: None, then=lambda client: None):
+        self.events, self.finished, self.at, self.then = [], threading.Event(), at, then
+        self.job = Job(request, self.take)
         engine.submit([self.job])
 
     @property
@@ -90,7 +91,7 @@ class Client:
         if len(self.text) == SHOWN:
             self.at(self.job)
         if isinstance(event, (End, Failed)) or self.job.cancelled:
-            self.over.set()
+            self.finished.set()
             self.then(self)
 
 
@@ -112,7 +113,7 @@ def broken(tokens, logits):
 
 
 def asked(model, prompt, ending):
-    """(request, what it does with SHOWN letters, tokens of its answer)."""
+    """Return a request, its action after SHOWN letters, and the tokens of its answer."""
     tokens, more = plain(model, prompt), {"max_tokens": SHOWN if ending == "length" else MOST}
     if ending == "stop":
         more["stops"] = (Letters().decode(tokens)[SHOWN : SHOWN + 2],)
@@ -126,24 +127,26 @@ def asked(model, prompt, ending):
         job.cancelled = ending == "cancelled"
         job.deadline = 0 if ending == "late" else job.deadline
 
-    return Ask(prompt, follows=follows, sampling=dict(SAMPLED), **more), act, tokens
+    return DecodeRequest(prompt, follows=follows, sampling=dict(SAMPLED), **more), act, tokens
 
 
 def reused(tree, ending, read, known, at_once):
-    """(fewest, most) rows that a follow-up reuses. read: tokens of the prompt; known: with those of the answer."""
+    """Return the minimum and maximum of reused rows. read: tokens of the prompt; known: with those of the answer."""
     last, further = (read - 1) // STEP * STEP, known // STEP * STEP
     if ending == "failing":
         return last, last if at_once or not tree.decoded else read - 1
     if tree.decoded and (tree.blank.is_trimmable() or ending in ("length", "itself")):
         return known - 1, known
-    if tree.decoded:  # a state stands at one place, which may be behind what the client has got
+    if tree.decoded:  # a state has one position, which may be after the received text
         return last if at_once else further, known
     return (last, last) if at_once else (further, further)
 
 
 @pytest.mark.parametrize(("kind", "ending", "decoded", "prompts", "at_once"), sampled(CASES[::37], CASES))
-def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kind, ending, decoded, prompts, at_once):
-    """At once, and after idle time; the answer before it was decoded alone, or with another one."""
+def test_a_follow_up_prefills_only_tokens_without_rows(
+    models, start, monkeypatch, kind, ending, decoded, prompts, at_once
+):
+    """Immediately and after idle time; the previous answer was decoded alone or with another one."""
     monkeypatch.setattr("mlx_mtp.serve.job.make_logits_processors", lambda **_: [broken])
     model, later = models(kind), {}
     requests = [asked(model, [*prompt], ending) for prompt in prompts]
@@ -152,31 +155,34 @@ def test_a_follow_up_reads_only_what_has_no_rows(models, start, monkeypatch, kin
 
     def follow(client):
         if client not in later:
-            prompt = [*client.job.ask.follows(client.job.parts), *MORE[1:]]
-            later[client] = Client(engine, Ask(prompt, max_tokens=3, sampling=dict(SAMPLED)))
+            prompt = [*client.job.request.follows(client.job.parts), *MORE[1:]]
+            later[client] = Client(engine, DecodeRequest(prompt, max_tokens=3, sampling=dict(SAMPLED)))
 
     then = follow if at_once else lambda client: None
-    clients = [Client(engine, ask, at=act, then=then) for ask, act, _ in requests]
-    assert all(client.over.wait(20) for client in clients)
+    clients = [Client(engine, request, at=act, then=then) for request, act, _ in requests]
+    assert all(client.finished.wait(20) for client in clients)
     if not at_once:
-        until(lambda: all(client.job.over for client in clients) and engine._unsaved is None)
+        until(lambda: all(client.job.finished for client in clients) and engine._unsaved is None)
         for client in clients:
             follow(client)
     for client in clients:
         after = later[client]
-        assert after.over.wait(20)
-        prompt = after.job.ask.prompt
+        assert after.finished.wait(20)
+        prompt = after.job.request.prompt
         fresh = [*itertools.takewhile(lambda token: token not in stop_tokens, plain(model, prompt, 3))]
-        assert after.text[: len(fresh)] == Letters().decode(fresh)  # the stand-in writes a last letter twice
+        assert after.text[: len(fresh)] == Letters().decode(fresh)  # the stand-in repeats a last letter
         known = len(prompt) - len(MORE)
-        least, most = reused(engine.served.tree, ending, len(client.job.ask.prompt), known, at_once)
+        least, most = reused(engine.served.tree, ending, len(client.job.request.prompt), known, at_once)
         assert least <= after.cached <= most
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_read_of_a_prompt_is_kept_where_its_reading_ends(models, kind):
-    """The client has disconnected, or a request goes on from what is read ahead."""
-    for begin in (reread, lambda served, prompt: answer(served, Job(Ask(prompt), lambda event: None), bool)):
+def test_an_interrupted_prefill_keeps_its_complete_chunks(models, kind):
+    """The client has disconnected, or a request continues a prefill of the background."""
+    for begin in (
+        prefill_next,
+        lambda served, prompt: answer(served, Job(DecodeRequest(prompt), lambda event: None), bool),
+    ):
         served = served_of(models(kind), decoded=False)
         reading = begin(served, FIRST)
         for _ in range(3):
@@ -186,21 +192,21 @@ def test_what_was_read_of_a_prompt_is_kept_where_its_reading_ends(models, kind):
 
 
 def test_answers_that_end_while_the_server_is_busy_are_stored(models, start, monkeypatch):
-    """More than wait for idle time: of the oldest the rows are stored, which takes no pass."""
-    monkeypatch.setattr(engines, "BEHIND", 1)
+    """When the queue of finished jobs is full, the rows of the oldest are stored without a pass."""
+    monkeypatch.setattr(engines, "MAX_FINISHED", 1)
     monkeypatch.setattr(Engine, "_idle", lambda self: time.sleep(0.001))
     engine = start(served_of(models("glm4_moe"), decoded=True))
     prompts = [[i, *FIRST] for i in range(3)]
     for prompt in prompts:
-        assert Client(engine, Ask(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).over.wait(20)
+        assert Client(engine, DecodeRequest(prompt, max_tokens=SHOWN, sampling=dict(SAMPLED))).finished.wait(20)
     tree = engine.served.tree
     lengths = [tree.covered([*prompt, *plain(models("glm4_moe"), prompt)]) for prompt in prompts]
     assert lengths == [len(FIRST) + SHOWN] * 2 * tree.decoded + [20] * (3 - 2 * tree.decoded)
 
 
 @pytest.mark.parametrize(("prompt", "closed"), [([1, 2, 3, 4, 9], True), ([1, 2, 9], False), ([8], False)])
-def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, prompt, closed):
-    """What is read of another conversation goes on later."""
+def test_a_request_ends_the_background_prefill_that_it_continues(start, monkeypatch, prompt, closed):
+    """The prefill of another conversation continues later."""
     order, hold = [], threading.Event()
 
     def ahead(served, prompt, cache):
@@ -213,24 +219,24 @@ def test_a_request_ends_the_reading_that_it_can_go_on_from(start, monkeypatch, p
             order.append("ended")
 
     def stand_in(served, job, crowded):
-        order.append(job.ask.prompt)
-        job.tell(End("stop", None, None, 0, 0.0, 0))
+        order.append(job.request.prompt)
+        job.send(End("stop", None, None, 0, 0.0, 0))
         yield
 
-    monkeypatch.setattr(engines, "reread", ahead)
+    monkeypatch.setattr(engines, "prefill_next", ahead)
     monkeypatch.setattr(engines, "answer", stand_in)
     tree = types.SimpleNamespace(decoded=False)
-    engine = start(types.SimpleNamespace(ranks=None, together=None, files=None, tree=tree))
-    Client(engine, Ask([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
-    until(lambda: engine._read == 4)
-    Client(engine, Ask(prompt))
+    engine = start(types.SimpleNamespace(ranks=None, batch=None, files=None, tree=tree))
+    Client(engine, DecodeRequest([1, 2], follows=lambda parts: [1, 2, 3, 4, 5, 6]))
+    until(lambda: engine._prefilled == 4)
+    Client(engine, DecodeRequest(prompt))
     hold.set()
     until(lambda: "ended" in order and prompt in order)
     assert order == ([[1, 2], "ended", prompt] if closed else [[1, 2], prompt, "read", "ended"])
 
 
-def test_nothing_is_read_ahead_where_nothing_is_stored(models):
-    assert list(reread(served_of(models("glm4_moe"), decoded=False, limit=0), FIRST)) == []
+def test_nothing_is_prefilled_ahead_without_a_prefix_cache(models):
+    assert list(prefill_next(served_of(models("glm4_moe"), decoded=False, limit=0), FIRST)) == []
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -260,27 +266,27 @@ def test_the_time_from_a_tool_result_to_the_next_first_token_is_reported(served)
         assert count(served) == before + more
 
 
-def test_behind_calls_the_next_prompt_has_their_results(served, monkeypatch):
+def test_the_next_prompt_after_calls_has_their_results(served, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "mlx_mtp.serve.exchange.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
+        "mlx_mtp.serve.api_request.encode_chat", lambda *given, **how: seen.append(given[2]) or Prompt([1])
     )
-    (ask,) = ChatExchange({"messages": [QUESTION], "tools": TOOLS}, served.site.door).asks
+    (request,) = ChatRequest({"messages": [QUESTION], "tools": TOOLS}, served.service.info).requests
     calls = [ToolCall("f", "{}"), ToolCall("f", "{}")]
-    for parts in ([Said("It is 3.")], [Said("I call f."), *calls]):
-        ask.follows(parts)
+    for parts in ([TextPart("It is 3.")], [TextPart("I call f."), *calls]):
+        request.follows(parts)
         roles = [message["role"] for message in seen[-1]]
         assert roles == ["user", "assistant", *(["tool", "tool"] if len(parts) > 1 else ["user"])]
 
 
-def test_conversations_that_only_begin_with_the_same_mark_share_nothing(models, start, monkeypatch):
-    """Fewer tokens than a chunk has at least."""
+def test_conversations_with_only_the_first_mark_in_common_share_nothing(models, start, monkeypatch):
+    """They share fewer tokens than the minimum of a chunk."""
     monkeypatch.setattr(Engine, "_idle", lambda self: time.sleep(0.001))
     served = served_of(models("glm4_moe"), decoded=True)
     served.tree.chunking = Chunking(8, 4)
     engine = start(served)
-    assert Client(engine, Ask(FIRST, max_tokens=3)).over.wait(20)
+    assert Client(engine, DecodeRequest(FIRST, max_tokens=3)).finished.wait(20)
     for same in (3, 5):
-        other = Client(engine, Ask([*FIRST[:same], 11, 11, 11], max_tokens=3))
-        assert other.over.wait(20)
+        other = Client(engine, DecodeRequest([*FIRST[:same], 11, 11, 11], max_tokens=3))
+        assert other.finished.wait(20)
         assert other.cached == (same if same > 4 and served.tree.decoded else 0)

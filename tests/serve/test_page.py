@@ -1,4 +1,4 @@
-"""Use the chat page in a real browser: it streams, stops, counts, asks for the key, and fits a phone."""
+"""The chat page in a real browser: it streams, stops, counts, requests the key, and fits a phone."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 from browser import CHROMIUM, Browser
 
-from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.guard import Rules
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machin
 
 @pytest.fixture(scope="module")
 def address(served):
-    """Where a real server listens, in front of the same engine; it wants a key."""
-    site = Site(served.site.engine, served.site.metrics, Rules("secret"), door=served.site.door)
-    server = uvicorn.Server(uvicorn.Config(application(site), port=0, log_level="error"))
+    """The address of a real server with the same engine, which requires a key."""
+    service = Service(served.service.engine, served.service.metrics, Rules("secret"), info=served.service.info)
+    server = uvicorn.Server(uvicorn.Config(application(service), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     while not server.started:
@@ -38,12 +38,12 @@ def page(address, tmp_path_factory):
     browser.close()
 
 
-def ask(page, text):
+def send(page, text):
     page.run(f"text.value = {text!r}; find('form').requestSubmit()")
 
 
 def test_a_conversation(page):
-    ask(page, "What does len do?")
+    send(page, "What does len do?")
     page.wait("document.querySelector('.assistant .figures')")
     assert page.run("document.querySelector('.assistant .said').textContent") == (
         "Return the number of items in a container."
@@ -51,7 +51,7 @@ def test_a_conversation(page):
     assert "a cycle" in page.run("document.querySelector('.figures').textContent")
     assert page.run("messages.length") == 2
     assert page.run("find('meter').value") > 0
-    ask(page, "<b>What</b> does sorted do?")
+    send(page, "<b>What</b> does sorted do?")
     page.wait("document.querySelectorAll('.figures').length === 2")
     assert page.run("document.querySelectorAll('.user')[1].textContent") == "<b>What</b> does sorted do?"
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
@@ -60,7 +60,7 @@ def test_a_conversation(page):
     assert page.run("talk.childElementCount + messages.length") == 0
 
 
-def test_paused_drafting_is_shown_in_place_of_the_meter(page):
+def test_paused_drafting_replaces_the_meter(page):
     words = "drafting paused: costs 3.8 plain steps, gains 3.6 tokens"
     made = f"{{draft_n: 0, draft_n_accepted: 0, tokens_per_second: 9, tokens_per_cycle: 1, paused: {words!r}}}"
     usage = (
@@ -71,15 +71,15 @@ def test_paused_drafting_is_shown_in_place_of_the_meter(page):
 
 
 def test_stop_and_errors(page):
-    ask(page, "hello " * 2500)
+    send(page, "hello " * 2500)
     page.wait("document.querySelector('.error')")
     assert "too long" in page.run("document.querySelector('.error').textContent")
     assert page.run("messages.length") == 0
-    ask(page, "Write a class.")
+    send(page, "Write a class.")
     page.run("find('stop').click()")
     page.wait("find('stop').hidden")
     assert "(stopped)" in page.run("talk.lastElementChild.textContent")
-    ask(page, "Write a class.")
+    send(page, "Write a class.")
     page.wait("document.querySelector('.assistant:last-child .said')")
     page.run("find('clear').click()")
     page.wait("find('stop').hidden")

@@ -1,4 +1,4 @@
-"""Damage prefix files in every way: no file changes or ends an answer, and what is left behind is removed."""
+"""Damaged prefix files never change or end a response, and remains of killed processes are removed."""
 
 import fcntl
 import os
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from letters import Letters
-from prefix_asks import LARGE, lines, prompts, restarted, serve, written
-from prefix_asks import ask_two as ask
+from prefix_requests import LARGE, lines, prompts, restarted, serve, written
+from prefix_requests import generate_two as generate
 
 from mlx_mtp.serve import chunk_file
 from mlx_mtp.serve.prefix_files import PrefixFiles
@@ -39,7 +39,7 @@ def changed_at_the_end(file):
 
 
 def changed_tokens(file):
-    """A header that is well formed, of other tokens."""
+    """Return a file with a well-formed header for other tokens."""
     file.write_bytes(
         re.sub(rb'(tokens\\":\[)(\d)', lambda m: m[1] + (b"2" if m[2] == b"1" else b"1"), file.read_bytes())
     )
@@ -50,7 +50,7 @@ def no_numbers(file):
 
 
 def other_shapes(file):
-    """Arrays of other shapes under the same names, by a program that knows nothing of what the file is."""
+    """Replace a file by one with arrays of other shapes under the same names."""
     arrays, metadata = mx.load(str(file), return_metadata=True)
     mx.save_safetensors(str(file), {name: mx.contiguous(array[..., :1]) for name, array in arrays.items()}, metadata)
 
@@ -70,24 +70,24 @@ DAMAGES = [truncated, emptied, cut_within_the_header, changed_at_the_end, change
 
 @pytest.fixture(scope="module")
 def stored(small, tmp_path_factory):
-    """(a directory with a file of each of two prompts, these, what a fresh server answers)."""
+    """Return a directory with files of two prompts, the prompts, and the texts of a new server."""
     texts, directory = prompts(40), tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
         written(small, directory, *texts)
-        return directory, texts, [ask(serve(small), text)[0] for text in texts]
+        return directory, texts, [generate(serve(small), text)[0] for text in texts]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the start", "after the start"])
 @pytest.mark.parametrize("damage", [*DAMAGES, a_copy_of_another])
-def test_a_file_that_cannot_be_used_is_removed_with_one_line(small, stored, tmp_path, caplog, damage, before):
+def test_a_damaged_file_is_removed_with_one_log_line(small, stored, tmp_path, caplog, damage, before):
     (source, texts, fresh), directory = stored, tmp_path / "files"
     shutil.copytree(source, directory)
     started = None if before else restarted(small, directory)
     file = max(PrefixFiles(directory, LARGE).known.items(), key=lambda item: len(item[1]))[0]
     damage(file)
     served = started or restarted(small, directory)
-    assert [ask(served, text)[0] for text in texts] == fresh
+    assert [generate(served, text)[0] for text in texts] == fresh
     assert len(lines(caplog)) == 1
     assert not file.exists()
     assert len(list(directory.iterdir())) == 1
@@ -95,12 +95,12 @@ def test_a_file_that_cannot_be_used_is_removed_with_one_line(small, stored, tmp_
 
 
 @pytest.mark.parametrize(("act", "count"), [(Path.unlink, 0), (a_directory, 1)])
-def test_a_file_that_is_gone_or_cannot_be_read_changes_nothing(small, stored, tmp_path, caplog, act, count):
+def test_a_missing_or_unreadable_file_changes_no_response(small, stored, tmp_path, caplog, act, count):
     (source, texts, fresh), directory = stored, tmp_path / "files"
     shutil.copytree(source, directory)
     served = restarted(small, directory)
     act(max(served.files.known, key=lambda file: len(served.files.known[file])))
-    assert [ask(served, text)[0] for text in texts] == fresh
+    assert [generate(served, text)[0] for text in texts] == fresh
     assert len(lines(caplog)) == count
     shutil.rmtree(directory)
     served.files.save(served.tree)
@@ -109,7 +109,7 @@ def test_a_file_that_is_gone_or_cannot_be_read_changes_nothing(small, stored, tm
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.booleans(), st.booleans())
-def test_a_byte_that_changes_never_changes_an_answer(small, stored, tmp_path, place, flip, header, before):
+def test_a_changed_byte_never_changes_a_response(small, stored, tmp_path, place, flip, header, before):
     (source, texts, fresh), directory = stored, tmp_path / "files"
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(source, directory)
@@ -119,12 +119,12 @@ def test_a_byte_that_changes_never_changes_an_answer(small, stored, tmp_path, pl
     length = 8 + int.from_bytes(content[:8], "little") if header else len(content)
     content[int(place * length)] ^= flip
     file.write_bytes(content)
-    assert ask(started or restarted(small, directory), texts[1])[0] == fresh[1]
+    assert generate(started or restarted(small, directory), texts[1])[0] == fresh[1]
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_left(small, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_causes_one_log_line_and_leaves_no_file(small, tmp_path, monkeypatch, caplog):
     served = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(served, prompts(40)[0])
+    generate(served, prompts(40)[0])
     for broken in ("fsync", "rename"):
         caplog.clear()
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(small, tmp_path, monkeypatc
 
 
 def leftovers(directory, name="0" * 32):
-    """What a killed process of this version and of earlier ones leaves."""
+    """Create the unfinished files of a killed process, of this version and of earlier ones."""
     names = (f".{name}.prefix.safetensors-{'ab' * 16}.safetensors", f"{name}.prefix.safetensors.partial")
     files = [directory / each for each in names]
     for file in files:
@@ -150,7 +150,7 @@ def leftovers(directory, name="0" * 32):
     return files
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+def test_only_unfinished_files_of_killed_processes_are_removed(tmp_path):
     old, new = leftovers(tmp_path)
     others = [tmp_path / name for name in ("notes.txt", "model.safetensors", "a.prefix.safetensors", ".hidden")]
     for file in others:
@@ -164,25 +164,25 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_what_another_server_is_writing_stays_and_counts(small, tmp_path, monkeypatch):
-    """Two servers share a directory: one starts, and stores a prompt, while the other is in the middle of a file."""
+def test_a_file_that_another_server_is_writing_stays_and_counts(small, tmp_path, monkeypatch):
+    """One of two servers starts and stores a prompt while the other is writing a file in the same directory."""
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     one = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(one, first, turns=(18,))
+    generate(one, first, turns=(18,))
     assert all(one.files.step(one.tree) for _ in range(5))
     (partial,) = tmp_path.iterdir()
     other = restarted(small, tmp_path)
-    ask(other, second)
+    generate(other, second)
     other.files.save(other.tree)
     (whole,) = other.files.known
     other.files.limit = whole.stat().st_size + partial.stat().st_size - 1
     other.files.save(other.tree)
     assert not whole.exists()
     one.files.save(one.tree)
-    assert ask(other, first)[1] == 20  # it finds what the first one has written since
+    assert generate(other, first)[1] == 20  # from the file that the first server wrote meanwhile
     assert not partial.exists()
     one.files.limit = 0
     one.files.save(one.tree)
-    assert ask(other, [*first, 1])[1] == 20
-    assert ask(restarted(small, tmp_path), first)[1] == 0
+    assert generate(other, [*first, 1])[1] == 20
+    assert generate(restarted(small, tmp_path), first)[1] == 0

@@ -1,4 +1,4 @@
-"""Keep prefixes in files: they outlive the server, and no file changes or ends an answer, whatever is in it."""
+"""Prefix files are reused after a restart, and no content of a file changes or ends a response."""
 
 import contextlib
 import json
@@ -7,19 +7,19 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
-from prefix_asks import LARGE, left, lines, prompts, restarted, serve, written
-from prefix_asks import ask_two as ask
+from prefix_requests import LARGE, left, lines, prompts, restarted, serve, written
+from prefix_requests import generate_two as generate
 from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import has_rows
 from mlx_mtp.serve import chunk_file
-from mlx_mtp.serve.job import Ask, Job, answer, reread
+from mlx_mtp.serve.job import DecodeRequest, Job, answer, prefill_next
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.prefixes import Chunking
 
 HEADS = {"attention_other_setting": {**tiny.CONFIG["attention_other_setting"], "head_dim": 64}, "head_dim": 64}
-KINDS = ["glm4_moe", "qwen3_5", "deepseek_v3"]  # keys and values, states, latents; windows are the first model's
+KINDS = ["glm4_moe", "qwen3_5", "deepseek_v3"]  # keys and values, states, latents; the first model has windows
 KV_FLAGS = [
     {},
     {"max_kv_size": 12},
@@ -46,7 +46,7 @@ def model(request, tmp_path_factory, tiny_models):
 
 
 def accepted(model):
-    """The layouts that a model's caches can have, each once; a few for all but the first model, unless in a sweep."""
+    """Return the distinct cache layouts of a model; without a sweep only a few except for the first model."""
     found = {}
     for layout in [*KV_FLAGS, *OTHER_FLAGS]:
         with contextlib.suppress(ValueError):
@@ -56,8 +56,8 @@ def accepted(model):
     return sampled(few, every)
 
 
-def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model, tmp_path, caplog):
-    """Every layout with the files of all others, and then with its own: the text is a fresh server's each time."""
+def test_only_files_of_the_same_layout_are_used_and_others_stay(model, tmp_path, caplog):
+    """Each layout runs with the files of all others, then with its own; the text is always that of a new server."""
     first, second = prompts(model.vocab_size)
     layouts, own, within = accepted(model), {}, []
     for i, layout in enumerate(layouts):
@@ -67,16 +67,16 @@ def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model,
     names = {file.name for file in tmp_path.iterdir()}
     aside = tmp_path / "aside"
     for i, layout in enumerate(layouts):
-        fresh = {text: ask(serve(model, **layout), prompt) for text, prompt in (("a", first), ("b", second))}
+        fresh = {text: generate(serve(model, **layout), prompt) for text, prompt in (("a", first), ("b", second))}
         aside.mkdir()
         for file in own[i]:
             file.rename(aside / file.name)
-        assert ask(restarted(model, tmp_path, **layout), first) == fresh["a"], layout
+        assert generate(restarted(model, tmp_path, **layout), first) == fresh["a"], layout
         for file in own[i]:
             (aside / file.name).rename(file)
         aside.rmdir()
-        again = ask(restarted(model, tmp_path, **layout), second)
-        assert again == ask(within[i], second), layout
+        again = generate(restarted(model, tmp_path, **layout), second)
+        assert again == generate(within[i], second), layout
         assert again[0] == fresh["b"][0]
         assert again[1] > 0
     assert {file.name for file in tmp_path.iterdir()} == names
@@ -84,14 +84,14 @@ def test_only_files_of_the_same_layout_are_read_and_others_are_left_alone(model,
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_beginning_is_as_useful_as_within_a_process(model, tmp_path, k):
-    """The end of a system prompt too: the same tokens are reused, and caches have the same bits."""
+def test_a_prefix_from_a_file_equals_one_in_memory(model, tmp_path, k):
+    """The same tokens are reused, also after a system prompt only, and the caches are equal bitwise."""
     first, second = prompts(model.vocab_size)
     served = written(model, tmp_path, first, drafts=k)
     again = restarted(model, tmp_path, drafts=k)
     assert len(again.files.known) == 1
     for prompt in ([*first[:17], 1, 2], second, first, [*first, *second]):
-        assert ask(again, prompt, turns=(18,)) == ask(served, prompt, turns=(18,))
+        assert generate(again, prompt, turns=(18,)) == generate(served, prompt, turns=(18,))
     assert served.tree.covered(second) == 24
     for a, b in zip(again.tree.take(second, 32).caches, served.tree.take(second, 32).caches, strict=True):
         assert a.start == b.start
@@ -99,13 +99,13 @@ def test_a_beginning_is_as_useful_as_within_a_process(model, tmp_path, k):
         assert len(a.parts) == len(b.parts)
 
 
-def test_files_outlive_the_server(small, tmp_path):
+def test_files_are_used_after_a_restart(small, tmp_path):
     first, second = prompts(40)
-    fresh = ask(serve(small), second)
+    fresh = generate(serve(small), second)
     assert len(written(small, tmp_path, first).files.known) == 1
     again = restarted(small, tmp_path)
-    assert ask(again, first)[1] == 20
-    assert ask(again, second) == (fresh[0], 16)
+    assert generate(again, first)[1] == 20
+    assert generate(again, second) == (fresh[0], 16)
     again.files.save(again.tree)
     assert len(list(tmp_path.iterdir())) == 2
     again.files.limit = 0
@@ -114,27 +114,27 @@ def test_files_outlive_the_server(small, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_another_model_is_left_alone(small, tiny_models, tmp_path):
+def test_a_file_of_another_model_stays_unused(small, tiny_models, tmp_path):
     first, _ = prompts(40)
     written(small, tmp_path, first)
     other = tiny_models(1, vocab_size=40)[0]
-    assert ask(restarted(other, tmp_path), first)[1] == 0
+    assert generate(restarted(other, tmp_path), first)[1] == 0
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_answers_that_were_decoded_are_reused_too(model, tmp_path):
-    """Also by a tree that holds none itself: that rows are alike is a matter of the model and the machine."""
+def test_decoded_rows_in_files_are_reused(model, tmp_path):
+    """A tree without decoded rows reuses them too, because the comparison depends on model and machine only."""
     prompt, _ = prompts(model.vocab_size)
     served = serve(model, files=PrefixFiles(tmp_path, LARGE))
     served.tree.decoded = True
-    cache = left(answer(served, Job(Ask(prompt, (18,), 10), lambda event: None), lambda: False))
+    cache = left(answer(served, Job(DecodeRequest(prompt, (18,), 10), lambda event: None), lambda: False))
     text = [*cache.tokens, 1, 2, 3, 4, 5, 6]
-    list(reread(served, text, cache))
+    list(prefill_next(served, text, cache))
     served.files.save(served.tree)
     for decoded in (True, False):
         again = restarted(model, tmp_path)
         again.tree.decoded = decoded
-        assert ask(again, text) == ask(served, text)
+        assert generate(again, text) == generate(served, text)
         assert again.tree.covered(text) == 36
 
 
@@ -151,27 +151,27 @@ PLACES = ("rows", "whole", "kept", "backlog")
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_arrays_of_another_shape_are_not_used_though_their_digest_is_right(model, tmp_path, caplog, wrong):
-    """Whatever of a chunk it is: rows, or the states and windows that are noted at its end."""
+def test_arrays_of_a_wrong_shape_with_a_right_digest_are_not_used(model, tmp_path, caplog, wrong):
+    """Applies to rows and to each part of a checkpoint."""
     first, _ = prompts(model.vocab_size)
-    fresh = ask(serve(model), first)[0]
+    fresh = generate(serve(model), first)[0]
     at = WRONG.index(wrong)
     for i, place in sampled([(at, PLACES[at]), (at + 1, PLACES[at - 3])], enumerate(PLACES)):
         caplog.clear()
         served = serve(model, files=PrefixFiles(tmp_path / str(i), LARGE))
-        ask(served, first, turns=(18,))
-        chunk = next(chunk for leaf in served.tree.leaves() for chunk in leaf.path() if chunk.moment)
+        generate(served, first, turns=(18,))
+        chunk = next(chunk for leaf in served.tree.leaves() for chunk in leaf.path() if chunk.checkpoint)
         if place == "rows":
             chunk.rows = [parts and wrong(parts) for parts in chunk.rows]
         elif place == "whole":
-            for at, parts in chunk.moment.whole.items():
-                chunk.moment.whole[at] = parts and wrong(parts)
-        elif held := getattr(chunk.moment, place):
+            for at, parts in chunk.checkpoint.whole.items():
+                chunk.checkpoint.whole[at] = parts and wrong(parts)
+        elif held := getattr(chunk.checkpoint, place):
             held[:] = wrong(tuple(held))
-        if not (chunk.rows if place == "rows" else getattr(chunk.moment, place)):
+        if not (chunk.rows if place == "rows" else getattr(chunk.checkpoint, place)):
             continue
         served.files.save(served.tree)
-        assert ask(restarted(model, tmp_path / str(i)), first)[0] == fresh, place
+        assert generate(restarted(model, tmp_path / str(i)), first)[0] == fresh, place
         assert len(lines(caplog)) == 1, place
 
 
@@ -179,52 +179,52 @@ def test_a_conversation_has_one_file_that_grows(model, tmp_path):
     first, second = prompts(model.vocab_size)
     served = serve(model, files=PrefixFiles(tmp_path, LARGE))
     for n in (9, 14, 23):
-        ask(served, first[:n], turns=(8,))
+        generate(served, first[:n], turns=(8,))
         served.files.save(served.tree)
         served.files.save(served.tree)
         assert [len(own) for own in served.files.known.values()] == [(n - 1) // 4 * 4]
     again = restarted(model, tmp_path)
-    ask(again, first[:9])
-    ask(again, first[:14])
+    generate(again, first[:9])
+    generate(again, first[:14])
     again.files.save(again.tree)
-    assert [len(own) for own in again.files.known.values()] == [20]  # which holds the shorter ones, too
+    assert [len(own) for own in again.files.known.values()] == [20]  # which includes the shorter ones
     other = restarted(model, tmp_path, chunking=Chunking(5))
-    ask(other, [*first, *second])
+    generate(other, [*first, *second])
     other.files.save(other.tree)
     assert sorted(len(own) for own in other.files.known.values()) == [20, 50]
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_that_is_overtaken_is_given_up(small, tmp_path, monkeypatch):
-    """Between two pieces answers go on: what the conversation has become meanwhile is written instead."""
+def test_writing_stops_when_the_conversation_grows(small, tmp_path, monkeypatch):
+    """A response between two pieces extends the conversation, which is then written instead."""
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     first, second = prompts(40)
     served = serve(small, files=PrefixFiles(tmp_path, LARGE))
-    ask(served, first)
+    generate(served, first)
     assert all(served.files.step(served.tree) for _ in range(5))
-    ask(served, [*first, *second])
+    generate(served, [*first, *second])
     served.files.save(served.tree)
     assert [len(own) for own in served.files.known.values()] == [48]
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_least_recently_used_files_are_removed_and_there_are_never_more_bytes(small, tmp_path, monkeypatch):
+def test_the_least_recently_used_files_are_removed_before_the_limit_is_exceeded(small, tmp_path, monkeypatch):
     monkeypatch.setattr(chunk_file, "PIECE", 1000)
     texts = [prompts(40, seed)[0] for seed in range(5)]
     size = sum(file.stat().st_size for file in written(small, tmp_path / "one", texts[0]).files.known)
     served = serve(small, files=PrefixFiles(tmp_path / "few", int(3.5 * size)))
     for text in texts[:4]:
-        ask(served, text, turns=(18,))
-    ask(served, texts[0])
+        generate(served, text, turns=(18,))
+    generate(served, texts[0])
     while served.files.step(served.tree):
         assert sum(file.stat().st_size for file in (tmp_path / "few").iterdir()) <= served.files.limit
     assert held(small, tmp_path / "few", texts) == [True, False, True, True, False]
-    ask(served, texts[2])
-    ask(served, texts[4], turns=(18,))
+    generate(served, texts[2])
+    generate(served, texts[4], turns=(18,))
     served.files.save(served.tree)
     assert held(small, tmp_path / "few", texts) == [True, False, True, False, True]
     tight = restarted(small, tmp_path / "few", limit=size // 2)
-    ask(tight, texts[1])
+    generate(tight, texts[1])
     tight.files.save(tight.tree)
     assert not tight.files.known
 

@@ -15,7 +15,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve import engine as engines
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, Job
+from mlx_mtp.serve.job import DecodeRequest, Job
 from mlx_mtp.serve.prefix_files import PrefixFiles
 from mlx_mtp.serve.server import Loaded
 
@@ -28,7 +28,7 @@ EVERY = [
     {"max_kv_size": 65},
 ]
 FLAGS = sampled(FEW, EVERY)
-SYSTEM = "You answer in one word, whatever is asked, and never explain a word of it to anybody who asks. " * 2
+SYSTEM = "You answer in one word, whatever the question is, and never explain a word of it to your reader. " * 2
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def demo():
 
 
 def session(demo, flags, directory, *questions, until=lambda: True):
-    """(texts, cached tokens) of questions behind one system prompt, in a server of its own; until: what ends it."""
+    """Return the texts and the cached tokens of questions after one system prompt, from a new server."""
     layout = {"kv_group_size": 32, **flags}
     files = directory and PrefixFiles(directory, 1 << 28)
-    site, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
+    service, app = start(lambda: Loaded(*demo, {}, layout), cache_files=files)
     found = []
-    while site.engine.state == "loading":
+    while service.engine.state == "loading":
         time.sleep(0.01)
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         for question in questions:
@@ -58,14 +58,14 @@ def session(demo, flags, directory, *questions, until=lambda: True):
         while not until() and time.monotonic() < end:
             time.sleep(0.01)
         assert until()
-    site.engine.store = lambda served: None  # as if the process were killed now
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.store = lambda served: None  # as if the process were killed here
+    service.engine.stop(0)
+    service.engine.thread.join()
     return found
 
 
-def test_any_flags_read_the_directory_of_any_others(demo, tmp_path):
-    """Each restart finds the files of all before it, and none of its own; then its own, for another question, too."""
+def test_servers_with_different_flags_share_a_directory(demo, tmp_path):
+    """The first start with new flags finds no file of its own; the next one reuses it for another question."""
     for flags in FLAGS:
         fresh = session(demo, flags, None, "What is a list?", "And a tuple?")
         assert fresh[0][1] == 0
@@ -83,7 +83,7 @@ def test_any_flags_read_the_directory_of_any_others(demo, tmp_path):
 
 
 class Storing:
-    """Stands in for prefix files: counts its steps, of which there are as many as it is told."""
+    """Stands in for prefix files: counts its steps, whose number is given."""
 
     def __init__(self, steps):
         self.left, self.taken, self.error = steps, 0, None
@@ -105,11 +105,11 @@ def engine(monkeypatch):
 
     def make(files, answer):
         monkeypatch.setattr(engines, "answer", answer)
-        monkeypatch.setattr(engines, "reread", lambda *_: iter(()))
+        monkeypatch.setattr(engines, "prefill_next", lambda *_: iter(()))
         tree = types.SimpleNamespace(decoded=False)
-        served = types.SimpleNamespace(ranks=None, together=None, files=files, tree=tree)
+        served = types.SimpleNamespace(ranks=None, batch=None, files=files, tree=tree)
         made.append(Engine(load=lambda: served))
-        made[-1].start()
+        made[-1].thread.start()
         return made[-1]
 
     yield make
@@ -120,9 +120,9 @@ def engine(monkeypatch):
 
 
 def asked(engine, prompt):
-    over = threading.Event()
-    engine.submit([Job(Ask(prompt), lambda event: over.set())])
-    return over
+    finished = threading.Event()
+    engine.submit([Job(DecodeRequest(prompt), lambda event: finished.set())])
+    return finished
 
 
 def reached(condition):
@@ -137,7 +137,7 @@ def one_token(served, job, crowded):
     job.emit("end")
 
 
-def test_answers_come_between_the_pieces_that_are_written(engine):
+def test_requests_run_between_written_pieces(engine):
     files = Storing(10**9)
     one = engine(files, one_token)
     assert asked(one, [1]).wait(5)
@@ -148,7 +148,7 @@ def test_answers_come_between_the_pieces_that_are_written(engine):
     assert reached(lambda: files.taken > before)
 
 
-def test_all_is_written_once_and_again_after_the_next_answer(engine):
+def test_everything_is_written_once_and_again_after_the_next_response(engine):
     files = Storing(3)
     one = engine(files, one_token)
     assert asked(one, [1]).wait(5)
@@ -160,7 +160,7 @@ def test_all_is_written_once_and_again_after_the_next_answer(engine):
     assert reached(lambda: files.taken == 5)
 
 
-def test_what_fails_while_it_is_written_ends_nothing(engine):
+def test_a_failed_write_ends_no_request(engine):
     files = Storing(3)
     files.error = RuntimeError("broken")
     one = engine(files, one_token)
@@ -170,11 +170,11 @@ def test_what_fails_while_it_is_written_ends_nothing(engine):
     assert one.thread.is_alive()
 
 
-def test_nothing_is_written_while_anybody_is_answered(engine):
+def test_nothing_is_written_while_a_request_is_active(engine):
     files, hold = Storing(10**9), threading.Event()
 
     def slow(served, job, crowded):
-        while job.ask.prompt == [2] and not hold.is_set():
+        while job.request.prompt == [2] and not hold.is_set():
             yield
         job.emit("end")
         yield

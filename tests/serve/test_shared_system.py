@@ -1,4 +1,4 @@
-"""Send conversations that share a system prompt: the second one's prefill starts behind what they share."""
+"""The prefill of a conversation starts after the system prompt that it shares with an earlier one."""
 
 import time
 
@@ -12,7 +12,7 @@ import mlx_mtp
 from mlx_mtp.serve.server import Loaded
 
 STEP = 16
-SYSTEM = "abcdefghi" * 6  # letters that models of 13 tokens have
+SYSTEM = "abcdefghi" * 6  # letters in a vocabulary of 13 tokens
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])  # rows that can be cut anywhere; states that cannot
@@ -20,16 +20,16 @@ def test_a_shared_system_prompt_is_prefilled_once(tmp_path, name):
     path, _, _ = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path)
     options = {"num_draft_tokens": 1, "adaptive": False}
-    site, app = start(lambda: Loaded(model, make_tokenizer(), {}, {}), options=options, step=STEP)
+    service, app = start(lambda: Loaded(model, make_tokenizer(), {}, {}), options=options, step=STEP)
     with TestClient(app, base_url="http://localhost") as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
         usages = []
         for question in ("ab" * STEP, "cd" * STEP):  # longer than a chunk
-            said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-            answer = client.post("/v1/chat/completions", json={"messages": said, "max_tokens": 2})
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+            answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
             usages.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
     assert usages[0] == 0
     assert usages[1] >= len(SYSTEM) // STEP * STEP

@@ -1,4 +1,4 @@
-"""Take calls as chat templates render them: each format is found, and reads what the template wrote."""
+"""Tool calls as chat templates render them: each template's format is found, and reads them back."""
 
 import json
 import re
@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 from templates import OFFERED, OWN, TOOLS, A, U, all_templates, call, tokenizer_of, turn
 
-from mlx_mtp.serve.answer import Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.forms import Conversation
 from mlx_mtp.serve.frames import FramedSplitter, frames_of
 from mlx_mtp.serve.history import linked
-from mlx_mtp.serve.prompts import HELD, Chat, marks_of
+from mlx_mtp.serve.prompts import ESCAPED, Chat, marks_of
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.template_traits import traits_of
 from mlx_mtp.serve.tool_calls.table import format_of
 
 MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
-# Released templates with which calls cannot be read back, and why.
+# Released templates whose calls cannot be read back, and why.
 UNREAD = {
-    "CohereForAI-c4ai-command-r-plus-tool_use": "repeats its instructions behind each conversation",
+    "CohereForAI-c4ai-command-r-plus-tool_use": "repeats its instructions after each conversation",
     "Kimi-K2-Instruct": "refuses calls in transformers' sandbox",
     "Kimi-K2-Thinking": "refuses calls in transformers' sandbox",
     "MiroThinker": "reads a variable that is not set",
@@ -34,7 +34,7 @@ FOUND = {}
 
 
 class Rendered:
-    """A template's format of calls, and its renderings of answers as a model would have written them."""
+    """A template's tool-call format, and its renderings of answers as a model would write them."""
 
     def __init__(self, template):
         tokenizer = tokenizer_of(template)
@@ -47,20 +47,20 @@ class Rendered:
     def _text(self, *messages):
         form = Conversation(linked(list(messages), self.chat.traits), OFFERED)
         found = self.chat.rendered(form, {"add_generation_prompt": False})
-        return HELD.sub(lambda mark: bytes.fromhex(mark[1]).decode(), found.text) if found.whole else None
+        return ESCAPED.sub(lambda mark: bytes.fromhex(mark[1]).decode(), found.text) if found.whole else None
 
     def answer(self, calls):
-        """An answer of these calls, without what the template puts around answers; None where they are too many."""
+        """An answer of these calls without the template's marks around it; None if it does not render them all."""
         ids = (f"abcdefg{i:02}" for i in range(len(calls)))
         written = [call(name, json.dumps(given, ensure_ascii=False), next(ids)) for name, given in calls]
         try:
             text = self._text(U, turn("assistant", "", *written))
         except ValueError:
             return None
-        if text is None or "<|eom|>" in text:  # one call a turn
+        if text is None or "<|eom|>" in text:  # one call per message
             return None
         text = text[self.start :]
-        if self.frames:  # their marks belong to the answer
+        if self.frames:  # the marks of frames belong to the answer
             return text
         begins = [i for i, letter in enumerate(self.eos) if letter in "<["]
         text = next((text.removesuffix(self.eos[i:]) for i in [0, *begins] if text.endswith(self.eos[i:])), text)
@@ -82,7 +82,7 @@ PRINTED = [name for name in all_templates() if not name.startswith("no ") or nam
 @pytest.mark.parametrize("name", PRINTED)
 @given(st.data())
 @settings(max_examples=20_000 if SWEEP else 15, deadline=None)
-def test_calls_come_back_as_the_template_renders_them(name, data):
+def test_calls_are_read_back_as_the_template_renders_them(name, data):
     rendered = found(name)
     if rendered.format is None or not rendered.chat.traits.calls:
         pytest.skip("prints no calls")
@@ -98,11 +98,11 @@ def test_calls_come_back_as_the_template_renders_them(name, data):
     for start, end in zip([0, *cuts], [*cuts, len(written)], strict=True):
         parts += splitter.feed(written[start:end])
     parts += splitter.end(cut=False)
-    assert [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)] == calls, written
-    assert name not in OWN or "".join(p.text for p in parts if isinstance(p, Said)).strip() == ""
+    assert [(call.name, json.loads(call.arguments)) for call in calls_of(parts)] == calls, written
+    assert name not in OWN or text_of(parts).strip() == ""
 
 
-def test_a_template_without_tools_is_found_also_where_it_refuses_system_prompts():
+def test_a_template_without_tools_is_detected_even_if_it_refuses_system_prompts():
     for name, with_tools in (("json", True), ("no system", True), ("described", True)):
         template = OWN[name]
         assert renders_tools(tokenizer_of(template), {}) is with_tools

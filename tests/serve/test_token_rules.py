@@ -1,4 +1,4 @@
-"""Rules for tokens act on the choice of every row: the text depends neither on drafts nor on other requests."""
+"""Token rules apply to every row: the text depends neither on drafts nor on other requests."""
 
 import threading
 
@@ -7,10 +7,10 @@ import pytest
 from letter_chats import make_tokenizer
 
 import mlx_mtp
+from mlx_mtp.serve.batch_decoder import BatchDecoder
 from mlx_mtp.serve.engine import Engine
-from mlx_mtp.serve.job import Ask, End, Failed, Job, Served
+from mlx_mtp.serve.job import DecodeRequest, End, Failed, Job, Served
 from mlx_mtp.serve.prefixes import Chunking, PrefixTree
-from mlx_mtp.serve.together import Together
 from mlx_mtp.serve.token_rules import BadWords, TokenRules, vocabulary
 
 GREEDY, SEEDED = {"temp": 0.0, "seed": 1}, {"temp": 1.5, "seed": 3}
@@ -33,22 +33,22 @@ def model(tiny_models):
     return tiny_models(vocab_size=16)[0]
 
 
-def answers(model, k, asks, *, together=True):
-    """The texts of answers that are decoded at once, why each ended, and how many tokens it has."""
+def answers(model, k, requests, *, batched=True):
+    """Return the text, finish reason and number of tokens of each of several requests, decoded at once."""
     options, tokenizer = {"num_draft_tokens": k, "adaptive": False}, make_tokenizer()
     tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=k), Chunking(4), 1 << 30)
-    batch = Together(model, tokenizer, options, 4) if together else None
-    engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, together=batch))
-    found, over = [[] for _ in asks], threading.Semaphore(0)
+    batch = BatchDecoder(model, tokenizer, options, 4) if batched else None
+    engine = Engine(load=lambda: Served(model, tokenizer, tree, options, None, batch=batch))
+    found, finished = [[] for _ in requests], threading.Semaphore(0)
 
     def emit(i, event):
         found[i].append(event)
         if isinstance(event, (End, Failed)):
-            over.release()
+            finished.release()
 
-    engine.start()
-    engine.submit([Job(ask, lambda event, i=i: emit(i, event)) for i, ask in enumerate(asks)])
-    assert all(over.acquire(timeout=60) for _ in asks)
+    engine.thread.start()
+    engine.submit([Job(request, lambda event, i=i: emit(i, event)) for i, request in enumerate(requests)])
+    assert all(finished.acquire(timeout=60) for _ in requests)
     engine.stop(0)
     engine.thread.join(10)
     texts = ["".join(getattr(event, "text", "") for event in events) for events in found]
@@ -56,22 +56,22 @@ def answers(model, k, asks, *, together=True):
     return [(text, end.reason, end.stats.generation_tokens) for text, end in zip(texts, ends, strict=True)]
 
 
-def ask(rules, sampling):
-    return Ask(PROMPT, max_tokens=MOST, sampling=sampling, rules=rules)
+def request_of(rules, sampling):
+    return DecodeRequest(PROMPT, max_tokens=MOST, sampling=sampling, rules=rules)
 
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """Each answer by plain steps, alone."""
-    return {name: answers(model, 0, [ask(*each)], together=False)[0] for name, each in RULES.items()}
+    """Return each answer, decoded alone by plain steps."""
+    return {name: answers(model, 0, [request_of(*each)], batched=False)[0] for name, each in RULES.items()}
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_text_depends_neither_on_drafts_nor_on_others(model, plain, k):
-    assert answers(model, k, [ask(*each) for each in RULES.values()]) == list(plain.values())
+    assert answers(model, k, [request_of(*each) for each in RULES.values()]) == list(plain.values())
     for name in ("min_tokens, seeded", "bad_words", "xtc"):
-        assert answers(model, k, [ask(*RULES[name])]) == [plain[name]], name
-        assert answers(model, k, [ask(*RULES[name])], together=False) == [plain[name]], name
+        assert answers(model, k, [request_of(*RULES[name])]) == [plain[name]], name
+        assert answers(model, k, [request_of(*RULES[name])], batched=False) == [plain[name]], name
 
 
 def test_rules_hold(plain):
@@ -87,11 +87,13 @@ def test_rules_hold(plain):
 
 
 def test_rules_change_the_text(model, plain):
-    free = dict(zip(RULES, answers(model, 0, [ask(TokenRules(), how) for _, how in RULES.values()]), strict=True))
+    free = dict(
+        zip(RULES, answers(model, 0, [request_of(TokenRules(), how) for _, how in RULES.values()]), strict=True)
+    )
     assert [name for name in RULES if free[name] == plain[name] and "greedy" not in name] in ([], ["min_tokens"])
 
 
-def test_every_way_to_write_a_word_is_ruled_out():
+def test_every_tokenization_of_a_word_is_excluded():
     tokenizer = Pieces("Ġcat", "c", "at", "a", "t", "Ġ", "Ċcat", "ca", "ts", "catalog", "Ã", "©", "<s>")
     rules = BadWords(tokenizer, ["cat", "ca\ts", "é"], prompt=2)
     assert vocabulary(tokenizer).texts[6:7] == [b"\ncat"]
@@ -110,7 +112,7 @@ def test_every_way_to_write_a_word_is_ruled_out():
 
 
 class Pieces:
-    """A tokenizer with these tokens, in the letters of byte-level BPE."""
+    """Return a byte-level BPE tokenizer with these tokens."""
 
     def __init__(self, *pieces):
         self.pieces, self.added_tokens_decoder = list(pieces), {}
@@ -133,8 +135,8 @@ class Ends:
 
 
 def chat(served, **body):
-    said = [{"role": "user", "content": "What does len do?"}]
-    return served.post("/v1/chat/completions", json={"messages": said, "max_tokens": 20, **body})
+    messages = [{"role": "user", "content": "What does len do?"}]
+    return served.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 20, **body})
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def chat(served, **body):
         {"repeat_penalty": 2, "repetition_penalty": 3}, {"allowed_token_ids": [True]}, {"max_tokens": -2},
     ],
 )  # fmt: skip
-def test_values_that_do_not_fit_are_refused_by_name(served, wrong):
+def test_invalid_values_are_refused_by_name(served, wrong):
     found = chat(served, **wrong)
     assert found.status_code == 400
     assert next(iter(wrong)) in found.json()["error"]["message"]
@@ -154,18 +156,18 @@ def test_values_that_do_not_fit_are_refused_by_name(served, wrong):
 def test_fields_reach_the_rules(served):
     plain = chat(served).json()
     text = plain["choices"][0]["message"]["content"]
-    ids = served.site.door.tokenizer.encode(text, add_special_tokens=False)
+    ids = served.service.info.tokenizer.encode(text, add_special_tokens=False)
     stopped = chat(served, stop_token_ids=[ids[4]]).json()["choices"][0]
     assert stopped["finish_reason"] == "stop"
-    assert stopped["message"]["content"] == served.site.door.tokenizer.decode(ids[: ids.index(ids[4])])
+    assert stopped["message"]["content"] == served.service.info.tokenizer.decode(ids[: ids.index(ids[4])])
     word = text.split()[2]
     assert word not in chat(served, bad_words=[word]).json()["choices"][0]["message"]["content"]
     same = {"seed": 4, "temperature": 1.0}
     xtc = [chat(served, **same, xtc_probability=1.0, xtc_threshold=t).json()["choices"] for t in (0.01, 0.6)]
     assert xtc[0] != xtc[1] == chat(served, **same).json()["choices"]
-    said = {"messages": [{"role": "user", "content": "Write a function that sorts."}]}
+    messages = {"messages": [{"role": "user", "content": "Write a function that sorts."}]}
     every = [
-        chat(served, **said, **penalty).json()["choices"]
+        chat(served, **messages, **penalty).json()["choices"]
         for penalty in (
             {"repeat_penalty": 5.0},
             {"repetition_penalty": 5.0},

@@ -1,4 +1,4 @@
-"""Calls come back as their templates render them, whatever stands in them; text without a call comes back whole."""
+"""Tool calls are read as their templates render them, whatever they contain; text without a call is unchanged."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
 
-from mlx_mtp.serve.answer import MOST_READ, Said, Splitter, ToolCall
+from mlx_mtp.serve.answer import MOST_READ, Splitter, calls_of, text_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 20_000 if SWEEP else 25
@@ -35,29 +35,26 @@ def format_named(name):
 
 
 def marks(renderer):
-    """What the format's own rendering of a call is made of."""
+    """The marks and punctuation in the format's rendering of a call."""
     return sorted({*TAGS.findall(renderer("write", {"text": "x"})), "<think>", "</think>"})
 
 
 @st.composite
 def texts(draw, pieces):
-    """Text with the format's own marks in it."""
+    """Text that contains the format's marks."""
     return "".join(draw(st.lists(st.sampled_from([*pieces, "a", " ", "\n", "é", "`", "'", "0"]), max_size=12)))
 
 
 def split(text, cuts, format, *, cut=False, thinking=True, **options):
-    """The parts of an answer that arrives cut at these places: content, reasoning, calls."""
-    splitter, parts, start = (
-        Splitter(THINKING, (), tool_format=format, tools=TOOLS, thinking=thinking, **options),
-        [],
-        0,
-    )
+    """The content, reasoning and calls of an answer that arrives in pieces, cut at these positions."""
+    splitter = Splitter(THINKING, (), tool_format=format, tools=TOOLS, thinking=thinking, **options)
+    parts, start = [], 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         parts += splitter.feed(text[start:end])
         start = end
     parts += splitter.end(cut=cut)
-    said = ["".join(p.text for p in parts if isinstance(p, Said) and p.reasoning == r) for r in (False, True)]
-    return *said, [(p.name, json.loads(p.arguments)) for p in parts if isinstance(p, ToolCall)]
+    calls = [(call.name, json.loads(call.arguments)) for call in calls_of(parts)]
+    return text_of(parts), text_of(parts, reasoning=True), calls
 
 
 CUTS = st.lists(st.integers(0, 10_000), max_size=6)
@@ -78,7 +75,7 @@ def test_another_call_without_the_templates_line_breaks_is_part_of_a_value(rende
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_a_rendered_call_comes_back(renderer, data):
+def test_a_rendered_call_is_read_back(renderer, data):
     text = texts(marks(renderer))
     if RENDERERS[renderer] in ("minicpm5", "gemma4", "function_gemma"):  # strings that their templates do not escape
         text = text.map(lambda value: value.replace("]]>", "").strip())
@@ -102,7 +99,7 @@ def test_a_rendered_call_comes_back(renderer, data):
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_text_without_a_call_comes_back_whole(renderer, data):
+def test_text_without_a_call_is_unchanged(renderer, data):
     pieces = [*marks(renderer), "write", "unknown"]
     text = data.draw(texts(pieces).filter(lambda text: not text.lstrip().startswith("<think>")))
     content, reasoning, calls = split(
@@ -112,7 +109,7 @@ def test_text_without_a_call_comes_back_whole(renderer, data):
 
 
 class Counted:
-    """A format that counts the characters in which calls are looked for."""
+    """A format that counts the characters in which it searches calls."""
 
     def __init__(self, format):
         self.format, self.marks, self.opening, self.count = format, format.marks, format.opening, 0
@@ -123,7 +120,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
-def test_a_hostile_answer_is_not_read_again_and_again(renderer):
+def test_a_hostile_answer_is_read_a_bounded_number_of_times(renderer):
     format = Counted(format_named(RENDERERS[renderer]))
     begun = renderer("write", {"text": "x"}).partition("x")[0]
     text = begun * (20_000 // len(begun))
@@ -137,7 +134,7 @@ KEYS = ("text", "a-b", "a_b.c", "$x", "ключ", "file path", "Type", "name", "
 
 
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
-def test_names_that_are_no_identifiers(renderer):
+def test_names_that_are_not_identifiers(renderer):
     for i, key in enumerate(KEYS):
         name, arguments = NAMES[i % len(NAMES)], {key: ' \n"\\'}
         properties = {"properties": {key: {"type": "string"}}}
@@ -165,13 +162,13 @@ NESTED_TOOLS = [
         "type": "object", "properties": {"where": DEEP}, "$defs": {"part": PART},
     }}},
 ]  # fmt: skip
-# Without the beginning of another member: an end and a beginning in a text are those of the member that holds it.
+# Without a member's start: an end and a start in a text would be read as those of members.
 MARKED = st.lists(st.sampled_from([M3, f"{M3}</text>", f"{M3}</size>", f"{M3}</item>", "a", " ", "1"]), max_size=5)
 
 
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_nested_tags_are_objects_and_lists(data):
+def test_nested_tags_become_objects_and_lists(data):
     text = MARKED.map("".join)
     part = st.fixed_dictionaries({}, optional={"text": text, "count": st.integers(), "size": text})
     where = {"text": data.draw(text), "more": data.draw(st.lists(part, max_size=3))}

@@ -1,4 +1,4 @@
-"""Offer tools: a model whose words are dictated calls them, and every API tells the call; results come back."""
+"""Tools over HTTP: a model with a dictated answer calls one, every API returns the call, and accepts its result."""
 
 import json
 import time
@@ -20,19 +20,19 @@ from mlx_mtp.serve.server import Loaded
 TEMPLATE = (
     "{% if tools %}{{ 'tools ' + (tools | tojson) + '\\n' }}{% endif %}{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}{% if m.reasoning_content %}"
-    "{{ '[thought ' + m.reasoning_content + ']' }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ '[reasoning ' + m.reasoning_content + ']' }}{% endif %}{% for c in m.tool_calls or [] %}"
     "{{ '<tool_call>' + c.function.name + ' ' + c.function.arguments.city + '</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{% if effort or reasoning_effort %}{{ effort or reasoning_effort }}{% endif %}{% endif %}"
 )
 CALL = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
-WEATHER = {"name": "weather", "description": "Tell the weather."}
+WEATHER = {"name": "weather", "description": "Report the weather."}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}
 
 
 class Dictated:
-    """A logits processor that makes the model say `words`, then end."""
+    """A logits processor that makes the model emit `words` and end the answer."""
 
     words = ""
 
@@ -40,13 +40,13 @@ class Dictated:
         self.tokenizer, self.start = tokenizer, None
 
     def __call__(self, tokens, logits):
-        said = self.tokenizer.encode(self.words, add_special_tokens=False)
+        words = self.tokenizer.encode(self.words, add_special_tokens=False)
         mark = self.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-        text = tokens.tolist()
-        begins = max(i for i in range(len(text)) if text[i : i + len(mark)] == mark) + len(mark)
-        done = len(text) - begins
-        wanted = said[done] if done < len(said) else self.tokenizer.eos_token_id
-        return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -1e9)[None]
+        ids = tokens.tolist()
+        start = max(i for i in range(len(ids)) if ids[i : i + len(mark)] == mark) + len(mark)
+        done = len(ids) - start
+        token = words[done] if done < len(words) else self.tokenizer.eos_token_id
+        return mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -1e9)[None]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,13 @@ def client(tmp_path_factory):
         return Loaded(model, tokenizer, {}, {})
 
     options = {"adaptive": False}
-    site, app = start(load, options=options)
+    service, app = start(load, options=options)
     with TestClient(app, base_url="http://localhost") as client:
-        while site.engine.state == "loading":
+        while service.engine.state == "loading":
             time.sleep(0.01)
         yield client
-    site.engine.stop(0)
-    site.engine.thread.join()
+    service.engine.stop(0)
+    service.engine.thread.join()
 
 
 def chat(client, **body):
@@ -84,7 +84,7 @@ def data(response):
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
 
 
-def test_chat_completions_tell_calls(client):
+def test_chat_completions_return_calls(client):
     Dictated.words = CALL
     choice = chat(client).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -99,7 +99,7 @@ def test_chat_completions_tell_calls(client):
     assert "".join(d.get("content") or "" for d in deltas) == "Let me look."
 
 
-def test_messages_tell_calls(client):
+def test_messages_return_calls(client):
     Dictated.words = CALL
     body = {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 100}
     body["tools"] = [{**WEATHER, "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]
@@ -114,7 +114,7 @@ def test_messages_tell_calls(client):
     assert json.loads(given[-1]) == {"city": "Bonn"}
 
 
-def test_responses_tell_calls(client):
+def test_responses_return_calls(client):
     Dictated.words = CALL
     body = {"input": "Weather?", "tools": [{"type": "function", **WEATHER, "parameters": SCHEMA, "strict": True}]}
     whole = client.post("/v1/responses", json=body).json()
@@ -125,7 +125,7 @@ def test_responses_tell_calls(client):
     assert [item["type"] for item in found[-1]["response"]["output"]] == ["message", "function_call"]
 
 
-def test_only_what_is_offered_is_called(client):
+def test_only_offered_tools_are_called(client):
     Dictated.words = CALL
     for body in ({"tools": None}, {"tool_choice": "none"}):
         choice = chat(client, **body).json()["choices"][0]
@@ -138,7 +138,7 @@ def test_only_what_is_offered_is_called(client):
     assert one["finish_reason"] == "tool_calls"
 
 
-def test_reasoning_is_kept_apart(client):
+def test_reasoning_is_separate(client):
     Dictated.words = "<think>\nhm, well</think>\n\nYes."
     message = chat(client).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm, well", "Yes.")
@@ -176,7 +176,7 @@ ITEMS = [
 ]
 
 
-def test_results_come_back_in_all_apis_as_the_same_prompt(client):
+def test_tool_results_give_the_same_prompt_in_all_apis(client):
     Dictated.words = "Take an umbrella."
     tools = {"tools": [{**WEATHER, "input_schema": SCHEMA}]}
     counts = [

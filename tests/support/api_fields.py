@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 OUT = Path(__file__).parent / "fixtures" / "api_fields.json"
-# The declarations of each API's request; those in `beta` are sent to the same path.
+# The classes that declare each API's requests; those in `beta` are for the same path.
 DECLARED = {
     "chat": [("openai.types.chat.completion_create_params", "CompletionCreateParams")],
     "completions": [("openai.types.completion_create_params", "CompletionCreateParams")],
@@ -25,7 +25,7 @@ DECLARED = {
         ("anthropic.types.beta.message_count_tokens_params", "MessageCountTokensParams"),
     ],
 }
-# Objects whose own fields are listed, too.
+# Objects whose fields are listed as well.
 OBJECTS = {
     "chat": {"stream_options": [("openai.types.chat", "ChatCompletionStreamOptionsParam")]},
     "completions": {"stream_options": [("openai.types.chat", "ChatCompletionStreamOptionsParam")]},
@@ -48,7 +48,7 @@ OBJECTS = {
 
 
 def names(module, start):
-    """The fields of every declaration in a module whose name begins with `start`."""
+    """Return the fields of all classes in a module whose names begin with `start`."""
     found = vars(importlib.import_module(module))
     declared = [each for name, each in found.items() if name.startswith(start) and hasattr(each, "__required_keys__")]
     assert declared or hasattr(importlib.import_module(module), start), f"{module}.{start}"

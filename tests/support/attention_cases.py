@@ -1,4 +1,4 @@
-"""Draw the attention of a verify: a cache whose unseen slots hold what must not be read, and float64."""
+"""Create attention cases of a verify: caches with NaN in slots that must not be read, and float64 references."""
 
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass
 class Drawn:
-    """The arrays of a case; keys and values by position, before they are stored."""
+    """The arrays of a case; keys and values by position, before they are stored in slots."""
 
     case: Case
     q: mx.array
@@ -75,7 +75,7 @@ def draw(case: Case, seed: int = 0) -> Drawn:
 
 
 def stored(x: mx.array, case: Case, seen: np.ndarray, slots: int):
-    """The buffer: x of the positions `seen` in their slots, NaN and infinities (quantized: anything) elsewhere."""
+    """Return a buffer with x of the positions `seen` in their slots; other slots hold NaN and infinities."""
     buffer = np.resize(WILD, (*x.shape[:2], slots, x.shape[3]))
     buffer[:, :, case.slot(seen)] = np.array(x.astype(mx.float32))[:, :, seen]
     if case.bits is None:
@@ -87,7 +87,7 @@ def stored(x: mx.array, case: Case, seen: np.ndarray, slots: int):
 
 
 def attended(drawn: Drawn, *, slots: int | None = None, limit: int | None = None, hidden: int = 0) -> mx.array:
-    """verify_attention over buffers that hold only what the queries see, and of that not the last `hidden`."""
+    """Return verify_attention over buffers with only the visible positions, without the last `hidden` of them."""
     case = drawn.case
     last = case.offset + case.L - hidden
     seen = np.arange(case.seen(0)[0], last)
@@ -106,7 +106,7 @@ def attended(drawn: Drawn, *, slots: int | None = None, limit: int | None = None
 
 
 def kept(x: mx.array, case: Case) -> mx.array:
-    """What a cache makes of x, of float32 where it is quantized."""
+    """Return a cache's version of x, in float32 if it is quantized."""
     if case.bits is None:
         return x
     w, *rest = mx.quantize(x, case.group, case.bits)
@@ -114,7 +114,7 @@ def kept(x: mx.array, case: Case) -> mx.array:
 
 
 def in_float64(drawn: Drawn) -> np.ndarray:
-    """[L, Hq * Dv]: each query over exactly the positions that it sees."""
+    """Return [L, Hq * Dv]: each query over exactly its visible positions."""
     case, q = drawn.case, exact(drawn.q)
     k, v = (exact(kept(x, case)) for x in (drawn.keys, drawn.values))
     out = np.empty((case.L, case.Hkv * case.G, case.Dv))
@@ -131,7 +131,7 @@ def in_float64(drawn: Drawn) -> np.ndarray:
 
 
 def by_stock(drawn: Drawn) -> mx.array:
-    """[L, Hq * Dv]: MLX's own operations in the same type."""
+    """Return [L, Hq * Dv], computed with MLX's own operations in the same type."""
     case, rows = drawn.case, []
     for i in range(case.L):
         seen = mx.array(case.seen(i))

@@ -1,4 +1,4 @@
-"""Drive Chromium through its debugging pipe: JSON messages that end with a zero byte, on file descriptors 3 and 4."""
+"""Control Chromium through its debugging pipe: JSON messages that end with a zero byte, on descriptors 3 and 4."""
 
 import base64
 import json
@@ -14,7 +14,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 
 
 class Browser:
-    """One page of a headless Chromium of its own."""
+    """One page in a new headless Chromium."""
 
     def __init__(self, profile: Path, size: tuple[int, int] = (900, 700)):
         assert CHROMIUM

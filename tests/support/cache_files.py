@@ -1,19 +1,19 @@
-"""Change files of prompt caches, with checksums that are right all the same."""
+"""Modify prompt cache files and keep their checksums right."""
 
 import json
 import struct
 from pathlib import Path
 
-from mlx_mtp.cache import file as saved_cache
+from mlx_mtp.cache import file as cache_file
 
 
 def rewritten(content: bytes, change) -> bytes:
-    """A file with a changed state and a right checksum, as an attacker would make it."""
+    """Return a file with a modified state and no checksum; `sealed` adds the right one."""
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
     state = json.loads(header["__metadata__"]["mlx_mtp"])
     change(state)
-    header["__metadata__"] = {"checksum": saved_cache.BLANK, "mlx_mtp": json.dumps(state)}
+    header["__metadata__"] = {"checksum": cache_file.BLANK, "mlx_mtp": json.dumps(state)}
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + content[8 + length :]
 
@@ -21,7 +21,7 @@ def rewritten(content: bytes, change) -> bytes:
 def sealed(file: Path, content: bytes) -> Path:
     file.write_bytes(content)
     with file.open("r+b") as f:
-        place, digest = saved_cache._checksum(f)
+        place, digest = cache_file._checksum(f)
         f.seek(place)
         f.write(digest.encode())
     return file

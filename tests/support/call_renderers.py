@@ -8,7 +8,7 @@ def compact(value):
 
 
 def python_literals(value):
-    """As jinja's `string` filter writes scalars, and its `tojson` containers."""
+    """A value as jinja writes it: scalars with its `string` filter, containers with `tojson`."""
     return compact(value) if isinstance(value, str | dict | list) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Write which functions of the package each test enters: a pytest plugin for `bench/mutations.py trace`."""
+"""Record the functions of the package that each test enters: a pytest plugin for `bench/mutations.py trace`."""
 
 import json
 import os

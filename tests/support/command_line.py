@@ -1,7 +1,4 @@
-"""Run the command line in a process of its own, or in this one, where a new interpreter's seconds show nothing.
-
-Also finds the command that a line of words calls, and its flags.
-"""
+"""Run the command line in a new process or, faster, in this one; look up commands and their flags."""
 
 import logging
 import os
@@ -17,7 +14,7 @@ from mlx_mtp.cli import main
 
 
 def run(*args, stdin="", **env):
-    """As a user meets it."""
+    """Run the command line in a new process; return the completed process."""
     return subprocess.run(
         [sys.executable, "-m", "mlx_mtp", *map(str, args)],
         input=stdin,
@@ -29,7 +26,10 @@ def run(*args, stdin="", **env):
 
 
 def call(*args, stdin=""):
-    """The same, less what only a new process shows: imports, streams that are files, the interpreter's end."""
+    """Run the command line in this process; return a completed process as `run` does.
+
+    Does not cover imports, streams that are files, and the interpreter's exit.
+    """
     terminated, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("transformers")
     level = logger.level
     try:
@@ -42,6 +42,7 @@ def call(*args, stdin=""):
 
 
 def one_line_error(result, code=1):
+    """Return the error of a completed process, which must be the single and last line of stderr."""
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -51,7 +52,7 @@ def one_line_error(result, code=1):
 
 
 def command_of(words):
-    """The click command that a line of words calls, and what is left of the words."""
+    """Return the click command that a list of words calls, and the remaining words."""
     found = main
     while isinstance(found, click.Group):
         found, words = found.commands[words[0]], words[1:]

@@ -1,4 +1,4 @@
-"""Set what `mx.compile` does with a graph; Python knows only on and off."""
+"""Set the mode of `mx.compile`, of which Python's interface offers only on and off."""
 
 import ctypes
 from pathlib import Path

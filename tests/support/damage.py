@@ -1,4 +1,4 @@
-"""Hold small whole checkpoints as files in memory, and ways to damage them that hypothesis chooses among."""
+"""Small complete checkpoints as files in memory, and kinds of damage that hypothesis chooses."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<e>", "<u>", "<a>"]
-LETTERS = "abcdefghij"  # 13 tokens with the special ones, as the tiny families have
+LETTERS = "abcdefghij"  # 13 tokens with the special ones, as in the tiny families
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content + '<e>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
@@ -49,7 +49,7 @@ def write_tokenizer(path: Path, letters: str = LETTERS) -> None:
 
 
 def build(kind: str, path: Path) -> Files:
-    """The files of a checkpoint that loads: "step3p5" in one file, "sharded" with an index and its head in a sidecar,
+    """Return the files of a valid checkpoint: "step3p5" in one file, "sharded" with an index and a sidecar of heads,
     "plain" without a port, or any family of `families`."""
     if kind == "step3p5":
         tiny.save(path, STEP, tiny.random_weights(STEP))
@@ -93,7 +93,7 @@ def packed(header: bytes, data: bytes, length: int | None = None) -> bytes:
 
 
 def put(path: Path, files: Files) -> Path:
-    """Write the files; those whose content begins with "->" as links, "|" as a pipe, "/" as a directory."""
+    """Write the files; content that begins with "->" is a link, "|" a pipe, "/" a directory."""
     path.mkdir()
     for name, content in files.items():
         file = path / name
@@ -109,7 +109,7 @@ def put(path: Path, files: Files) -> Path:
     return path
 
 
-# Each takes `draw` and files, changes the files, and returns what it did.
+# Each receives `draw` and files, changes the files, and returns a description.
 
 
 def cut_bytes(draw, files: Files) -> str:
@@ -161,7 +161,7 @@ def odd_file(draw, files: Files) -> str:
 
 
 def same_again(draw, files: Files) -> str:
-    """A shard once more under another name."""
+    """Copy a shard to another name."""
     if not (shards := sorted(n for n in files if n.endswith(".safetensors"))):
         return "nothing"
     name = draw(st.sampled_from(shards))
@@ -215,13 +215,13 @@ def config_entry(draw, files: Files) -> str:
         tree = json.loads(files[name])
     except (ValueError, RecursionError):
         return "nothing"
-    said = change_entry(draw, tree)
+    change = change_entry(draw, tree)
     files[name] = json.dumps(tree).encode()
-    return f"{name} {said}"
+    return f"{name} {change}"
 
 
 def change_entry(draw, tree) -> str:
-    """Something within a JSON value is gone, or another value."""
+    """Delete or replace an entry of a JSON value; return a description."""
     node, path = tree, []
     while isinstance(node, dict | list) and node:
         key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))

@@ -1,4 +1,4 @@
-"""Enumerate every path of a generation's random draws, and what its texts' probabilities should be."""
+"""Enumerate all paths of a generation's random draws, and the exact probabilities of its outputs."""
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,7 @@ SAMPLERS = {
 
 
 class Draws:
-    """Stands in for random draws: follows a path of choices and multiplies their probabilities."""
+    """Replaces random draws: follows a path of choices and multiplies their probabilities."""
 
     def __init__(self, xtc: float = 0.0):
         self.path, self.sizes, self.xtc = [], [], xtc
@@ -52,7 +52,7 @@ class Draws:
         return mx.array(float(self.choose([self.xtc, 1 - self.xtc])))
 
     def paths(self, run):
-        """Run once for every path; yields (result, probability)."""
+        """Call `run` once per path; yield (result, probability)."""
         self.path, self.sizes = [], []
         while True:
             self.restart()
@@ -68,7 +68,7 @@ class Draws:
 
 
 def reference(plain, prompt, n, options: Sampling, processors):
-    """Probability of each text of n tokens by cacheless forwards and mlx-lm's own filters."""
+    """Return the probability of each sequence of n tokens, by cacheless forwards and mlx-lm's filters."""
     texts = {(): 1.0}
     for _ in range(n):
         longer = {}

@@ -6,7 +6,7 @@ from mlx_lm.models.base import create_causal_mask
 
 
 def rope(x: mx.array) -> mx.array:
-    """x [heads, T, D] rotated by positions 0..T-1, written out."""
+    """Return x [heads, T, D] rotated by positions 0..T-1."""
     half = x.shape[-1] // 2
     angles = mx.arange(x.shape[1])[:, None] * 1e4 ** (-mx.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -18,7 +18,7 @@ def rms(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def forward(w: dict, layer: str, e: mx.array, g: mx.array, *, normed_residual: bool) -> mx.array:
-    """The drafter's layer over all rows [T, H] at once, from the paper's formulas and the checkpoint's tensors."""
+    """Return the drafter layer's output for all rows [T, H], by the paper's formulas."""
     h = rms(g, w[f"{layer}.hidden_norm.weight"])
     x = mx.concatenate([rms(e, w[f"{layer}.input_layernorm.weight"]), h], axis=-1)
     D = drafters.CONFIG["head_dim"]
@@ -37,7 +37,7 @@ def forward(w: dict, layer: str, e: mx.array, g: mx.array, *, normed_residual: b
 
 
 def streams(plain, tokens: list[int], counts) -> mx.array:
-    """The target's residual stream after so many layers, side by side [T, 3 * H], with no cache."""
+    """Return the target's residual stream after each of `layers`, concatenated [T, 3 * H], without a cache."""
     seen, layers = [plain.model.embed_tokens(mx.array(tokens)[None])], plain.model.layers
 
     class Tap:
@@ -55,7 +55,7 @@ def streams(plain, tokens: list[int], counts) -> mx.array:
 
 
 def drafts_from_scratch(plain, w, tokens, k, *, layer, counts, new):
-    """k drafts after `tokens`, of which the target has read all but the last."""
+    """Return k drafts after `tokens`; the target has read all but the last."""
     aux = streams(plain, tokens[:-1], counts)
     if new:
         aux = rms(aux, w["input_norm.weight"])

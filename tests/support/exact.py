@@ -1,4 +1,4 @@
-"""Compare bits, draw quantized weights by a seed, and run MLX's own kernel for one row."""
+"""Compare bits, create seeded quantized weights, and run MLX's own one-row kernel."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ AFFINE = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (3
 FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 CONTRACTIONS = ("off", "on", "fast")
-# What mx.compile makes of nn.silu, mx.clip and a product: MLX's own operations, each rounding to T.
+# The kernel that mx.compile creates for nn.silu, mx.clip and a product: MLX's operations, each rounded to T.
 ACTIVATION = """
     uint i = thread_position_in_grid.x;
     T rate = Sigmoid()(gate[i]);
@@ -33,7 +33,7 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
 
 
 def draw(mode: str, bits: int, group: int, shape: tuple[int, int], m: int, dtype: mx.Dtype, parts=()):
-    """x (m, K) and weights of shape (N, K), the same for the same arguments; `parts`: where each linear ends."""
+    """Return x (m, K) and weights of shape (N, K), equal for equal arguments; `parts`: the end of each linear."""
     mx.random.seed(m * shape[0] + shape[1] + bits)
     w, scales, *biases = mx.quantize(mx.random.normal(shape).astype(dtype), group, bits, mode=mode)
     ends = tuple(parts) or (shape[0],)
@@ -42,17 +42,17 @@ def draw(mode: str, bits: int, group: int, shape: tuple[int, int], m: int, dtype
 
 
 def one_row(x: mx.array, weights: Quantized, options: emulator.Options | None = None) -> mx.array:
-    """(M, N): MLX's own kernel for one row, from the wheel's headers, on each row."""
+    """Return (M, N): MLX's own one-row kernel, from the wheel's headers, applied to each row."""
     n, name = weights.w.shape[0], stock.chosen(weights.k, weights.w.shape[0], weights.bits)
     arrays = [a for a in (weights.w, weights.scales, weights.biases) if a is not None]
-    if name == "qmv_quad":  # which reads scales past the last row where N is no multiple of 64
+    if name == "qmv_quad":  # it reads scales past the last row unless N is a multiple of 64
         arrays = [mx.concatenate([a, mx.repeat(a[:1], -n % 64, axis=0)]) for a in arrays]
     format_ = {"group_size": weights.group_size, "bits": weights.bits}
     return stock.quantized_matvec(x, *arrays, **format_, kernel=name, options=options)[0][:, :n]
 
 
 def activation(gate: mx.array, up: mx.array, limit: float | None, options: emulator.Options) -> mx.array:
-    """SwiGLU of two products, each a launch of its own."""
+    """Return SwiGLU of two products, in a launch of its own."""
     header = stock.include("utils", "unary_ops", "binary_ops")
     kernel = emulator.metal_kernel("activation", ["gate", "up", "limit"], ["y"], ACTIVATION, header=header)
     (y,) = kernel(

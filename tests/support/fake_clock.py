@@ -1,24 +1,24 @@
-"""Run threads on a clock that moves only when all of them sleep, so that seconds cost nothing and are exact."""
+"""Run threads on a clock that advances only when all of them sleep, so that times are exact and tests fast."""
 
 import contextlib
 import threading
 
 
-class Over(BaseException):
-    """Ends a thread of the clock."""
+class Ended(BaseException):
+    """Raised in a thread to end it."""
 
 
 class Clock:
-    """Stands in for the module `time`. Threads begin in `run`; `stops` by name: the time from which one sleeps on."""
+    """Replaces the module `time` for threads that `run` starts. stops: by name, the time at which a thread hangs."""
 
     def __init__(self, stops: dict[str, float]):
         self.now, self.stops, self.ended = 0.0, stops, {}
-        self._wakes: dict[str, float | None] = {}
+        self._sleeps_until: dict[str, float | None] = {}
         self._turn = threading.Condition()
 
     def run(self, jobs: dict[str, object]) -> dict[str, float]:
-        """Run the jobs, by their names, to their ends; returns when each of them has raised Over."""
-        self._wakes = dict.fromkeys(jobs)
+        """Run named jobs until they end; return the times of those that did not hang."""
+        self._sleeps_until = dict.fromkeys(jobs)
         threads = [threading.Thread(target=self._run, args=job, name=job[0]) for job in jobs.items()]
         for thread in threads:
             thread.start()
@@ -28,13 +28,13 @@ class Clock:
         return self.ended
 
     def _run(self, name: str, job) -> None:
-        with contextlib.suppress(Over):
+        with contextlib.suppress(Ended):
             job()
         with self._turn:
-            del self._wakes[name]
+            del self._sleeps_until[name]
             if self.now < self.stops.get(name, float("inf")):
                 self.ended[name] = self.now
-            self._move()
+            self._advance()
 
     def monotonic(self) -> float:
         return self.now
@@ -42,16 +42,16 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         name = threading.current_thread().name
         with self._turn:
-            self._wakes[name] = wake = self.now + seconds
-            self._move()
-            self._turn.wait_for(lambda: self.now >= wake)
+            self._sleeps_until[name] = end = self.now + seconds
+            self._advance()
+            self._turn.wait_for(lambda: self.now >= end)
             if self.now >= self.stops.get(name, float("inf")):
-                raise Over
-            self._wakes[name] = None
+                raise Ended
+            self._sleeps_until[name] = None
 
-    def _move(self) -> None:
-        """Move to the next time at which a thread wakes, once none is awake."""
-        wakes = self._wakes.values()
-        if wakes and all(wake is not None and wake > self.now for wake in wakes):
-            self.now = min(wakes)
+    def _advance(self) -> None:
+        """Advance to the earliest end of a sleep if all threads sleep."""
+        ends = self._sleeps_until.values()
+        if ends and all(end is not None and end > self.now for end in ends):
+            self.now = min(ends)
             self._turn.notify_all()

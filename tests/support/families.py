@@ -45,7 +45,7 @@ def dsa_layer(prefix: str, config: dict, dense: bool) -> Shapes:
 
 
 def share_indexers(plain, kinds: list[str]) -> None:
-    """Let layers of mlx-lm's model, which knows no such layers, take what the last indexer before them chose."""
+    """Make layers of mlx-lm's model, which lacks this, reuse the choice of the last indexer before them."""
     last = {}
 
     class Keeping(Indexer):
@@ -61,7 +61,7 @@ def share_indexers(plain, kinds: list[str]) -> None:
 
 
 def nextn_family(config: dict, layer: Callable, *, own: bool = False) -> Family:
-    """A family whose head is one more layer of the trunk's kind, numbered after it."""
+    """Return a family whose head is one more layer of the trunk's kind, numbered after it."""
     N, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
 
     def trunk(config: dict) -> Shapes:
@@ -130,7 +130,7 @@ DEEPSEEK = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-# Fewer chosen positions than most of the tests' prompts have: the others are cut off.
+# Fewer positions than most of the tests' prompts have, so that some are dropped.
 DSA = {**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 5, "index_n_heads": 4, "index_head_dim": 12}
 GLM_DSA = {
     **DSA,
@@ -247,7 +247,7 @@ FAMILIES = {
 def random_weights(
     shapes: Shapes, seed: int, *, zero_centred: bool = False, scale: float = 0.25
 ) -> dict[str, mx.array]:
-    """Norms near one (stored near zero if `zero_centred`, but for the recurrent layers' own), all else normal.
+    """Return normal random weights; norms are near one (zero if `zero_centred`, except those of recurrent layers).
 
     Correction biases are positive, as in the released checkpoints.
     """
@@ -266,7 +266,7 @@ def random_weights(
 
 
 def build(name: str, path: Path, seed: int = 0, **changes):
-    """(checkpoint directory, its tensors, mlx-lm's plain model of the trunk)."""
+    """Return (checkpoint directory, its tensors, mlx-lm's plain model of the trunk)."""
     family = FAMILIES[name]
     config = {**family.config, **changes}
     trunk = random_weights(family.trunk(config), seed, zero_centred=family.zero_centred)
@@ -280,7 +280,7 @@ def build(name: str, path: Path, seed: int = 0, **changes):
 
 
 def headless(path: Path, config: dict, seed: int = 0):
-    """(checkpoint directory, mlx-lm's model) for a config of any family of mlx-lm's, in mlx-lm's own names."""
+    """Return (checkpoint directory, mlx-lm's model) for a config of any family of mlx-lm's, in mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{config.get('mlx_lm', config['model_type'])}")
     plain = module.Model(module.ModelArgs.from_dict(config))
     shapes = {name: array.shape for name, array in tree_flatten(plain.parameters())}

@@ -1,4 +1,4 @@
-"""Say how many cases a fuzzer draws, watch for what hangs, and check how a command ends."""
+"""Number of cases of a fuzzer, a time limit for commands, and a check of how a command ends."""
 
 import faulthandler
 import os
@@ -11,34 +11,34 @@ from hypothesis import HealthCheck, settings
 
 LONG = os.environ.get("MLX_MTP_SWEEP") == "1"
 LOG = os.environ.get("MLX_MTP_FUZZ_LOG", os.devnull)
-PATIENCE = 100  # seconds: what takes longer hangs
+PATIENCE = 100  # seconds
 
 
 def count(few: int, many: int) -> int:
-    """How many cases: few, in a sweep MLX_MTP_EXAMPLES or many."""
+    """Return the number of cases: `few`, or MLX_MTP_EXAMPLES or else `many` in a sweep."""
     return int(os.environ.get("MLX_MTP_EXAMPLES", many)) if LONG else few
 
 
 def profile(few: int) -> settings:
-    """So many cases, always the same ones; in a sweep more, and at random."""
+    """Return hypothesis settings for `few` fixed cases; for more random ones in a sweep."""
     kept = {"deadline": None, "derandomize": not LONG, "suppress_health_check": list(HealthCheck)}
     return settings(max_examples=count(few, 1000), **kept)
 
 
 class Files(dict):
-    """name -> content, which hypothesis shows in few words."""
+    """Files by name, with a short representation for hypothesis."""
 
     def __repr__(self) -> str:
         return f"Files({', '.join(self)})"
 
 
 def tree(path: Path) -> dict[str, int]:
-    """What lies in a directory, and how large it is."""
+    """Return the sizes of a directory's files by name."""
     return {str(p.relative_to(path)): p.lstat().st_size for p in path.rglob("*")}
 
 
 def watched(directory: Path, command: list[str], what: object, stdin: bytes = b""):
-    """Run a command in a directory; one that hangs ends the tests, and MLX_MTP_FUZZ_LOG says which it was."""
+    """Run a command in a directory; one that hangs ends the tests, and its arguments are in MLX_MTP_FUZZ_LOG."""
     with open(LOG, "a") as log, pytest.MonkeyPatch.context() as patch:
         log.write(f"{os.getpid()} {command} {what} {stdin[:20]!r}\n")
         log.flush()
@@ -52,7 +52,7 @@ def watched(directory: Path, command: list[str], what: object, stdin: bytes = b"
 
 
 def assert_orderly(result, codes: tuple[int, ...] = (0, 1), *, turns: bool = False) -> None:
-    """No error, or one line of it at the end, after nothing but warnings and notices; or as many as turns failed."""
+    """Assert that stderr contains warnings, notices, and at the end at most one line of error per failed turn."""
     assert result.returncode in codes, (result.returncode, result.stderr)
     lines = result.stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""Draw the rows of a gated delta rule, cut and spoil them."""
+"""Create, cut and spoil the rows of a gated delta rule."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,7 @@ def same(a: mx.array, b: mx.array) -> bool:
 
 
 def make_rows(T, *, dk=64, dv=8, hk=2, hv=4, B=1, dtype=mx.float32, gate="scalar", slow=False):
-    """q, (k, v, g, beta) of T rows; `slow`: gates near 1, so that a state remembers for long."""
+    """Return q and (k, v, g, beta) of T rows; `slow`: gates near 1, so that a state decays slowly."""
     q, k = (mx.random.normal((B, T, hk, dk)).astype(dtype) * dk**-0.5 for _ in range(2))
     v = mx.random.normal((B, T, hv, dv)).astype(dtype)
     g = mx.random.uniform(0.98 if slow else 0.2, 1.0, (B, T, hv, dk) if gate == "vector" else (B, T, hv))
@@ -29,12 +29,12 @@ def cut(rows, start, end):
 
 
 def spoiled(rows, n):
-    """Rows of which those from n on hold NaN."""
+    """Return the rows with NaN from row n on."""
     return tuple(mx.concatenate([x[:, :n], mx.full(x[:, n:].shape, NAN, x.dtype)], axis=1) for x in rows)
 
 
 def exactly(q, rows, state: np.ndarray):
-    """y and the state after the rows in float64, one value row at a time."""
+    """Return y and the state after the rows in float64, computed row by row."""
     q, k, v, g, beta = (exact(x) for x in (q, *rows))
     (B, T, Hk, _), Hv, Dv = q.shape, v.shape[2], v.shape[3]
     y, state = np.zeros((B, T, Hv, Dv)), np.array(state, np.float64)

@@ -98,7 +98,7 @@ def text_of(config: dict) -> dict:
 
 
 def stacked(weights: Arrays) -> Arrays:
-    """Put numbered experts into one tensor."""
+    """Return tensors with numbered experts stacked."""
     found, experts = {}, {}
     for name, w in weights.items():
         match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
@@ -110,7 +110,7 @@ def stacked(weights: Arrays) -> Arrays:
 
 
 def in_layers(weights: Arrays, layers: int, model_type: str) -> Arrays:
-    """Name heads as layers behind the target's."""
+    """Return tensors with heads named as layers after the target's."""
     places = {
         "fc": "eh_proj",
         "pre_fc_norm_embedding": "enorm",
@@ -168,7 +168,7 @@ def linear_attention(name: str, w: np.ndarray, text: dict, *, tile: bool) -> Arr
 
 
 def changed(name: str, w: np.ndarray, config: dict) -> Arrays:
-    """Change a tensor as its family's converter does."""
+    """Return a tensor with the changes of its family's converter."""
     kind, text = config["model_type"], text_of(config)
     if "linear_attn" in name:
         found = linear_attention(name, w, text, tile=kind.startswith("qwen3_5"))
@@ -191,7 +191,7 @@ def changed(name: str, w: np.ndarray, config: dict) -> Arrays:
 
 
 def own(name: str, w: np.ndarray) -> np.ndarray:
-    """Change what all recurrent layers have."""
+    """Return a tensor with the changes that converters make in all recurrent layers."""
     if name.endswith("A_log"):
         return -np.exp(w).reshape(-1, 1) if "mixer" in name else -np.exp(w)
     return w.squeeze() if name.endswith(("conv1d.weight", "shared_expert_gate.weight")) else w
@@ -215,7 +215,7 @@ def renamed(name: str, model_type: str) -> str:
 
 
 def tensors_of(config: dict, weights: dict[str, mx.array]) -> Arrays:
-    """Convert a checkpoint's tensors."""
+    """Return a checkpoint's tensors under GGUF's names, with the converter's changes."""
     text = text_of(config)
     arrays = stacked({name: np.array(w, np.float32) for name, w in weights.items()})
     found = {}
@@ -235,7 +235,7 @@ def write(
     *,
     tokenizer: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a file; matrices in `kind` where their rows are whole blocks, all else in float32."""
+    """Write a GGUF file; matrices whose rows are whole blocks have type `kind`, other tensors are float32."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**{f"{arch}.{k}": v for k, v in metadata.items()}, **(tokenizer or letters())}.items():
         put(writer, key, value)
@@ -250,7 +250,7 @@ def write(
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Write everything that was added, and close the file."""
+    """Write all added metadata and tensors, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -276,7 +276,7 @@ def put(writer: Any, key: str, value: Any) -> None:
 
 
 def letters(pre: str = "qwen2") -> dict[str, Any]:
-    """A tokenizer of thirteen tokens."""
+    """Return the metadata of a tokenizer with thirteen tokens."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -289,7 +289,7 @@ def letters(pre: str = "qwen2") -> dict[str, Any]:
 
 
 def llama3_factors(config: dict) -> np.ndarray:
-    """What each frequency of a rotary embedding is divided by."""
+    """Return the divisor of each rotary frequency."""
     scaling, dim = config["rope_scaling"], config["head_dim"]
     length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

@@ -1,4 +1,4 @@
-"""Write the metadata of a config.json as llama.cpp's converters do."""
+"""Make a GGUF file's metadata from a config.json, as llama.cpp's converters do."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from gguf_files import text_of
 
 
 def basics(config: dict, heads: int = 0) -> dict[str, Any]:
-    """What every family has."""
+    """Return the metadata that every family has."""
     text = text_of(config)
     found: dict[str, Any] = {
         "context_length": text["max_position_embeddings"],

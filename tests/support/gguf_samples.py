@@ -40,7 +40,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def checkpoint(name, path):
-    """(directory, config, hub tensors) of a tiny checkpoint."""
+    """Return (directory, config, hub tensors) of a tiny checkpoint."""
     if name == "step3p5":
         config = {**tiny.CONFIG, "vocab_size": 13, "rope_scaling": None, "max_position_embeddings": 4096}
         weights = tiny.random_weights(config)
@@ -50,7 +50,7 @@ def checkpoint(name, path):
 
 
 def written(name, path, config, weights, kind=gguf_files.KINDS.F32):
-    """Write the file of a family with heads."""
+    """Write and return the GGUF file of a family with heads."""
     arch, heads = WITH_HEADS[name]
     tokenizer = gguf_files.letters("glm4" if name.startswith("glm") else "qwen2")
     tensors = gguf_files.tensors_of(config, weights)
@@ -70,7 +70,7 @@ DENSE = {
 
 
 def dense(name, path, **more):
-    """(directory, config, architecture, tensors) of a tiny checkpoint of a family without heads."""
+    """Return (directory, config, architecture, tensors) of a tiny checkpoint of a family without heads."""
     arch, changes = DENSE[name]
     model_type = name if name in HEADLESS else arch
     config = {**GQA, "model_type": model_type, **changes, **more}
@@ -83,7 +83,7 @@ def dense(name, path, **more):
 
 
 def dequantized(file, path):
-    """The same file, every tensor in float32, by the gguf package."""
+    """Write the same file with every tensor dequantized to float32 by the gguf package."""
     contents, tensors = header.read(file), {}
     for name, entry in contents.tensors.items():
         blocks, kind = np.array(entry.blocks()), gguf_files.KINDS[entry.kind]

@@ -1,4 +1,4 @@
-"""Build models whose drafts are chosen by an own, a shared or a tied LM head."""
+"""Build models whose heads have a separate, a shared or a tied LM head."""
 
 import drafters
 import families
@@ -7,7 +7,7 @@ import mlx_mtp
 
 
 def build_headed(name, path):
-    """The drafter's own head has seven tokens, which no kernel serves."""
+    """Return a model; the drafter's own LM head has seven tokens, which no kernel supports."""
     if name == "eagle":
         config = {**drafters.GQA, "model_type": "mistral", "mlx_lm": "llama", "tie_word_embeddings": True}
         directory, _ = families.headless(path / "target", config)

@@ -1,4 +1,4 @@
-"""Store checkpoints as published ones are stored."""
+"""Store checkpoints in the layouts of published ones."""
 
 import json
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
-    """(what is stored, what it stands for) of the projections' weights, with one scale per block, row or tensor."""
+    """Return the stored and the dequantized projections' weights, with one scale per block, row or tensor."""
     stored, plain = dict(weights), dict(weights)
     for name, w in weights.items():
         if not name.endswith("_proj.weight") or w.ndim != 2 or "eh_proj" in name:
@@ -23,7 +23,7 @@ def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
 
 
 def in_shards(path):
-    """A checkpoint directory of several shards, with an index and files of its tokenizer's."""
+    """Return a checkpoint directory of several shards, with an index and tokenizer files."""
     path, weights, _ = families.build("glm4_moe", path)
     (path / "model.safetensors").unlink()
     places = {}

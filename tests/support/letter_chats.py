@@ -1,4 +1,4 @@
-"""Hold chats over an alphabet of twelve letters: its tokenizer, its templates, and sessions of a tiny model."""
+"""Chats over an alphabet of twelve characters: a tokenizer, chat templates, and sessions of a tiny model."""
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -14,7 +14,7 @@ TURNS = (
     "{% if add_generation_prompt %}{{ 'OPEN' }}{% endif %}"
 )
 PLAIN = TURNS.replace("CONTENT", "m.content").replace("OPEN", "<a>")
-# Earlier answers lose everything up to their last "]"; the generation prompt opens a "[" that they never show.
+# Drops everything up to the last "]" of earlier answers; the generation prompt adds a "[" that they lack.
 REWRITING = TURNS.replace("CONTENT", "m.content.split(']')[-1]").replace("OPEN", "<a>[")
 
 

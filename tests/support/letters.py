@@ -1,8 +1,8 @@
-"""Stand in for a tokenizer: each token is a letter."""
+"""A fake tokenizer whose tokens are letters."""
 
 
 class Letters:
-    """As much of a tokenizer as an answer needs."""
+    """The part of a tokenizer's interface that serving an answer needs."""
 
     has_thinking = False
     eos_token_ids = frozenset()

@@ -14,7 +14,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the emulator ru
 
 
 def launch(body, *inputs, out=None, dtype=mx.float32, grid=None, group=32, header="", names="abcdefgh", **more):
-    """Runs a body whose inputs are a, b, c, ... and whose output is `out`; one thread per output element."""
+    """Launch a body whose inputs are a, b, c, ... and whose output is `out`; one thread per output element."""
     shape = out if out is not None else inputs[0].shape
     kernel = emulator.metal_kernel("probe", list(names[: len(inputs)]), ["out"], body, header=header)
     threads = int(np.prod(shape)) if grid is None else grid
@@ -24,14 +24,14 @@ def launch(body, *inputs, out=None, dtype=mx.float32, grid=None, group=32, heade
 
 
 def fault_of(body, *inputs, kind=emulator.KernelFault, **more) -> str:
-    """The message with which the launch fails."""
+    """Return the message with which the launch fails."""
     with pytest.raises(kind) as error:
         launch(body, *inputs, **more)
     return str(error.value)
 
 
 def exact(x: mx.array) -> np.ndarray:
-    """The array in float64."""
+    """Return the array in float64."""
     return np.array(x.astype(mx.float32), dtype=np.float64)
 
 
@@ -41,7 +41,7 @@ def relative_error(got: mx.array, want: np.ndarray) -> float:
 
 @contextmanager
 def counted_launches():
-    """Let kernels be launched that compute nothing; collects (name, groups of threads) of each."""
+    """Record (name, threadgroups) of each kernel launched inside, without computing anything."""
     found = []
 
     def maker(name, **_):

@@ -6,7 +6,7 @@ from mlx_mtp.bench.kernel_launches import FORMATS, Launch, groups, spread
 from mlx_mtp.emulator.texts import LaunchText, collected
 
 GROUPS = groups(FORMATS)
-# Launches of each group that stand for all: every op, and each of the three types.
+# The number of launches per group that cover every op and each of the three types.
 FEW = {
     "products affine-4-64": 6,
     "products affine-3-32": 2,
@@ -30,7 +30,7 @@ FEW = {
 
 
 def texts(launches: Iterator[Launch], few: int | None = None) -> list[LaunchText]:
-    """Return the different texts of launches, or of a `few`, from the first to the last in even steps."""
+    """Return the distinct texts of launches, or of `few` evenly spaced ones."""
     with collected() as found:
         for launch in launches if few is None else spread(launches, few):
             launch()

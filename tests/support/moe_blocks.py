@@ -1,4 +1,4 @@
-"""Build mlx-lm's blocks of experts, small, and what `verify_moe` takes of each."""
+"""Create small blocks of mlx-lm's experts, and the arguments of `verify_moe` for each."""
 
 import functools
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ NEMOTRON = {"moe_latent_size": None, "moe_shared_expert_intermediate_size": INNE
 
 
 def quantized(linear) -> Quantized:
-    """A QuantizedSwitchLinear's weights."""
+    """Return a QuantizedSwitchLinear's weights."""
     ends = (linear.weight.shape[1],)
     return Quantized(
         linear.weight, linear.scales, linear.get("biases"), linear.group_size, linear.bits, linear.mode, ends
@@ -67,7 +67,7 @@ def step(limit: float = 0.0):
 def noaux(
     module, name: str, eps: float, n_group: int, topk_group: int, shared: int | None = 1, top_k: int = TOP_K, **more
 ):
-    """GLM-4, DeepSeek-V3, MiMo and Nemotron-3: one gate, written out in each port."""
+    """Return the block of GLM-4, DeepSeek-V3, MiMo and Nemotron-3: one gate, written out in each port."""
     config = SimpleNamespace(
         hidden_size=H,
         intermediate_size=INNER,
@@ -132,7 +132,7 @@ FAMILIES = {
 
 @functools.cache
 def make(family: str):
-    """(block, its Routing, limit, a function of x [M, H] that gives the logits and the keywords of verify_moe)."""
+    """Return (block, its Routing, limit, a function of x [M, H] that returns logits and arguments of verify_moe)."""
     mx.random.seed(5)
     block, routing, inputs = FAMILIES[family]()
     nn.quantize(block.switch_mlp, 32, 4)
@@ -140,7 +140,7 @@ def make(family: str):
 
 
 def visits(rows: list[list[int]], e: int) -> mx.array:
-    """Logits with which row i visits rows[i], the later the better."""
+    """Return logits with which row i visits rows[i], later experts with larger weights."""
     logits = np.full((len(rows), e), -9.0, np.float32)
     for i, visited in enumerate(rows):
         logits[i, visited] = np.linspace(0.5, 2, len(visited))
@@ -153,7 +153,7 @@ def routed(logits, routing, bias=None) -> Pairs:
 
 
 def by_row(pairs: Pairs, m: int) -> list[dict[int, float]]:
-    """Each row's experts with their weights, in ascending order; the lists are checked on the way."""
+    """Return each row's experts with their weights, in ascending order; check the pairs' lists."""
     tokens, weights, experts, starts, places = (np.array(a) for a in pairs)
     count = len(tokens)
     distinct = int((experts >= 0).sum())

@@ -1,4 +1,4 @@
-"""State Nemotron-3's tiny config and tensor names: a layer is one mixer behind one norm, of four kinds."""
+"""Nemotron-3's tiny config and tensor names: a layer is a norm and one mixer of four kinds."""
 
 from shapes import H, Shapes, V, gqa
 
@@ -18,7 +18,7 @@ CONFIG = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 8,
     "n_groups": 2,
-    "ssm_state_size": 32,  # what MLX's kernel for one row divides by
+    "ssm_state_size": 32,  # MLX's kernel for one row requires this divisor
     "conv_kernel": 4,
     "use_conv_bias": True,
     "mamba_proj_bias": False,
@@ -39,7 +39,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-# Super's experts read a projection of the row, Ultra spells its layers out; a head's experts have their own number.
+# Super's experts read a projection of the row, Ultra lists its layers; heads have another number of experts.
 LATENT = {
     **{name: value for name, value in CONFIG.items() if not name.endswith("hybrid_override_pattern")},
     "layers_block_type": ["attention", "mamba", "moe", "mlp", "mamba", "attention", "moe"],

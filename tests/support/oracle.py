@@ -1,4 +1,4 @@
-"""Make drafts of a test's choosing, in place of those that a model's heads make."""
+"""Drafters for tests: drafts that a test chooses, and a record of the heads' drafts."""
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ class Oracle(Heads):
 
 
 class Spy(Heads):
-    """Notes (the target's positions on the device, members, drafts, cache) of each time that the heads draft."""
+    """Records (the target's positions on the device, members, drafts, cache) of each draft of the heads."""
 
     def __init__(self, monkeypatch, model):
         super().__init__(model)
@@ -35,6 +35,6 @@ class Spy(Heads):
         return drafts
 
     def drafts(self, text: list[int]) -> list[tuple[int, list[int]]]:
-        """(tokens before, drafts) of the calls whose cycles were submitted, in order; `text`: prompt and answer."""
+        """Return (number of tokens before, drafts) of the submitted cycles' calls. text: prompt and answer."""
         found = [(offset.item() + 1, tokens.tolist()[0]) for offset, _, tokens, _ in self.calls]
         return [(known, drafts) for known, drafts in found if known <= len(text)]

@@ -1,4 +1,4 @@
-"""Draw the pictures of made-up results; needs matplotlib."""
+"""Draw the pictures of made-up results, with matplotlib."""
 
 import functools
 
@@ -43,7 +43,7 @@ def found_in(name):
 
 @functools.cache
 def drawn(name, scheme="light"):
-    """(panel, its axes, laid out) of every picture of a result."""
+    """Return (panel, its axes) of every picture of a result, laid out."""
     pairs = []
     with plots.style(THEMES[scheme]):
         for panel in panels.panels(found_in(name)):

@@ -1,4 +1,4 @@
-"""Control cycles by any plan of a test's choosing, and note their drafts."""
+"""Controls that return plans which a test chooses, and record the cycles."""
 
 import importlib
 import random
@@ -7,7 +7,7 @@ from mlx_mtp.tuning.plan import Plan
 
 
 class Script:
-    """Plans drawn at random, so that every one follows every other; stands in for a `Controller`."""
+    """Random plans, so that every plan follows every other; replaces a `Controller`."""
 
     paused = ""
 
@@ -16,7 +16,7 @@ class Script:
         self.p_min = p_min
         self.cycles: list = []
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         kind = self.random.choice(["plain", "plain", "heads", "heads", "lookup"])
         if kind == "plain" or (kind == "heads" and not self.max_drafts):
             return Plan()
@@ -29,7 +29,7 @@ class Script:
 
 
 class Listed:
-    """The plans of a list, again and again."""
+    """Repeats the plans of a list."""
 
     paused = ""
 
@@ -37,7 +37,7 @@ class Listed:
         self.plans, self.cycles = plans, []
         self.planned = 0
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         self.planned += 1
         return self.plans[(self.planned - 1) % len(self.plans)]
 
@@ -46,5 +46,5 @@ class Listed:
 
 
 def follow(monkeypatch, control) -> None:
-    """Let generations be controlled by `control`."""
+    """Use `control` in all generations."""
     monkeypatch.setattr(importlib.import_module("mlx_mtp.generate"), "control_for", lambda *_, **__: control)

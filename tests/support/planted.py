@@ -1,4 +1,4 @@
-"""Read the small kernels of `planted/`: some with one error each, others that look similar and have none.
+"""Read the small kernels of `planted/`: some have one error each, others look similar and have none.
 
 A case in these files has, in this order, `=== name`, optionally `=> pattern of a finding`, optionally `with kind`,
 optionally a header and `---`, and a body. Its inputs are a [64] of T in device memory, b [4] of int32 in constant
@@ -18,16 +18,16 @@ CASE = re.compile(r"=== (.*)\n(?:=> (.*)\n)?(?:with (.*)\n)?((?:.*\n)*?---\n)?((
 
 
 class Plant(NamedTuple):
-    """A kernel's header and body; what a finding says of it; and its kind."""
+    """A kernel's header and body, a pattern of the finding on it, and its kind."""
 
     header: str
     body: str
     message: str = ""
-    kind: str = ""  # half, atomic outputs, or so many more inputs
+    kind: str = ""  # "half", "atomic" (outputs), or "<n> more inputs"
 
     @property
     def text(self) -> LaunchText:
-        """Return what MLX generates of it."""
+        """Return the source that MLX generates from it."""
         dtype, atomic = mx.float16 if self.kind == "half" else mx.bfloat16, self.kind == "atomic"
         more = int(self.kind.split()[0]) if "more inputs" in self.kind else 0
         names = ["a", "b", "s", *(f"x{i}" for i in range(more))]

@@ -1,4 +1,4 @@
-"""State tiny configs of families that only mlx-lm knows."""
+"""Tiny configs of families without a port, which only mlx-lm supports."""
 
 SIZES = {
     "hidden_size": 32,

@@ -27,13 +27,13 @@ class Published:
     sidecar: tuple[str, str] | None
 
     def heads(self) -> set[str]:
-        """The names that are a head's, told by their layer's number or by "mtp"."""
+        """The names of heads' tensors, by their layer number or by "mtp"."""
         layers = {**self.config, **self.config.get("text_config", {})}["num_hidden_layers"]
         numbers = {name: re.search(r"layers\.(\d+)\.", name) for name in self.tensors}
         return {n for n, match in numbers.items() if "mtp" in n or (match and int(match[1]) >= layers)}
 
     def with_experts(self, count: int) -> "Published":
-        """The same with no more than `count` experts per layer, in config and tensors."""
+        """Return the checkpoint with at most `count` experts per layer, in config and tensors."""
         config = json.loads(json.dumps(self.config))
         text = config.get("text_config", config)
         field = next((f for f in EXPERTS if f in text), None)
@@ -86,7 +86,7 @@ def read(file: Path) -> Published:
 
 
 def _stored(shape: tuple[int, ...], dtype: str) -> dict:
-    """A tensor's shape and dtype, and its scale's, by what their names end in."""
+    """Return the shapes and dtypes of a tensor and its scale, by name suffix."""
     if dtype == "F8/128":
         blocks = tuple(-(-size // 128) for size in shape)
         return {"": (shape, "F8_E4M3"), "_scale_inv": (blocks, "F32")}
@@ -96,14 +96,14 @@ def _stored(shape: tuple[int, ...], dtype: str) -> dict:
 
 
 def write(path: Path, published: Published) -> Path:
-    """A checkpoint directory of the published sizes; the data is a hole in the file, so it takes no space."""
+    """Write a checkpoint directory of the published sizes; the data is a hole in the file, so it takes no space."""
     (path / "config.json").write_text(json.dumps(published.config))
     sidecar, prefix = published.sidecar or ("", "\0")
-    beside = {name: t for name, t in published.tensors.items() if name.startswith(prefix)}
-    _write_file(path / "model.safetensors", {n: t for n, t in published.tensors.items() if n not in beside})
-    if beside:
-        _write_file(path / sidecar, beside)
-        files = {name: sidecar if name in beside else "model.safetensors" for name in published.tensors}
+    of_heads = {name: t for name, t in published.tensors.items() if name.startswith(prefix)}
+    _write_file(path / "model.safetensors", {n: t for n, t in published.tensors.items() if n not in of_heads})
+    if of_heads:
+        _write_file(path / sidecar, of_heads)
+        files = {name: sidecar if name in of_heads else "model.safetensors" for name in published.tensors}
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return path
 

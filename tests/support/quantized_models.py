@@ -1,4 +1,4 @@
-"""Make tiny checkpoints in 4 bits whose every part has a kernel."""
+"""Make tiny 4-bit checkpoints in which every module has a kernel."""
 
 import families
 import mlx.core as mx
@@ -19,7 +19,7 @@ HYBRID = {
 
 
 def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
-    """The matrices of a checkpoint in 4 bits, the rest in `dtype`."""
+    """Return a checkpoint's tensors with 4-bit matrices; others have type `dtype`."""
     found = {}
     for name, w in weights.items():
         matrix = name.endswith("weight") and w.ndim > 1 and w.shape[-1] % 32 == 0 and "conv1d" not in name
@@ -34,7 +34,7 @@ def quantized(weights: dict, dtype=mx.bfloat16) -> dict:
 
 
 def save_checkpoints(path, dtype=mx.bfloat16) -> dict:
-    """The directories of both, by name."""
+    """Write both checkpoints, and return their directories by name."""
     quantization = {"quantization": {"group_size": 32, "bits": 4}}
     step = {**tiny.CONFIG, **STEP, "vocab_size": 16}
     paths = {name: path / name for name in ("step", "hybrid")}

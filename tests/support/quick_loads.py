@@ -1,4 +1,4 @@
-"""Shorten loads, of which tests have a thousand: what depends on a checkpoint alone is computed once a process."""
+"""Shorten the tests' thousand loads: results that depend only on a checkpoint are computed once per process."""
 
 import functools
 import inspect
@@ -17,13 +17,13 @@ SHARES: dict[tuple, tuple[tuple[str, float], ...]] = {}
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    """Remember what the self-test found, and signatures: mlx-lm asks for a class's at each entry of a config."""
+    """Cache results of the self-test, and signatures, which mlx-lm computes for each entry of a config."""
     patch.setattr("mlx_mtp.checkpoint.load.self_test", self_test)
     patch.setattr("mlx_lm.models.base.inspect", SimpleNamespace(signature=functools.cache(inspect.signature)))
 
 
 def self_test(model, path: Path, texts: dict[str, list[int]]) -> None:
-    """What came of the same weights, built and wired alike, on the same texts, unless there was a warning."""
+    """Reuse the result for the same weights, wiring and texts, unless there was a warning."""
     key = fingerprint(model, texts) if model.mtp else ()
     if key in SHARES:
         model.runtime.note(agreement=SHARES[key])

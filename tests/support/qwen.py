@@ -1,4 +1,4 @@
-"""State tiny configs and tensor names of Qwen3.5 and Qwen3-Next."""
+"""Tiny configs and tensor names of Qwen3.5 and Qwen3-Next."""
 
 from shapes import H, Shapes, V, ends, gqa, layer_norms, mlp
 

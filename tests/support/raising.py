@@ -1,4 +1,4 @@
-"""Make any callable that some files call raise at its n-th call; which there are is found by watching a run."""
+"""Make any callable that given files call raise at its n-th call; a watched run lists the callables."""
 
 import functools
 import inspect
@@ -8,20 +8,20 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-SKIPPED = {"__exit__", "call_soon"}  # what was taken is never given back; a task never runs: nobody can mend that
+SKIPPED = {"__exit__", "call_soon"}  # a resource is never released, a task never runs: no code can handle that
 GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # resumed, not called
 
 
 class Broken(Exception):
-    """What only these tests raise."""
+    """Raised only by these tests."""
 
 
 class Calls:
-    """Counts the calls that `files` make in threads that are started within `watched()`.
+    """Counts the calls from `files` in threads that start within `watched()`.
 
-    raises: (name, n), a callable as `seen` names it and which of its calls raises Broken, once.
-    armed:  calls count from when it is set.
-    stack:  names of the functions that were active when it raised, None before.
+    raises: (name, n): call n of the callable with this name in `seen` raises Broken, once.
+    armed:  whether calls are counted.
+    stack:  names of the active functions when it raised, None before.
     """
 
     armed = False
@@ -56,7 +56,7 @@ class Calls:
 
 
 class RandomFailures:
-    """Lets one call in `every` of the functions and methods that these modules name raise Broken, where `armed`."""
+    """While `armed`, one in `every` calls of the functions and methods in these modules raises Broken."""
 
     armed = False
 
@@ -83,7 +83,7 @@ class RandomFailures:
 
 
 def _is_called(value) -> bool:
-    """Whether a value is a function whose call does its work, or makes a generator of it."""
+    """Return whether a value is a plain or generator function."""
     return inspect.isfunction(value) and not value.__code__.co_flags & GENERATORS & ~inspect.CO_GENERATOR
 
 

@@ -1,4 +1,4 @@
-"""Write tiny checkpoints of every family that can be split, whose sizes divide by two, three and four ranks."""
+"""Write tiny checkpoints of every family that can be split, with sizes divisible by two, three and four."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ HEADLESS = {
 STEPS = {"step3p5": {}, "step3p7": {"model_type": "step3p7"}}
 FAMILIES = (*CHANGES, *HEADLESS, *STEPS)
 
-FOUR_BITS = {  # whole groups of 32 columns on each of two and of four ranks
+FOUR_BITS = {  # whole groups of 32 columns on each of two or four ranks
     **{**STEP, **QUANTIZED, "vocab_size": 16, "head_dim": 32, "num_attention_heads": 8, "num_attention_groups": 4},
     **{"intermediate_size": 128, "moe_intermediate_size": 128, "share_expert_dim": 128},
     "attention_other_setting": {**OTHER, "num_attention_heads": 8, "num_attention_groups": 4, "head_dim": 32},
@@ -54,7 +54,7 @@ FOUR_BITS = {  # whole groups of 32 columns on each of two and of four ranks
 
 
 def write(folder: Path, name: str) -> str:
-    """A directory with a checkpoint of a family."""
+    """Write a checkpoint of a family; return its directory."""
     if name in CHANGES:
         return str(families.build(name, folder / name, **CHANGES[name])[0])
     if name in HEADLESS:
@@ -63,5 +63,5 @@ def write(folder: Path, name: str) -> str:
 
 
 def write_quantized(folder: Path, dtype: mx.Dtype) -> str:
-    """A directory whose matrices are in 4 bits, and all else in `dtype`."""
+    """Write a checkpoint with 4-bit matrices and other weights in `dtype`; return its directory."""
     return str(tiny.save(folder, FOUR_BITS, quantized(tiny.random_weights(FOUR_BITS), dtype)))

@@ -1,4 +1,4 @@
-"""Run a command as several ranks over loopback, as `mlx.launch` does, and gather what each says."""
+"""Run a command as several ranks over loopback, as `mlx.launch` does, and collect their outputs."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports that nobody listens on, though somebody might a moment later."""
+    """Return ports that are free now; another process may still take them."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
@@ -21,7 +21,7 @@ def free_ports(n: int) -> list[int]:
 
 
 def environments(n: int, folder: Path, **more: str) -> list[dict[str, str]]:
-    """What the processes of a ring of n ranks find in their environments."""
+    """Return the environments of the processes of a ring of n ranks."""
     hostfile = folder / f"hosts-{n}.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
     path = os.pathsep.join([str(ROOT), str(WORKER.parent), os.environ.get("PYTHONPATH", "")])
@@ -30,27 +30,27 @@ def environments(n: int, folder: Path, **more: str) -> list[dict[str, str]]:
 
 
 def start(n: int, folder: Path, argv: list[str], **more: str) -> list[subprocess.Popen]:
-    """Start n ranks of one command."""
+    """Start a command as n ranks; return their processes."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return [subprocess.Popen(argv, env=env, text=True, **pipes) for env in environments(n, folder, **more)]
 
 
 def ended(ranks: list[subprocess.Popen], stdin: str = "", timeout: float = 120) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each rank, once all have ended; rank 0 alone is given input."""
+    """Wait for all ranks; return (exit code, stdout, stderr) of each. stdin: input of rank 0."""
     try:
         for rank in ranks[1:]:
             rank.stdin.close()
             rank.stdin = None
         first = ranks[0].communicate(stdin, timeout=timeout)
         others = [rank.communicate(timeout=timeout) for rank in ranks[1:]]
-        return [(rank.returncode, *said) for rank, said in zip(ranks, [first, *others], strict=True)]
+        return [(rank.returncode, *streams) for rank, streams in zip(ranks, [first, *others], strict=True)]
     finally:
         for rank in ranks:
             rank.kill()
 
 
 def work(n: int, folder: Path, name: str, **options) -> list:
-    """What `rank_worker`'s function of this name returns on each of n ranks."""
+    """Run a function of `rank_worker` on n ranks; return its result on each."""
     argv = [sys.executable, str(WORKER), name, json.dumps(options)]
     found = ended(start(n, folder, argv), timeout=900)
     for rank, (code, _, stderr) in enumerate(found):

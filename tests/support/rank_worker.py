@@ -1,4 +1,4 @@
-"""Do a test's work as one rank, in a process of its own: a function's name and its options as JSON."""
+"""Run one function of this module as a rank in its own process; arguments: its name and its options as JSON."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def generated(model, n: int = 24, **options) -> list[int]:
 
 
 def rows_apart(model, rows: int = 8) -> int:
-    """Count values of hidden rows that depend on how many rows are read with them."""
+    """Count the values of hidden rows that differ between one pass over all rows and single rows."""
     caches = [mlx_mtp.make_prompt_cache(model) for _ in range(2)]
     for cache in caches:
         list(mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=0, num_draft_tokens=0))
@@ -40,7 +40,7 @@ def rows_apart(model, rows: int = 8) -> int:
 
 
 def continued(model, file: Path, plain: list[int], k: int) -> dict[str, list[int]]:
-    """Texts that go on with caches which were left among drafts, and with their copies from files."""
+    """Return tokens of generations that continue from a cache with pending drafts, and from its file."""
     cache, options = mlx_mtp.make_prompt_cache(model), {"adaptive": False, "num_draft_tokens": k}
     steps = mlx_mtp.generate_step(PROMPT, model, prompt_cache=cache, max_tokens=len(plain), **options)
     first = [next(steps)[0] for _ in range(9)]
@@ -56,25 +56,28 @@ def continued(model, file: Path, plain: list[int], k: int) -> dict[str, list[int
 
 
 def texts(path: str, group, *, few: bool = False) -> dict:
-    """Texts by how they were decoded, with drafts right, wrong and partly right; rows; bytes."""
+    """Return tokens by method of decoding, differing row values, bytes per parameter, and logits.
+
+    few: only a short sample of the methods.
+    """
     model, wrong = mlx_mtp.load_model(path, tensor_group=group), {"partly": set(range(1, 99, 3))}
-    most, n = model.max_draft_tokens, 10 if few else 24
+    limit, n = model.max_draft_tokens, 10 if few else 24
     if not few:
         wrong |= {"right": set(), "wrong": set(range(99))}
     plain = generated(model, n, num_draft_tokens=0)
     found = {"plain": plain, "seeded": generated(model, n, num_draft_tokens=0, temp=1.0, seed=7)}
     start = len(PROMPT)
-    for k in {min(3, most), *({} if few else {1})} if most else ():
+    for k in {min(3, limit), *({} if few else {1})} if limit else ():
         found[f"seeded {k}"] = generated(model, n, num_draft_tokens=k, temp=1.0, seed=7)
         for name, positions in wrong.items():
-            guesses = [0] * start + plain
-            model.drafter = Oracle(model, guesses, {start + i for i in positions})
+            drafts = [0] * start + plain
+            model.drafter = Oracle(model, drafts, {start + i for i in positions})
             found[f"plain {k} {name}"] = generated(model, n, num_draft_tokens=k)
         model.drafter = None
     if not few:
-        found |= continued(model, Path(path) / "cache", plain, min(3, most))
+        found |= continued(model, Path(path) / "cache", plain, min(3, limit))
         found["plain looked up"] = generated(
-            model, n, prompt_lookup=True, **({"num_draft_tokens": 1} if most else {})
+            model, n, prompt_lookup=True, **({"num_draft_tokens": 1} if limit else {})
         )
     parameters = dict(tree_flatten(model.parameters()))
     logits = model.logits(model.hidden(mx.array([PROMPT]), mlx_mtp.make_prompt_cache(model).layers))
@@ -87,22 +90,22 @@ def texts(path: str, group, *, few: bool = False) -> dict:
 
 
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:
-    """Texts with all kernels on, of which these ranks are refused one; what is off in the end, and was warned of."""
+    """Decode with all kernels on, of which `ranks` refuse one; return equality of tokens, kernels and warnings."""
     plain = mlx_mtp.load_model(path, tensor_group=group)
-    most, found = plain.max_draft_tokens, {}
-    asked = [{"num_draft_tokens": most, "draft_p_min": 0.3}]
+    limit, found = plain.max_draft_tokens, {}
+    cases = [{"num_draft_tokens": limit, "draft_p_min": 0.3}]
     if not few:
-        asked.append({"num_draft_tokens": most, "temp": 1.0, "seed": 7})
-        asked += [{"num_draft_tokens": 0}, {"num_draft_tokens": 1}]
-    want = [generated(plain, 10, **options) for options in asked]
-    here = group.rank() in ranks
+        cases.append({"num_draft_tokens": limit, "temp": 1.0, "seed": 7})
+        cases += [{"num_draft_tokens": 0}, {"num_draft_tokens": 1}]
+    want = [generated(plain, 10, **options) for options in cases]
+    affected = group.rank() in ranks
 
     def refuses(launched, template):
-        return how if here and launched == op and rows in (None, template.get("ROWS")) else None
+        return how if affected and launched == op and rows in (None, template.get("ROWS")) else None
 
     with standing_in(refuses), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for options, text in zip(asked, want, strict=True):
+        for options, text in zip(cases, want, strict=True):
             found[str(options)] = generated(switched_on(plain), 10, **options) == text
     return {"same": found, "kernels": plain.report.kernels, "warned": len(caught)}
 

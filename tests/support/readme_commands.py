@@ -1,9 +1,9 @@
-"""Run README.md's commands as a newcomer does: in a clone, in the environment that its install line makes.
+"""Run README.md's commands as a new user does: in a clone, in the environment of its install command.
 
 python3 tests/support/readme_commands.py CLONE
 
-Commands are found in README.md, so that it cannot differ from what is run; each one needs a rule here. What would
-download a model runs on the demo. Needs Python's standard library only.
+Commands are read from README.md; each needs a rule here. Commands that would download a model run on the demo. Needs
+only Python's standard library.
 """
 
 import os
@@ -21,16 +21,16 @@ DEMO = "mlx_mtp/demo/checkpoint"
 MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "MODEL": DEMO, "NEW": "converted", "YOUR_CONVERSION": "converted"}
 INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e ."
 BASH = "/bin/bash"
-REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # of the environment of whoever runs this
+REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # environment variables
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do with a command that README.md shows.
+    """How to run a command of README.md, and what to expect.
 
-    skipped: why it is not run; "" runs it. more: flags that shorten it. before: shell commands. chats: it is asked
-    README.md's question, and its answer expected. code: its exit code. says: a part of its output. shown: README.md
-    has each line of it.
+    skipped: why it is not run; "" runs it. more: further flags, to shorten it. before: shell commands to run first.
+    chats: whether README.md's question is its input, and the answer in its output. code: its exit code. prints: a
+    part of its output. shown: whether README.md has each line of its output.
     """
 
     skipped: str = ""
@@ -38,11 +38,11 @@ class Rule:
     before: str = ""
     chats: bool = False
     code: int = 0
-    says: str = ""
+    prints: str = ""
     shown: bool = False
 
 
-RULES = {  # by a regular expression for the whole command
+RULES = {  # by regular expressions of whole commands
     r"git clone CLONE_URL .*": Rule(skipped="CLONE is one"),
     re.escape(INSTALL): Rule(skipped="run first, for all others"),
     r"python3 -m venv .* pip install -e '\.\[test\]' && pytest .*": Rule(skipped="a section of .ci/run"),
@@ -50,28 +50,28 @@ RULES = {  # by a regular expression for the whole command
     r"sudo sysctl .*": Rule(skipped="a setting of a Mac"),
     r"python bench/which_model\.py": Rule(shown=True),
     r"mlx-mtp chat.*": Rule(chats=True),
-    r"mlx-mtp inspect .*": Rule(says="MTP heads  3 found"),
-    r"mlx-mtp convert .* --mlx-path .*": Rule(says="MTP heads  3"),
+    r"mlx-mtp inspect .*": Rule(prints="MTP heads  3 found"),
+    r"mlx-mtp convert .* --mlx-path .*": Rule(prints="MTP heads  3"),
     r"mlx-mtp convert .* --mtp-only .*": Rule(
-        before="rm converted/mtp.safetensors", says="converted/mtp.safetensors"
+        before="rm converted/mtp.safetensors", prints="converted/mtp.safetensors"
     ),
     r"mlx-mtp verify-lossless .*": Rule(
-        more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", says="lossless in float32: "
+        more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", prints="lossless in float32: "
     ),
-    r"mlx-mtp generate .*": Rule(says="MTP: "),
-    r"mlx-mtp serve .*": Rule(code=1, says="is missing: pip install -e '.[serve]'"),
-    r"mlx-mtp bench decode .*": Rule(more="--rounds 1 --max-tokens 4", says="tok/s over plain"),
+    r"mlx-mtp generate .*": Rule(prints="MTP: "),
+    r"mlx-mtp serve .*": Rule(code=1, prints="is missing: pip install -e '.[serve]'"),
+    r"mlx-mtp bench decode .*": Rule(more="--rounds 1 --max-tokens 4", prints="tok/s over plain"),
 }
 NO_CLANG = "no clang 16 or newer: pip install -e '.[emulate]'"
-WITHOUT_EXTRAS = {  # what needs an extra that README.md's install lacks, on a machine without a clang of its own
-    "mlx-mtp emulate": Rule(code=1, says=f"error: {NO_CLANG}"),
-    "mlx-mtp bench kernels --emulate": Rule(code=1, says=f"error: {NO_CLANG}"),
-    "mlx-mtp doctor": Rule(says=f"kernels not checked: {NO_CLANG}"),
+WITHOUT_EXTRAS = {  # commands that need an extra, which is not installed, on a machine without clang
+    "mlx-mtp emulate": Rule(code=1, prints=f"error: {NO_CLANG}"),
+    "mlx-mtp bench kernels --emulate": Rule(code=1, prints=f"error: {NO_CLANG}"),
+    "mlx-mtp doctor": Rule(prints=f"kernels not checked: {NO_CLANG}"),
 }
 
 
 def commands(page: str) -> list[str]:
-    """List the shell commands that a page shows in blocks, and between backticks with an argument, in order."""
+    """Return the shell commands of a page, in order: those in blocks, and those in backticks with an argument."""
     block = rf"^    ((?:{PROGRAMS}) .*?)(?: {{2,}}# .*)?$"
     found = re.findall(rf"{block}|`((?:{PROGRAMS}) [^`\n]+)`", page, re.MULTILINE)
     shown = [in_block or inline for in_block, inline in found if in_block or not re.fullmatch(r"mlx-mtp \S+", inline)]
@@ -79,32 +79,32 @@ def commands(page: str) -> list[str]:
 
 
 def programs(page: str) -> list[str]:
-    """List the Python programs that a page shows."""
+    """Return the Python programs of a page."""
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
 def conversation(page: str) -> tuple[str, str]:
-    """Return the question that a page shows, and its answer."""
+    """Return the question and the answer of a page's conversation."""
     shown = re.search(r"^    > (.*)\n((?:    .*\n)+?)    \d+ tok, ", page, re.MULTILINE)
     assert shown, "no conversation"
     return shown[1], re.sub(r"^    ", "", shown[2], flags=re.MULTILINE)
 
 
 def rule_of(command: str) -> Rule:
-    """Return the one rule that is for a command."""
+    """Return the rule of a command; each must have exactly one."""
     found = [rule for pattern, rule in RULES.items() if re.fullmatch(pattern, command)]
     assert len(found) == 1, f"{command!r} in README.md: {len(found)} rules in {Path(__file__).name}, expected one"
     return found[0]
 
 
 def on_demo(command: str) -> str:
-    """Let a command take the demo in place of a model that would be downloaded."""
+    """Return a command with the demo instead of models that would be downloaded."""
     words = shlex.join(MODELS.get(word, word) for word in shlex.split(command))
     return words.replace("--model glm", f"--model {DEMO}")
 
 
 def run(command: str, rule: Rule, clone: Path, path: str) -> None:
-    """Run a command in a clone; exit where it does not end as its rule says."""
+    """Run a command in a clone; exit with a message if the result differs from its rule."""
     page = README.read_text()
     question, answer = conversation(page)
     env = {name: value for name, value in os.environ.items() if name not in REMOVED}
@@ -117,11 +117,11 @@ def run(command: str, rule: Rule, clone: Path, path: str) -> None:
     faults = {
         f"exit code {done.returncode}, expected {rule.code}": done.returncode != rule.code,
         f"expected {bool(rule.code):d} lines of error": sum(map(is_error, lines)) != bool(rule.code),
-        f"expected {rule.says!r}": rule.says not in done.stdout,
+        f"expected {rule.prints!r}": rule.prints not in done.stdout,
         "expected README.md's answer": rule.chats and answer not in done.stdout,
         "README.md lacks a line of it": rule.shown and not set(lines) <= set(page.splitlines()),
     }
-    if found := [fault for fault, there in faults.items() if there]:
+    if found := [fault for fault, present in faults.items() if present]:
         sys.exit(f"{done.stdout}\n{command}: {'; '.join(found)}")
 
 
@@ -130,7 +130,7 @@ def is_error(line: str) -> bool:
 
 
 def main(clone: Path) -> None:
-    """Run all commands in a clone."""
+    """Run all commands of README.md in a clone."""
     page, path = README.read_text(), os.environ["PATH"]
     run(INSTALL, Rule(), clone, path)
     own = str(clone / ".venv" / "bin")

@@ -1,4 +1,4 @@
-"""Make results of `mlx-mtp bench`, as its commands write them, with made-up times."""
+"""Create results of `mlx-mtp bench` with made-up times, in the form that its commands write."""
 
 import json
 import random
@@ -11,12 +11,12 @@ ROUNDS = 3
 
 
 def as_read(found: dict) -> dict:
-    """As it is when it is read again: keys are text."""
+    """Return a result as read from its JSON file, where keys are strings."""
     return json.loads(json.dumps(found))
 
 
 def decode_result(contexts=(0,), noise=0.01, seed=0, **model) -> dict:
-    """Plain steps of 10 ms, a cycle of 10 + 2.5 k ms; the heads are right in 9, 7 and 4 of 10."""
+    """Plain steps of 10 ms, cycles of 10 + 2.5 k ms; 9, 7 and 4 of 10 drafts are accepted at depths 1 to 3."""
     draw = random.Random(seed)
     entries = [
         _entry(draw, context, category, contender, noise)
@@ -50,7 +50,7 @@ def _entry(draw: random.Random, context: int, category: str, contender: str, noi
 
 
 def verify_result(sides=("stock", "ours"), contexts=(128, 4096), noise=0.01, seed=0, **model) -> dict:
-    """T(M) = T(1) (0.6 + 0.4 M) in stock, (0.9 + 0.1 M) in ours, for the whole model and two parts."""
+    """T(M) = T(1) (0.6 + 0.4 M) for stock, T(1) (0.9 + 0.1 M) for ours, of the whole model and two parts."""
     draw = random.Random(seed)
     slopes = {"stock": 0.4, "ours": 0.1}
     curves = [

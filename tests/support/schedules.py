@@ -1,4 +1,4 @@
-"""Let texts of a batch come and go by a schedule that is drawn at random."""
+"""Random schedules of sequences that join and leave a batch."""
 
 import random
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ SAMPLINGS = [{}, {}, {"temp": 1.0}, {"temp": 0.8, "top_k": 3}, {"temp": 1.0, "mi
 
 
 class Case:
-    """A text of a schedule: how it is asked for, when it comes and, perhaps, goes."""
+    """A sequence of a schedule: its request, the cycle at which it joins, and perhaps when it is removed."""
 
     def __init__(self, rng: random.Random, vocab: int, most: int):
         self.prompt = [rng.randrange(vocab) for _ in range(rng.choice([1, 2, 7, 20, 45]))]
@@ -38,7 +38,7 @@ class Case:
         return make_sampler(temp=1.0, top_p=0.9) if self.own_sampler else None
 
     def alone(self, model, layout: dict, n: int) -> tuple[list[int], mlx_mtp.PromptCache]:
-        """The first n tokens by plain decoding, and the cache that is left."""
+        """Return the first n tokens of plain decoding, and the cache after them."""
         cache = mlx_mtp.make_prompt_cache(model, **layout)
         how = {"prompt_cache": cache, "sampler": self.sampler, "logits_processors": self.processors}
         options = {} if self.own_sampler else self.sampling
@@ -61,12 +61,12 @@ def insert(batch: BatchGenerator, case: Case) -> int:
 
 
 class Whims:
-    """Plans at random, with runs of plain cycles, longer than idle heads stay in a pool; stands in for a control."""
+    """Random plans, with series of plain cycles after which paused heads leave a pool; replaces a control."""
 
     def __init__(self, rng: random.Random, most: int):
         self.rng, self.most, self.plain = rng, most, 0
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         self.plain = self.plain - 1 if self.plain else self.rng.choice([0, 0, 0, 2, 12])
         return Plan(k=0 if self.plain else self.rng.randint(0, self.most))
 
@@ -75,12 +75,12 @@ class Whims:
 
 
 class Bounded:
-    """Plans of others, with at most so many drafts; of lookups and cycles that read the confidence, too."""
+    """Random plans with a maximum of drafts, also of lookups and with p_min."""
 
     def __init__(self, plans: Whims, most: int, max_lookup: int):
         self.plans, self.most, self.max_lookup, self.observe = plans, most, max_lookup, plans.observe
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         k, rng = min(self.plans.plan().k, self.most), self.plans.rng
         if self.max_lookup and rng.random() < 0.3:
             return Plan("lookup", rng.randint(1, self.max_lookup))
@@ -88,13 +88,13 @@ class Bounded:
 
 
 def alike(cases: list[Case]) -> None:
-    """Let all choose their tokens as the first does, by a sampling alone."""
+    """Give all cases the sampling of the first, without samplers or penalties."""
     for case in cases:
         case.sampling, case.own_sampler, case.penalty = cases[0].sampling, False, None
 
 
 class LoneWhims(Whims):
-    """The same for a text that decodes alone, of heads, lookups and cycles that read the heads' confidence."""
+    """Random plans of a lone sequence, also of lookups and with p_min."""
 
     def __init__(self, rng: random.Random, most: int, max_lookup: int):
         super().__init__(rng, most)
@@ -102,10 +102,10 @@ class LoneWhims(Whims):
 
     @classmethod
     def of(cls, rng: random.Random, model, k: int, max_lookup: int, **how) -> "LoneWhims":
-        """Stand in for `control_for`."""
+        """Replace `control_for`."""
         return cls(rng, k, max_lookup)
 
-    def plan(self, matched: int = 0, behind: int = 0) -> Plan:
+    def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         if self.max_lookup and matched >= SHORTEST and self.rng.random() < 0.5:
             return Plan("lookup", self.rng.randint(1, self.max_lookup))
         k = super().plan().k
@@ -116,7 +116,7 @@ class LoneWhims(Whims):
 
 
 def run(model, cases: list[Case], layout: dict, k: int, whims: Whims | None, **options) -> None:
-    """Let the cases come and go; with whims, plans are drawn, and who is alone leaves the pool soon, or late."""
+    """Run a schedule; with whims, plans are random, and a single sequence leaves the pool after a random time."""
     fixed = {"adaptive": False, "num_draft_tokens": k, "quantized_kv_start": 0}
     with ExitStack() as stack:
         if whims:
@@ -154,7 +154,7 @@ def drive(batch: BatchGenerator, cases: list[Case]) -> None:
 
 
 def ended(case: Case, text: list[int]) -> list[int]:
-    """A text up to its first stop sequence."""
+    """Return the tokens up to the first stop sequence."""
     for end in range(1, len(text) + 1):
         if any(text[:end][-len(stop) :] == stop for stop in case.stops):
             return text[:end]

@@ -5,7 +5,7 @@ from mlx_lm.models.base import create_causal_mask
 
 
 def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
-    """The target's rows before and after the final norm [1, T, H], with no cache."""
+    """Return the target's rows before and after the final norm [1, T, H], without a cache."""
     inner, name = (plain.backbone, "norm_f") if "backbone" in plain else (plain.model, "norm")
     rows, norm = [], getattr(inner, name)
     setattr(inner, name, lambda x: rows.append(x) or norm(x))
@@ -15,7 +15,7 @@ def target_rows(plain, tokens: list[int]) -> tuple[mx.array, mx.array]:
 
 
 def head_rows(model, depth: int, tokens: list[int], hidden: mx.array) -> mx.array:
-    """Output rows [1, n, H] of one head over all its slots, with no cache; one token per row of `hidden`."""
+    """Return the rows [1, n, H] of one head over all its slots, without a cache; one token per row of `hidden`."""
     head, window = model.mtp[depth], model.head_windows()[depth]
     e, h = head.enorm(model.embed(mx.array(tokens)[None], depth)), head.hnorm(hidden)
     x = head.eh_proj(mx.concatenate([e, h] if model.spec.fuse == "eh" else [h, e], axis=-1))
@@ -23,7 +23,7 @@ def head_rows(model, depth: int, tokens: list[int], hidden: mx.array) -> mx.arra
 
 
 def drafts_from_scratch(model, plain, tokens: list[int], k: int) -> list[int]:
-    """k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last."""
+    """Return k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last."""
     before, after = target_rows(plain, tokens[:-1])
     hidden = target = before if model.spec.capture == "pre" else after
     drafts: list[int] = []

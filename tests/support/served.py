@@ -1,11 +1,11 @@
-"""Make sites that serve the demo, on an engine's thread of their own."""
+"""Start services of the demo, each with its own engine thread."""
 
 import mlx.core as mx
 from compile_mode import NO_FUSE, set_mode
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve.app import Site, application
+from mlx_mtp.serve.app import Service, application
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
@@ -26,8 +26,8 @@ def demo():
 
 
 def start(load=demo, limits=None, **changes):
-    """(site, application) of an engine that is starting."""
-    engine = Engine(lambda: opened(load(), settings(**changes), site), limits or Limits())
-    site = Site(engine, Metrics(engine), changes.get("rules", Rules()))
-    engine.start()
-    return site, application(site)
+    """Return the service and the application of an engine that is loading."""
+    engine = Engine(lambda: opened(load(), settings(**changes), service), limits or Limits())
+    service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
+    engine.thread.start()
+    return service, application(service)

@@ -1,4 +1,4 @@
-"""State names and shapes of the parts that checkpoints of several families share, by the hub's names."""
+"""List names and shapes of tensors that checkpoints of several families share, by the hub's names."""
 
 Shapes = dict[str, tuple[int, ...]]
 H, V = 32, 13
@@ -13,7 +13,7 @@ def mlp(prefix: str, inner: int) -> Shapes:
 
 
 def moe(prefix: str, config: dict) -> Shapes:
-    """Numbered experts, a gate with a correction bias, shared experts: DeepSeek's naming."""
+    """Return numbered experts, a gate with a correction bias and shared experts, in DeepSeek's naming."""
     E, inner = config["n_routed_experts"], config["moe_intermediate_size"]
     shapes: Shapes = {f"{prefix}.gate.weight": (E, H), f"{prefix}.gate.e_score_correction_bias": (E,)}
     for e in range(E):

@@ -1,7 +1,7 @@
-"""Replay cost tables and acceptance traces for any controller: a decode loop without a model.
+"""Simulate a decode loop for any controller, from cost tables and acceptance traces, without a model.
 
-Whether the draft at depth j for position t is right is a function of (trace, t, j): all contenders see one text.
-As in the loop, a cycle is planned before the one before it has been observed.
+Whether the draft at depth j for position t is right depends only on (trace, t, j), so all controllers get the same
+drafts. As in the real loop, a cycle is planned before the previous one is observed.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ DEEPEST = 15
 
 
 def _table(known: dict[int, float]) -> list[float]:
-    """T(1), T(2), .. with straight lines between the row counts that somebody measured."""
+    """Return T(1), T(2), ..., interpolated linearly between measured row counts."""
     rows = sorted(known)
     return [float(np.interp(r, rows, [known[x] for x in rows])) for r in range(1, rows[-1] + 1)]
 
 
-# T(rows) over T(1) of whole forward passes, as users of these machines reported them; the last two: a Linux CPU.
+# T(rows) over T(1) of whole forward passes, as reported by users of these machines; the last two: a Linux CPU.
 TABLES = {
     "flat": _table({1: 1, 16: 1}),
     "M3 Ultra 27B": _table({1: 1, 7: 2.37, 8: 2.6, 16: 3.54}),
@@ -39,7 +39,7 @@ TABLES = {
     "reference BLAS": _table({1: 1, 2: 1.54, 3: 2.14, 4: 2.68, 6: 3.95, 8: 4.95}),
     "OpenBLAS": _table({1: 1, 2: 1.09, 3: 1.25, 4: 1.3, 6: 1.52, 8: 1.76}),
 }
-# Chance per depth that a draft whose predecessors are right is right; the last goes on.
+# Probability per depth that a draft is right if all earlier ones are; the last holds for all further depths.
 HEADS = {
     "useless": [0.0],
     "perfect": [1.0],
@@ -55,21 +55,20 @@ DRIFTS: dict[str, Callable[[float, int], float]] = {
     "half": lambda at, rows: 1 - at / 2,
     "hot": lambda at, rows: 1.4 if at > 0.4 and rows > 1 else 1.0,
 }
-# Factors of the plain step and of the others in a file of known costs, and of what they cost beyond the plain step.
+# Errors of known costs: factors of the plain step, of other cycles, and of their excess over the plain step.
 WRONG = {"true": (1, 1, 1), "x2": (2, 2, 1), "/2": (0.5, 0.5, 1), "plain x2": (2, 1, 1), "plain /2": (0.5, 1, 1)}
 WRONG |= {"ratio x2": (1, 1, 2), "ratio /2": (1, 1, 0.5)}
 
 
 @dataclass
 class Machine:
-    """What cycles cost, in plain steps.
+    """The costs of cycles on a machine, in plain steps.
 
-    table: T(1), T(2), ..; beyond its end the last slope goes on. depth: what one draft of the heads costs.
-    row: what idle heads' catching up costs per row. read: the extra read of the heads' confidence.
-    drift: (share of the run 0..1, rows) -> factor. slow_first: factor of the first cycle of a shape.
-    wake: what idle heads' catching up costs at least. prompt: rows that they have not read at first.
-    begin: factor of the first cycle of a text. busy: other processes slow it down, by up to as much again for a
-    while, and noise has heavy tails.
+    table: T(1), T(2), ...; extended with its last slope. depth: cost of one draft of the heads. row, resume: cost of
+    resuming paused heads per pending row, and its constant part. read: cost of reading the heads' confidence.
+    drift: (share of the run 0..1, rows) -> factor. slow_first: factor of the first cycle of a shape. prompt: pending
+    rows at the start. begin: factor of the first cycle of a sequence. busy: whether other processes slow the machine
+    down for a while, by up to 2, and the noise has heavy tails.
     """
 
     table: Sequence[float]
@@ -81,8 +80,8 @@ class Machine:
     slow_first: float = 1.0
     missing: float = 0.0  # share of cycles whose seconds are not measured
     second: float = 0.02  # seconds per plain step
-    pause: tuple[int, float] = (0, 0.0)  # a cycle in which the machine does something else, and for how many steps
-    wake: float = 0.0
+    pause: tuple[int, float] = (0, 0.0)  # index of a cycle with a pause, and the plain steps of the pause
+    resume: float = 0.0
     prompt: int = 0
     begin: float = 1.0
     busy: bool = False
@@ -96,10 +95,11 @@ class Machine:
 
 @dataclass
 class Text:
-    """right: [positions, DEEPEST] bool, the heads' drafts. sure: the heads' confidence in them.
+    """What a sequence determines about drafts.
 
-    matched: [positions] int, how many tokens before a position occurred before; copied: bool, whether the token there
-    is the one that followed then.
+    right: [positions, DEEPEST] bool, whether the heads' drafts are right. sure: the heads' confidence in them.
+    matched: [positions] int, length of the match before a position. copied: [positions] bool, whether prompt lookup
+    drafts the right token there.
     """
 
     right: np.ndarray
@@ -110,7 +110,7 @@ class Text:
 
 @dataclass
 class Outcome:
-    """steps: the run's time in plain steps of its beginning. ks: (source, k) -> cycles."""
+    """The result of a run. steps: its time in plain steps. ks: (source, k) -> number of cycles."""
 
     tokens: int = 0
     steps: float = 0.0
@@ -122,7 +122,7 @@ class Outcome:
 
 
 def trace(name: str, tokens: int) -> np.ndarray:
-    """Rates for `text`: one of HEADS, or "a|b" for a change every 100 tokens, or "bursts"."""
+    """Return rates for `text`: of one of HEADS, of "a|b" with a change every 100 tokens, or of "bursts"."""
     n = tokens + DEEPEST + 2
     if name == "bursts":
         lengths = np.random.default_rng(5).integers(10, 40, n)
@@ -136,11 +136,11 @@ def _depths(rates: list[float]) -> np.ndarray:
     return np.array([*rates, *[rates[-1]] * DEEPEST][:DEEPEST])
 
 
-def known_costs(machine: Machine, most: int, wrong: str) -> Costs:
-    """A file of costs that is wrong in one of the ways of WRONG."""
+def known_costs(machine: Machine, longest: int, wrong: str) -> Costs:
+    """Return costs from a file, with one of the errors of WRONG."""
     plain, others, beyond = WRONG[wrong]
     arms = [["heads", 0, plain * machine.second]]
-    for k in ladder(most):
+    for k in ladder(longest):
         steps = others * (1 + beyond * (machine.verify(k + 1) + machine.depth * k - 1))
         arms.append(["heads", k, steps * machine.second])
     return from_json({"seconds": arms, "catch_up": machine.row})
@@ -148,7 +148,7 @@ def known_costs(machine: Machine, most: int, wrong: str) -> Costs:
 
 @dataclass
 class Comparison:
-    """Ratios of tokens per second, over all seeds together and of the worst seed; best: the best fixed k of all."""
+    """Tokens per second over plain decoding and over the best fixed k, of all seeds together and of the worst."""
 
     plain: float
     best: float
@@ -157,13 +157,13 @@ class Comparison:
     k: int
 
 
-def compare(machine: Machine, rates: np.ndarray, make: Callable, most: int, tokens: int, seeds) -> Comparison:
-    """Run make() and every fixed k up to `most` on the same texts."""
-    ours, fixed = [], [[] for _ in range(most + 1)]
+def compare(machine: Machine, rates: np.ndarray, make: Callable, longest: int, tokens: int, seeds) -> Comparison:
+    """Run make() and every fixed k up to `longest` on the same sequences."""
+    ours, fixed = [], [[] for _ in range(longest + 1)]
     for seed in seeds:
         words = text(rates, seed)
         ours.append(replay(machine, words, make(), tokens, seed).steps)
-        for k in range(most + 1):
+        for k in range(longest + 1):
             fixed[k].append(replay(machine, words, Fixed(k), tokens, seed).steps)
     mine, others = np.array(ours), np.array(fixed)
     k = int(others.sum(axis=1).argmin())
@@ -173,14 +173,14 @@ def compare(machine: Machine, rates: np.ndarray, make: Callable, most: int, toke
 
 
 def text(rates: np.ndarray, seed: int) -> Text:
-    """rates: [positions, DEEPEST], the chance that a draft whose predecessors are right is right."""
+    """Return a random sequence. rates: [positions, DEEPEST], probability of a right draft after right ones."""
     return Text(np.random.default_rng(seed).random(rates.shape) < rates)
 
 
 def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_min: float = 0.7) -> Outcome:
-    """Run a controller until `tokens` tokens are out; the last cycle is cut to what is left.
+    """Run a controller until `tokens` tokens are generated, and cut the last cycle to them.
 
-    Rows of the newest run are fed to the heads anyway; idle heads have to catch up on those before.
+    A drafting cycle always reads the rows of the newest run; resuming heads first read the pending rows before them.
     """
     rng = np.random.default_rng([seed, 7])
     noise = np.clip(rng.normal(1, machine.noise, tokens), 0.3, 3) if machine.noise else np.ones(tokens)
@@ -191,8 +191,8 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     plan = controller.plan(matched, backlog)
     for i in range(tokens):
         verified, accepted = _verify(text, plan, pos, tokens, p_min)
-        caught_up, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
-        steps = _cost(machine, plan, verified, caught_up) * noise[i] * machine.drift(pos / tokens, verified + 1)
+        prefilled, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
+        steps = _cost(machine, plan, verified, prefilled) * noise[i] * machine.drift(pos / tokens, verified + 1)
         shape = (plan.source, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
         steps += machine.pause[1] * (i == machine.pause[0])
@@ -201,8 +201,8 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         outcome.steps += steps
         outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1
         seconds = None if missing[i] else steps * machine.second
-        cycle = Cycle(plan, verified, accepted, seconds, caught_up, matched)
-        matched = _matched(text, pos)  # the host knows what came before this cycle
+        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched)
+        matched = _matched(text, pos)  # the host has the tokens before this cycle
         following = controller.plan(matched, backlog)
         controller.observe(cycle)
         run, plan = accepted + 1, following
@@ -210,17 +210,17 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         if pos >= tokens:
             outcome.tokens = pos
             return outcome
-    raise AssertionError("a cycle gives at least one token")
+    raise AssertionError("a cycle generates at least one token")
 
 
 def _slow(machine: Machine, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Factors of cycles that begin in each plain step's time: spells of 10 to 600 steps, every other one slow."""
+    """Return the factor of cycles at each plain step: alternating normal and slow periods of 10 to 600 steps."""
     if not machine.busy:
         return np.ones(1)
     lengths = np.exp(rng.uniform(np.log(10), np.log(600), tokens)).astype(int)
     factors = np.where(np.arange(tokens) % 2 == rng.integers(2), 1.0, rng.uniform(1.3, 2.0, tokens))
-    spells = np.repeat(factors, lengths)[: 4 * tokens]
-    return spells * np.exp(np.clip(0.08 * rng.standard_t(2, len(spells)), -0.5, 1.5))
+    periods = np.repeat(factors, lengths)[: 4 * tokens]
+    return periods * np.exp(np.clip(0.08 * rng.standard_t(2, len(periods)), -0.5, 1.5))
 
 
 def _matched(text: Text, pos: int) -> int:
@@ -231,16 +231,16 @@ def _drafts(plan: Plan) -> bool:
     return plan.source == "heads" and plan.k > 0
 
 
-def _cost(machine: Machine, plan: Plan, verified: int, caught_up: int) -> float:
+def _cost(machine: Machine, plan: Plan, verified: int, prefilled: int) -> float:
     steps = machine.verify(verified + 1)
     if _drafts(plan):
-        steps += machine.depth * plan.k + machine.row * caught_up + machine.wake * (caught_up > 0)
+        steps += machine.depth * plan.k + machine.row * prefilled + machine.resume * (prefilled > 0)
         steps += machine.read * plan.p_min
     return steps
 
 
 def _verify(text: Text, plan: Plan, pos: int, tokens: int, p_min: float) -> tuple[int, int]:
-    """Drafts verified from position pos on, and accepted."""
+    """Return the numbers of verified and of accepted drafts at a position."""
     fitting = min(plan.k, tokens - pos - 1)
     if plan.source == "lookup":
         hits = [bool(text.copied[pos + 1 + j]) for j in range(fitting)]

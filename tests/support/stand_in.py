@@ -1,6 +1,6 @@
-"""Stand in for `mx.fast.metal_kernel` with stock operations, which fail where a test wants Metal to refuse a kernel.
+"""Replace `mx.fast.metal_kernel` by MLX's operations, which raise where a test makes Metal refuse a kernel.
 
-Of the kernels those of OPS are known: products of unquantized and of 4-bit weights, sums and norms, LM heads.
+OPS are supported: products of unquantized and 4-bit weights, sums and norms, LM heads.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import draw_ref, top_ref
 from mlx_mtp.tuning import kernel_switch
-from mlx_mtp.tuning.kernel_sites import placed
 from mlx_mtp.tuning.kernel_switch import ModelTrials
 
 MESSAGE = (
@@ -24,7 +23,7 @@ FIRST = "program_source:23:18: error: no matching function for call to 'rows_of'
 
 
 def rows_singly(product, x):
-    """A row's bits are those that it has alone, as the kernels promise."""
+    """Return the product of each row computed alone, whose bits the kernels promise."""
     return mx.concatenate([product(x[i : i + 1]) for i in range(len(x))])
 
 
@@ -70,7 +69,7 @@ def verify_head(i, t, outputs):
 
 
 def chosen(logits, i, t, outputs):
-    """All in the first tile, the others hold nothing."""
+    """Return the outputs of an LM head with everything in the first tile, and the other tiles empty."""
     _, tiles, n = outputs[1]
     logits = logits + i["bias"] if t["BIAS"] else logits
     if i["inverse"].item():
@@ -96,9 +95,9 @@ OPS |= {f.__name__: f for f in (verify_head_dense, verify_head, verify_head_merg
 
 @dataclass(eq=False)
 class StandIn:
-    """What takes the place of `mx.fast.metal_kernel`.
+    """A replacement of `mx.fast.metal_kernel`.
 
-    refuses: (op, template by name) -> "construct", "call" or "evaluate", where that is to raise, else None.
+    refuses: (op, template by name) -> "construct", "call" or "evaluate", the step that raises, or None.
     calls: the ops that were launched.
     """
 
@@ -128,15 +127,15 @@ class StandIn:
 
 
 def poisoned(y: mx.array) -> mx.array:
-    """The same, but MLX raises when it evaluates it, wherever it has come in the graph by then."""
+    """Return an array equal to y whose evaluation raises in MLX."""
     zero = mx.zeros((1, 1, 1), mx.bfloat16)
-    none = mx.gather_mm(zero, zero, rhs_indices=mx.array([0])).flatten()  # on a CPU for float32 alone
+    none = mx.gather_mm(zero, zero, rhs_indices=mx.array([0])).flatten()  # on a CPU, MLX supports only float32
     return y + none.astype(y.dtype)
 
 
 @contextmanager
 def standing_in(refuses=lambda op, template: None):
-    """Let kernels be launched, and their texts be refused."""
+    """Context in which kernels can be launched and refused; yields the `StandIn`."""
     maker = StandIn(refuses)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", maker))
@@ -149,10 +148,10 @@ SITES = ("add_norm", "verify_gemv", "verify_qmm", "verify_glu", "verify_head")
 
 
 def switched_on(model):
-    """The model with all sites that the stand-in knows, on for every number of rows."""
-    if not placed(model):
+    """Return the model with all sites of SITES on for every row count."""
+    if not model.runtime.sites:
         kernel_switch.place(model)
-    sites = [site for site in placed(model) if site.op in SITES]
+    sites = [site for site in model.runtime.sites if site.op in SITES]
     found = ModelTrials(model, sites)
     found.trials += kernel_switch.trials(sites, found.dtype, "together")
     on = kernel_switch.KernelVerdict(True, True, reason="asked for")

@@ -14,7 +14,7 @@ def head_names(weights):
 
 
 def converted(path, config, weights, *, bits=None, heads=True):
-    """What mlx-lm writes: renamed and shifted trunk, and heads under their own names, shifted alike."""
+    """Write what mlx-lm writes: renamed and shifted trunk, and heads with their own names, shifted too."""
     model = tiny.plain_model(config, weights)
     if bits:
         model, config = quantize_model(model, dict(config), 32, bits)

@@ -1,4 +1,4 @@
-"""Run MLX's own operations beside the kernels in a whole model, in the place of Metal, one row at a time.
+"""Replace MLX's operations in a whole model by Metal's arithmetic, one row at a time, in addition to our kernels.
 
 A CPU's products and exponentials have other bits than a GPU's, and its attention depends on the number of rows.
 """
@@ -17,8 +17,8 @@ from mlx_mtp.emulator import stock
 from mlx_mtp.kernels import Quantized
 from mlx_mtp.layers import gated_delta as delta_layers
 
-# What mx.compile makes of elementwise functions of a, b and c: MLX's operators, each of which rounds to its type.
-# One kernel for all of them: one to compile.
+# The kernels that mx.compile creates for elementwise functions of a, b and c: MLX's operators, each rounded to its
+# type. They are one kernel here, so that only one is compiled.
 ELEMENTWISE = """
     uint i = thread_position_in_grid.x;
     if (d[0] == SIGMOID) {
@@ -78,7 +78,7 @@ def conv1d(x, w, stride=1, padding=0, dilation=1, groups=1):
 
 
 def elementwise(name, *arrays, dtype, T, options=None):
-    """One of CODES on one to three arrays of a shape, with T for the type that MLX computes in."""
+    """Return one of CODES on one to three arrays of one shape, with T for the type that MLX computes in."""
     header = stock.include("utils", "unary_ops", "binary_ops")
     template = [("T", T), *CODES.items()]
     found = launch(
@@ -105,7 +105,7 @@ def precise_swiglu(h, gate, x, options=None):
 
 
 def rms_norm(x, weight, eps):
-    """MLX's kernel is not in its wheel: ours, which repeats its order of sums, stands for it."""
+    """Our kernel, which has MLX's order of sums: MLX's own is not in its wheel."""
     weight = mx.ones(x.shape[-1:], x.dtype) if weight is None else weight
     return kernels.add_norm(x, mx.zeros_like(x), weight, eps)[1]
 
@@ -117,7 +117,7 @@ def rope(x, dims, *, traditional, base, scale, offset, freqs=None):
 
 @contextmanager
 def stock_ops():
-    """Inside, what is no kernel of ours computes as MLX does on a GPU, or row by row."""
+    """Inside, operations without a kernel of ours compute as MLX does on a GPU, or row by row."""
     sdpa = mx.fast.scaled_dot_product_attention
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(mx, "quantized_matmul", quantized_matmul))

@@ -1,4 +1,4 @@
-"""Build tiny models of several kinds with their truths, for tests of any plan after any other."""
+"""Tiny models of several kinds with cacheless references, for tests of any plan after any other."""
 
 import functools
 
@@ -24,7 +24,7 @@ PLANS = {
 
 
 class Subject:
-    """A tiny model with its cacheless truths. name: a family, or "eagle" (three layers' rows, recycled)."""
+    """A tiny model with its cacheless reference. name: a family, or "eagle" (three layers' rows, recycled)."""
 
     def __init__(self, name: str, tiny_models, path):
         self.name = name
@@ -46,20 +46,20 @@ class Subject:
         return tiny.greedy(self.plain, list(prompt), n)
 
     def _read(self, tokens: tuple[int, ...]) -> PromptCache:
-        """A cache that has read these tokens and nothing else."""
+        """Return a cache of exactly these tokens."""
         cache = mlx_mtp.make_prompt_cache(self.model)
         list(mlx_mtp.generate_step(list(tokens), self.model, prompt_cache=cache, max_tokens=0, num_draft_tokens=0))
         return cache
 
     def scratch(self, known: list[int], k: int) -> list[int]:
-        """k drafts after known tokens, without a cache."""
+        """Return k drafts after known tokens, computed without a cache."""
         if self.name == "eagle":
             options = {"layer": "midlayer", "counts": self.model.spec.capture, "new": False}
             return eagle_scratch.drafts_from_scratch(self.plain, self.weights, known, k, **options)
         return drafts_from_scratch(self.model, self.plain, known, k)
 
     def assert_drafts(self, spy: Spy, text: list[int], least: int = 1, most: int = 10**9) -> None:
-        """Of the calls that a spy saw, up to `most` spread over all of them."""
+        """Compare up to `most` of the drafts that a spy recorded, of at least `least`, with those from scratch."""
         found = spy.drafts(text)
         assert len(found) >= least
         for known, drafts in found[:: -(-len(found) // most) or 1]:
@@ -67,12 +67,12 @@ class Subject:
 
 
 def subjects(tiny_models, tmp_path_factory):
-    """By name, each made once."""
+    """Return subjects by name, each created once."""
     return functools.cache(lambda name: Subject(name, tiny_models, tmp_path_factory.mktemp("subject")))
 
 
 def quantizable_model(tiny_models):
-    """A model of head size 32, and its texts by plain decoding, which quantizing changes."""
+    """Return a model of head size 32, and its tokens by plain decoding, which quantization changes."""
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     return model, functools.cache(lambda options: text_of(model, PROMPT, 0, prompt_lookup=False, **dict(options)))
 
@@ -87,7 +87,7 @@ def text_of(model, prompt, k, **options) -> list[int]:
 
 
 def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
-    """The target's keys and values, and its recurrent states, at the same position."""
+    """Compare the target's keys, values and recurrent states at the same position."""
     mixers = iter(m for layer in model.layers for _, m in layer.named_modules() if hasattr(m, "_replay"))
     for a, b in zip(ours.layers, theirs.layers, strict=True):
         assert a.offset == b.offset == ours.offset
@@ -105,6 +105,6 @@ def assert_same_rows(model, ours: PromptCache, theirs: PromptCache) -> None:
 
 
 def rows_before(cache) -> mx.array:
-    """What the convolution of a recurrent layer, here of four taps, reads before the next row."""
+    """Return the rows that a recurrent layer's convolution, of four taps, reads before the next row."""
     blank = mx.zeros((1, 1, cache.parts[2].shape[2]))
     return cache.convolved(blank, 4)[:, :3]

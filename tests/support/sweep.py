@@ -1,4 +1,4 @@
-"""Choose what every run tests, and what only a sweep does: MLX_MTP_SWEEP=1."""
+"""Choose the cases of a default run, and further ones of a sweep (MLX_MTP_SWEEP=1)."""
 
 import itertools
 import os
@@ -10,14 +10,14 @@ SWEEP = os.environ.get("MLX_MTP_SWEEP") == "1"
 sweep = pytest.mark.skipif(not SWEEP, reason="long: MLX_MTP_SWEEP=1 runs it")
 
 
-def sampled(few: Iterable, every: Iterable) -> list:
-    """The few that stand for all, chosen by hand; in a sweep all of them."""
-    return list(every if SWEEP else few)
+def sampled(sample: Iterable, cases: Iterable) -> list:
+    """Return the hand-picked sample; in a sweep all cases."""
+    return list(cases if SWEEP else sample)
 
 
-def paired(these: Iterable, those: Iterable) -> list[tuple]:
-    """Each of these with one of those, in turn, and the other way round; in a sweep each with each."""
-    these, those = list(these), list(those)
+def paired(first: Iterable, second: Iterable) -> list[tuple]:
+    """Return pairs in which every value of both lists occurs; in a sweep the whole product."""
+    first, second = list(first), list(second)
     if SWEEP:
-        return list(itertools.product(these, those))
-    return [(these[i % len(these)], those[i % len(those)]) for i in range(max(len(these), len(those)))]
+        return list(itertools.product(first, second))
+    return [(first[i % len(first)], second[i % len(second)]) for i in range(max(len(first), len(second)))]

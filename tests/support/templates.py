@@ -1,4 +1,4 @@
-"""Chat templates that differ in what they take, and conversations for them.
+"""Chat templates that accept different forms of conversations, and unusual conversations for them.
 
 MLX_MTP_TEMPLATES names a directory of released templates (*.jinja, such as llama.cpp's `models/templates`), which are
 then tested like those here.
@@ -17,13 +17,13 @@ TOOLS = "{% if tools %}{% for t in tools %}{{ t | tojson ~ '\\n' }}{% endfor %}{
 DESCRIBED = (
     "{% for t in tools %}{{ t.function.description + (t.function.parameters.properties | tojson) }}{% endfor %}"
 )
-ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
 
 def turns(calls, content="(m.content or '')", before=""):
-    """A template whose turns are ChatML's, with `calls` behind the content; before: in front of each turn."""
+    """A ChatML template that prints `before`, then the content, then `calls` in each message."""
     turn = "{{ '<|im_start|>' + m.role + '\\n' + " + content + " }}"
-    return "{% for m in messages %}" + before + turn + calls + "{{ '<|im_end|>\\n' }}{% endfor %}" + ASKS
+    return "{% for m in messages %}" + before + turn + calls + "{{ '<|im_end|>\\n' }}{% endfor %}" + GENERATION_PROMPT
 
 
 def each_call(printed):
@@ -86,7 +86,7 @@ OWN = {
 
 
 def all_templates():
-    """The templates by their names, with those of the directory in the environment."""
+    """All templates by name, including those in the directory that MLX_MTP_TEMPLATES names."""
     directory = os.environ.get("MLX_MTP_TEMPLATES")
     released = sorted(Path(directory).glob("*.jinja")) if directory else []
     return {**OWN, **{file.stem: file.read_text() for file in released}}
@@ -125,24 +125,24 @@ S, U, A = (turn(role, role.upper()) for role in ("system", "user", "assistant"))
 TWO_CALLS = turn("assistant", "", call(id="a"), call("run", id="b"))
 GIVEN = call(arguments={"text": "x"})
 CUT = call(arguments='{"text": "cut he')
-# (messages, tools) by what is unusual in them.
+# (messages, tools), by what is unusual in them.
 CONVERSATIONS = {
     "nothing": ([S, U, A, U], None),
-    "tools without more": ([U], [{"type": "function", "function": {"name": "now"}}]),
+    "tools with a name only": ([U], [{"type": "function", "function": {"name": "now"}}]),
     "two questions": ([S, U, turn("user", "MORE")], None),
     "an answer first": ([A, U], None),
-    "an answer first, behind a system prompt": ([S, A, U], None),
+    "an answer first, after a system prompt": ([S, A, U], None),
     "system prompts": ([S, turn("system", "MORE"), U, turn("system", "MID"), A, turn("system", "END")], None),
     "a system prompt only": ([S], None),
     "an empty answer": ([U, turn("assistant"), turn("user", "MORE")], None),
     "an empty answer at the end": ([U, turn("assistant")], None),
     "reasoning only": ([U, turn("assistant", reasoning_content="hm"), turn("user", "MORE")], None),
     "a call": ([S, U, turn("assistant", "", call()), result("RESULT"), A], OFFERED),
-    "a call beside content": ([U, turn("assistant", "SAID", call()), result("RESULT"), A], OFFERED),
+    "a call and content": ([U, turn("assistant", "SAID", call()), result("RESULT"), A], OFFERED),
     "a call without an id": ([U, turn("assistant", "", call(id="")), result("RESULT", ""), A], OFFERED),
     "a call without a result": ([U, turn("assistant", "", call()), turn("user", "MORE")], OFFERED),
     "no question": ([S, turn("assistant", "", call()), result("RESULT")], OFFERED),
-    "a result of none": ([U, result("RESULT", "other"), turn("user", "MORE")], OFFERED),
+    "a result without a call": ([U, result("RESULT", "other"), turn("user", "MORE")], OFFERED),
     "two calls": ([U, TWO_CALLS, result("RB", "b"), result("RA", "a")], OFFERED),
     "cut arguments": ([U, turn("assistant", "", CUT), result("RESULT"), A], OFFERED),
     "arguments that are a list": ([U, turn("assistant", "", call(arguments="[1]")), result("RESULT"), A], OFFERED),

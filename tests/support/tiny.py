@@ -1,4 +1,4 @@
-"""Write tiny random Step-3.5 checkpoints, and hold the reference that is too simple to be wrong."""
+"""Write tiny random Step-3.5 checkpoints, and decode them with a simple reference."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ CONFIG = {
     "num_nextn_predict_layers": 3,
 }
 
-# One layer of experts fewer: every kind of layer is there, and a token takes a quarter less time.
+# One layer of experts fewer: every kind of layer remains, and a token takes a quarter less time.
 SHORTER = {
     "num_hidden_layers": 3,
     "moe_layers_enum": "1,2",
@@ -58,7 +58,7 @@ SHORTER = {
 
 
 def random_weights(config: dict, *, heads: int = 3, seed: int = 0, scale: float = 0.25) -> dict[str, mx.array]:
-    """A checkpoint with the tensor names and the zero-centred norms of the hub's."""
+    """Return random tensors with the hub's names and zero-centred norms."""
     rng = np.random.default_rng(seed)
     H, V, D = config["hidden_size"], config["vocab_size"], config["head_dim"]
     weights: dict[str, mx.array] = {}
@@ -115,17 +115,17 @@ def save(path: Path, config: dict, weights: dict[str, mx.array], *, file: str = 
 
 
 def plain_model(config: dict, weights: dict[str, mx.array]) -> reference.Model:
-    """mlx-lm's own model of the trunk: the target, without any of our code."""
+    """Return mlx-lm's own model of the trunk: the target, without any of our code."""
     model = reference.Model(reference.ModelArgs.from_dict(config))
     parameters = model.sanitize(dict(weights))
-    if not any(".moe." in name for name in weights):  # mlx-lm knows raw checkpoints by their experts only
+    if not any(".moe." in name for name in weights):  # mlx-lm detects raw checkpoints by their experts only
         parameters = {n: w + 1 if n.endswith("norm.weight") else w for n, w in parameters.items()}
     model.load_weights(list(parameters.items()))
     return model
 
 
 def greedy(model: reference.Model, prompt: list[int], n: int) -> list[int]:
-    """n tokens by a cacheless forward over the whole sequence, recomputed for each token."""
+    """Return n greedy tokens by a cacheless forward over the whole sequence, recomputed for each token."""
     tokens = list(prompt)
     for _ in range(n):
         tokens.append(int(mx.argmax(model(mx.array(tokens)[None])[0, -1])))

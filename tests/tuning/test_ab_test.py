@@ -1,4 +1,4 @@
-"""Check one kernel beside stock MLX: what is right, what is wrong, and what a kernel may err by."""
+"""Compare one kernel with MLX's operations: which outputs are right or wrong, and the allowed error."""
 
 import math
 from itertools import groupby
@@ -13,7 +13,7 @@ from mlx_mtp.tuning.kernel_trials import KernelTrial, check
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_what_is_right(rows, dtype):
+def test_right_kernels_pass(rows, dtype):
     assert check(trial(rows=rows, dtype=dtype)) is None
 
 
@@ -37,11 +37,11 @@ LAST = WEIGHTS[-1]
         (fails(ValueError()), "fails with ValueError"),
     ],
 )
-def test_what_is_wrong(ours, words):
+def test_wrong_kernels_have_a_reason(ours, words):
     assert words in (check(trial(ours)) or "nothing")
 
 
-def test_a_nan_of_another_sign_is_a_nan():
+def test_nan_of_another_sign_is_equal():
     weights = [mx.where(mx.arange(K) == 3, math.nan, w) for w in WEIGHTS]
 
     def other_sign(w):
@@ -72,11 +72,11 @@ def test_outputs_of_any_type_are_compared():
     assert "differs" in check(KernelTrial("op", "s", 4, [(wrong, ours)], K, mx.float32))
 
 
-def test_any_row_may_leak_into_any_other():
+def test_a_leak_of_any_row_into_any_other_is_found():
     for rows in (2, 5, 8):
         for pair in [(a, b) for a in range(rows) for b in range(rows) if a != b]:
-            spoilt = [ab_test._spoilt(rows, draw) for draw in range(ab_test.DRAWS)]
-            assert any(s[pair[0]] and not s[pair[1]] for s in spoilt), pair
+            spoiled = [ab_test._spoiled(rows, draw) for draw in range(ab_test.DRAWS)]
+            assert any(s[pair[0]] and not s[pair[1]] for s in spoiled), pair
 
 
 def test_another_seed_draws_other_values():
@@ -95,21 +95,21 @@ def test_many_layers_are_visited_far_apart():
     assert [i for i, _ in groupby(visited)] == list(range(0, 60, 5))
 
 
-def test_only_the_kernels_own_failures_are_reasons():
+def test_exceptions_of_mlx_and_ctrl_c_are_raised():
     with pytest.raises(KeyboardInterrupt):
         check(trial(fails(KeyboardInterrupt())))
     with pytest.raises(RuntimeError, match="stock"):
         check(KernelTrial("op", "s", 2, [(stock(LAST), fails(RuntimeError("stock"))(0))], K, mx.float32))
 
 
-# The clock.
+# The allowed error.
 
 
 @pytest.mark.parametrize(
     ("dtype", "error", "right"), [(mx.float32, 1e-6, True), (mx.float32, 1e-5, False), (mx.bfloat16, 2e-2, False)]
 )
-def test_what_a_kernel_may_err_by_where_stock_does_not(dtype, error, right):
-    """A truth in float32 is no more exact than a kernel in float32 whose sums have another order."""
+def test_the_allowed_error_if_stock_has_none(dtype, error, right):
+    """In float32 the truth itself is rounded, so a kernel whose sums have another order must pass."""
 
     def truth(x):
         return [x.astype(mx.float32) * 3]
@@ -128,13 +128,13 @@ def thrice(x):
     return [x.astype(mx.float32) * 3]
 
 
-def of_its_own(ours):
-    """A trial of an op with an arithmetic of its own, in bfloat16."""
+def with_truth(ours):
+    """Return a trial in bfloat16 of an op with its own arithmetic."""
     return KernelTrial("op", "s", 3, [(ours, lambda x: [x * 3])], K, mx.bfloat16, truth=[thrice])
 
 
-def test_every_row_of_an_arithmetic_of_its_own_is_accurate_and_its_own():
-    """A wrong value in one row is little of all rows together, and too much of its own."""
+def test_each_row_of_an_op_with_a_truth_is_checked_alone():
+    """One wrong value is a small part of the error of all rows, but too large for its row."""
 
     def right(x):
         return [thrice(x)[0].astype(x.dtype)]
@@ -149,7 +149,7 @@ def test_every_row_of_an_arithmetic_of_its_own_is_accurate_and_its_own():
     def failing(x):
         raise RuntimeError("no such thing")
 
-    assert check(of_its_own(right)) is None
-    assert "of 3 errs by" in check(of_its_own(one_value))
-    assert "changes with NaN in another row" in check(of_its_own(mixing))
-    assert check(of_its_own(failing)) == "fails with RuntimeError: no such thing"
+    assert check(with_truth(right)) is None
+    assert "of 3 errs by" in check(with_truth(one_value))
+    assert "changes with NaN in another row" in check(with_truth(mixing))
+    assert check(with_truth(failing)) == "fails with RuntimeError: no such thing"

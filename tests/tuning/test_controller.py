@@ -27,11 +27,11 @@ def test_useless_heads_cost_at_most_three_percent(table):
 
 
 def too_timid(*case):
-    """A case in which the controller is still too slow to draft as much as pays."""
+    """Mark a case in which the controller drafts fewer tokens than would pay."""
     return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="0.92 to 0.95x of the best fixed length"))
 
 
-# Table, heads, most drafts, tokens, what is known, drift, cycles without a time.
+# Table, heads, maximum drafts, tokens, error of the known costs, drift, share of cycles without a time.
 AGAINST_THE_BEST = [
     ("M5 Max 27B", "typical", 3, 400, None, "none", 0.0),
     ("M5 Max 27B", "perfect", 3, 400, "true", "none", 0.0),
@@ -50,16 +50,16 @@ AGAINST_THE_BEST = [
 
 
 @pytest.mark.parametrize(
-    ("table", "heads", "most", "tokens", "wrong", "drift", "missing"),
+    ("table", "heads", "longest", "tokens", "wrong", "drift", "missing"),
     sampled(AGAINST_THE_BEST[::2], AGAINST_THE_BEST),
 )
-def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, most, tokens, wrong, drift, missing):
+def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, longest, tokens, wrong, drift, missing):
     where = machine(table, drift=DRIFTS[drift], missing=missing)
 
     def make():
-        return Controller(max_drafts=most, known=known_costs(where, most, wrong) if wrong else None)
+        return Controller(max_drafts=longest, known=known_costs(where, longest, wrong) if wrong else None)
 
-    result = compare(where, trace(heads, tokens), make, most, tokens, range(8 if tokens < 1000 else 3))
+    result = compare(where, trace(heads, tokens), make, longest, tokens, range(8 if tokens < 1000 else 3))
     assert result.best >= 0.95
     assert result.plain >= 0.97
 
@@ -72,7 +72,7 @@ def test_close_to_the_best_fixed_length_and_to_plain_decoding(table, heads, most
     seed=st.integers(0, 99),
 )
 def test_never_slower_than_plain_whatever_cycles_cost(slopes, depth, rates, seed):
-    """Without noise, so that luck with the clock is no excuse: the accounts bound what trying costs."""
+    """Without noise, the budget alone bounds the loss."""
     where = Machine(list(1 + np.cumsum([0, *slopes])), depth=depth)
     words = text(np.tile([*rates, *[rates[-1]] * 12], (230, 1)), seed)
     outcome = replay(where, words, Controller(max_drafts=3), 200, seed)
@@ -81,7 +81,7 @@ def test_never_slower_than_plain_whatever_cycles_cost(slopes, depth, rates, seed
 
 @sweep
 def test_random_machines_lose_three_percent_hardly_ever_and_never_four():
-    """What holds of the test above, without noise, on runs of 200 tokens."""
+    """The same bound on 200 random machines, without noise, on runs of 200 tokens."""
     rng, taken = np.random.default_rng(0), []
     for seed in range(200):
         where = Machine(list(1 + np.cumsum([0, *rng.uniform(0, 1.2, 3)])), depth=rng.uniform(0.03, 0.2))
@@ -92,8 +92,8 @@ def test_random_machines_lose_three_percent_hardly_ever_and_never_four():
     assert np.mean(np.array(taken) <= 200 / 0.97) >= 0.99
 
 
-def test_a_plain_step_that_was_measured_when_it_was_unlucky_is_measured_again():
-    """Useless heads look cheap beside it, and go on drafting if nothing asks again."""
+def test_a_plain_step_that_was_measured_too_slow_is_measured_again():
+    """Useless heads seem cheap compared with it, and would draft forever."""
     where, seen, took, plan = machine("reference BLAS", noise=0.0), Controller(max_drafts=2), 0.0, Plan()
     for i in range(200):
         steps = (1.7 if i == 0 else 1) * (where.verify(plan.k + 1) + where.depth * plan.k)
@@ -103,7 +103,7 @@ def test_a_plain_step_that_was_measured_when_it_was_unlucky_is_measured_again():
     assert took <= 200 / 0.96
 
 
-def test_a_first_cycle_that_compiles_is_not_what_its_length_costs():
+def test_a_cycle_that_compiles_does_not_count_as_the_cost_of_its_length():
     where = machine("M5 Max 27B", slow_first=20.0, noise=0.05)
     seen = Controller(max_drafts=3)
     outcome = replay(where, text(trace("typical", 2000), 1), seen, 2000, 1)
@@ -118,7 +118,7 @@ def copying(tokens: int, right: float) -> Text:
     return Text(rng.random((n, 15)) < 0.3, matched=np.full(n, 12), copied=rng.random(n) < right)
 
 
-def test_prompt_drafts_are_used_where_they_are_right_and_only_there():
+def test_lookup_drafts_are_used_only_if_they_are_accepted():
     where = machine("M5 Max 27B")
     plain = replay(where, copying(400, 0.97), Fixed(0), 400, 1)
     right = replay(where, copying(400, 0.97), Controller(max_drafts=3, max_lookup=7), 400, 1)
@@ -129,8 +129,8 @@ def test_prompt_drafts_are_used_where_they_are_right_and_only_there():
 
 
 @pytest.mark.parametrize(("read", "pays"), [(0.0, True), (0.8, False)])
-def test_confidence_is_read_only_where_it_pays(read, pays):
-    """Half the texts' drafts are right and the heads know which."""
+def test_confidence_is_read_only_if_it_pays(read, pays):
+    """Half of the drafts are right, and the confidence shows which."""
     rng = np.random.default_rng(2)
     right = np.repeat(rng.random((700, 1)) < 0.5, 15, axis=1)
     words = Text(right, sure=np.where(right, 0.9, 0.1))
@@ -146,7 +146,7 @@ def test_confidence_is_read_only_where_it_pays(read, pays):
 def test_plans_stay_within_their_limits():
     seen = Controller(max_drafts=2, max_lookup=3)
     for i in range(300):
-        plan = seen.plan(matched=9 * (i % 3 == 0), behind=0)
+        plan = seen.plan(matched=9 * (i % 3 == 0), pending=0)
         assert plan.k <= (3 if plan.source == "lookup" else 2)
         assert plan.source == "heads" or i % 3 == 0
         seen.observe(Cycle(plan, plan.k, plan.k, 0.01, matched=9 * (i % 3 == 0)))
@@ -169,7 +169,7 @@ def test_ladders_are_short_and_reach_the_end():
     assert len(ladder(15)) <= 10
 
 
-def test_a_confidence_that_is_dear_to_read_is_left_alone_where_heads_pay_without():
+def test_an_expensive_confidence_is_not_read_if_heads_pay_without_it():
     words = text(trace("good", 600), 1)
     words.sure = np.ones(words.right.shape)
     where = machine("OpenBLAS", read=0.8)
@@ -178,7 +178,7 @@ def test_a_confidence_that_is_dear_to_read_is_left_alone_where_heads_pay_without
     assert offered.steps < 1.05 * without.steps
 
 
-def test_short_matches_that_are_wrong_do_not_spoil_long_ones():
+def test_rejected_short_matches_do_not_affect_long_ones():
     seen, used = Controller(max_drafts=0, max_lookup=7), {3: 0, 20: 0}
     for i in range(400):
         matched = 20 if i % 2 else 3
@@ -191,17 +191,17 @@ def test_short_matches_that_are_wrong_do_not_spoil_long_ones():
 
 
 @pytest.mark.parametrize("row", [0.003, 0.01])
-def test_parked_heads_come_back_although_that_costs_more_with_every_row(row):
-    """What was lost before must not keep them out for good: what a return may cost rises with its price."""
+def test_paused_heads_resume_although_the_cost_rises_with_every_row(row):
+    """The budget for a trial must grow with the cost of resuming."""
     costs, control = {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}, Controller(max_drafts=3)
-    behind, parked, longest = 0, 0, 0
+    pending, paused, longest = 0, 0, 0
     for _ in range(600):
-        plan = control.plan(0, behind)
-        caught_up = behind if plan.k else 0
-        control.observe(Cycle(plan, plan.k, 0, costs[plan.k] + row * caught_up, caught_up))
-        behind = 0 if plan.k else behind + 1
-        parked = 0 if plan.k else parked + 1
-        longest = max(longest, parked)
+        plan = control.plan(0, pending)
+        prefilled = pending if plan.k else 0
+        control.observe(Cycle(plan, plan.k, 0, costs[plan.k] + row * prefilled, prefilled))
+        pending = 0 if plan.k else pending + 1
+        paused = 0 if plan.k else paused + 1
+        longest = max(longest, paused)
     assert 10 < longest < 100
 
 
@@ -213,7 +213,7 @@ def measured(plans: dict[Plan, float], times: int = 30) -> Costs:
     return costs
 
 
-def test_measured_costs_are_known_and_the_others_follow():
+def test_measured_costs_are_exact_and_others_are_interpolated():
     seconds = {PLAIN: 0.01, Plan("heads", 1): 0.016, Plan("lookup", 3): 0.02, Plan("heads", 3): 0.025}
     costs = measured(seconds)
     assert costs.steps(Plan("heads", 1)) == pytest.approx(1.6, rel=0.02)
@@ -222,7 +222,7 @@ def test_measured_costs_are_known_and_the_others_follow():
     assert costs.steps(Plan("lookup", 7)) == pytest.approx(1 + 7 / 3, rel=0.02)
 
 
-def test_one_slow_cycle_is_charged_little_and_forgotten_and_slow_ones_in_a_row_are_believed():
+def test_one_slow_cycle_changes_no_estimate_and_several_in_a_row_do():
     draft = Plan("heads", 1)
     costs = measured({PLAIN: 0.01, draft: 0.012})
     assert costs.observe(draft, 0.5) < 4
@@ -233,52 +233,52 @@ def test_one_slow_cycle_is_charged_little_and_forgotten_and_slow_ones_in_a_row_a
     assert costs.steps(draft) > 4
 
 
-def test_catching_up_is_no_cost_of_the_drafts():
+def test_resuming_does_not_count_as_a_cost_of_drafts():
     draft = Plan("heads", 1)
     costs = measured({PLAIN: 0.01, draft: 0.013})
     for _ in range(40):
         costs.observe(PLAIN, 0.01)
-        costs.observe(draft, 0.013 + 50 * 0.0005, caught_up=50)
+        costs.observe(draft, 0.013 + 50 * 0.0005, prefilled=50)
         costs.observe(draft, 0.013)
     assert costs.steps(draft) == pytest.approx(1.3, rel=0.05)
     assert costs.row == pytest.approx(0.05, rel=0.1)
 
 
-def test_waking_has_a_price_of_its_own():
-    """A plain step's fifth, whatever is read, and a thousandth per row; drafts stay as cheap as they are."""
+def test_resuming_has_a_constant_cost_and_one_per_row():
+    """A fifth of a plain step and a thousandth per row; the cost of drafts is unchanged."""
     draft = Plan("heads", 1)
     costs = measured({PLAIN: 0.01, draft: 0.013})
     for rows in [2, 40] * 30:
         costs.observe(PLAIN, 0.01)
-        costs.observe(draft, 0.015 + rows * 1e-5, caught_up=rows)
+        costs.observe(draft, 0.015 + rows * 1e-5, prefilled=rows)
     assert costs.steps(draft) == pytest.approx(1.3, rel=0.03)
-    assert costs.reading(2) == pytest.approx(0.2, abs=0.05)
-    assert costs.reading(40) == pytest.approx(0.24, abs=0.05)
+    assert costs.resume_steps(2) == pytest.approx(0.2, abs=0.05)
+    assert costs.resume_steps(40) == pytest.approx(0.24, abs=0.05)
 
 
 @pytest.mark.parametrize(
     "counts", [[[1.0, 1.0, 1.0]], [[-1.0, 1.0]], [[1.0]], 3, [["a", 1.0]], [[0.0, float("inf")]]]
 )
-def test_counts_that_cannot_be_are_refused(counts):
+def test_impossible_counts_are_refused(counts):
     kept = to_json(known_costs(machine("OpenBLAS"), 3, "true"))
     with pytest.raises(ValueError, match="no costs"):
         from_json({**kept, "counts": {"heads": counts}})
 
 
-def test_what_a_text_taught_goes_on_through_a_file():
+def test_costs_are_the_same_after_a_file():
     seen = Controller(max_drafts=3, max_lookup=7)
     replay(machine("reference BLAS"), copying(200, 0.5), seen, 200, 1)
     costs, again = seen.costs, from_json(json.loads(json.dumps(to_json(seen.costs))))
-    assert (again.counts, again.budget, again.again, again.row) == (
+    assert (again.counts, again.budget, again.retry_at, again.row) == (
         costs.counts,
         costs.budget,
-        costs.again,
+        costs.retry_at,
         costs.row,
     )
     assert {p: again.steps(p) for p in costs.levels} == pytest.approx({p: costs.steps(p) for p in costs.levels})
 
 
-def test_a_text_does_not_change_what_it_was_given():
+def test_known_costs_are_not_modified():
     known = measured({PLAIN: 0.01, Plan("heads", 1): 0.012})
     before = json.dumps(to_json(known))
     replay(machine("reference BLAS"), text(trace("useless", 50), 1), Controller(max_drafts=3, known=known), 50, 1)
@@ -286,7 +286,7 @@ def test_a_text_does_not_change_what_it_was_given():
 
 
 def answers(where: Machine, heads: str, length: int) -> list[float]:
-    """Plain steps over those of plain decoding, of 50 answers that each know what the ones before taught."""
+    """Return plain decoding's steps over the controller's, of 50 answers that share their costs."""
     known, ratios = None, []
     for i in range(50):
         control = Controller(max_drafts=3, known=known)
@@ -299,17 +299,17 @@ def answers(where: Machine, heads: str, length: int) -> list[float]:
 
 @pytest.mark.parametrize("length", [8, 20, 50])
 @pytest.mark.parametrize("table", sampled(["reference BLAS", "M5 Max 27B"], [*TABLES]))
-def test_many_short_answers_do_not_pay_for_the_same_tries_again(table, length):
+def test_many_short_answers_do_not_repeat_the_same_trials(table, length):
     later = answers(machine(table, noise=0.05), "useless", length)[2:]
     assert len(later) / sum(1 / ratio for ratio in later) >= 0.97
 
 
-def test_short_answers_draft_from_the_second_on_where_that_pays():
+def test_short_answers_draft_from_the_second_on_if_that_pays():
     later = answers(machine("OpenBLAS", noise=0.05), "typical", 20)[1:]
     assert len(later) / sum(1 / ratio for ratio in later) > 1.6
 
 
-def test_a_debt_is_carried_to_the_next_text():
+def test_the_budget_carries_over_to_the_next_sequence():
     where, control = machine("M3 Ultra GLM-5.2", noise=0.0), Controller(max_drafts=3)
     replay(where, text(trace("useless", 20), 1), control, 20, 1)
     assert control.costs.budget < 2
@@ -318,9 +318,9 @@ def test_a_debt_is_carried_to_the_next_text():
     assert control.costs.budget < following.costs.budget
 
 
-def test_no_answer_is_parked_because_the_ones_before_were_slowed_down():
-    """Beside other processes each text begins slowly, and heads have a prompt to read in its first cycle."""
-    busy, known = {"depth": 0.2, "row": 0.015, "wake": 0.4, "prompt": 30, "begin": 1.5, "busy": True}, None
+def test_no_answer_pauses_because_earlier_ones_were_disturbed():
+    """On a busy machine each answer begins slowly, and its first cycle includes the heads' prefill."""
+    busy, known = {"depth": 0.2, "row": 0.015, "resume": 0.4, "prompt": 30, "begin": 1.5, "busy": True}, None
     where, ratios = machine("OpenBLAS", **{**busy, "noise": 0.1}), []
     for i in range(40):
         control = Controller(max_drafts=3, known=known)
@@ -333,15 +333,15 @@ def test_no_answer_is_parked_because_the_ones_before_were_slowed_down():
 
 
 @pytest.mark.parametrize("at", [0, 5, 40])
-def test_a_pause_of_the_machine_does_not_park_the_heads(at):
+def test_a_pause_of_the_machine_does_not_pause_drafting(at):
     where = machine("OpenBLAS", noise=0.05, pause=(at, 25.0))
     calm = replay(machine("OpenBLAS", noise=0.05), text(trace("typical", 250), 1), Controller(max_drafts=3), 250, 1)
     paused = replay(where, text(trace("typical", 250), 1), Controller(max_drafts=3), 250, 1)
     assert paused.steps - 25 < 1.05 * calm.steps
 
 
-def test_a_slow_spell_while_drafting_is_no_loss_of_the_drafts():
-    """A fifth of each text takes 3.5 times as long; the plain step behind it tells that it was not the drafts."""
+def test_a_slow_period_while_drafting_is_not_charged_to_drafts():
+    """A fifth of each run takes 3.5 times as long; the plain step after it shows that drafts are not the cause."""
     where, ratios = machine("OpenBLAS", depth=0.2, noise=0.05, drift=lambda at, _: 3.5 if 0.2 < at < 0.4 else 1.0), []
     for seed in range(20):
         words = text(trace("typical", 250), seed)
@@ -350,7 +350,7 @@ def test_a_slow_spell_while_drafting_is_no_loss_of_the_drafts():
     assert np.median(ratios) >= 0.95  # 0.81 if the loss is charged
 
 
-def test_it_says_why_it_does_not_draft():
+def test_paused_has_the_reason():
     seen = Controller(max_drafts=3)
     assert not seen.paused
     replay(machine("reference BLAS", noise=0.0), text(trace("useless", 100), 1), seen, 100, 1)
@@ -360,12 +360,12 @@ def test_it_says_why_it_does_not_draft():
     assert not drafting.paused
 
 
-def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
-    """Useless heads in a text that was copied, and is copied again after a while."""
+def test_a_paused_controller_uses_lookup_for_a_new_match():
+    """Useless heads in a sequence that copies, then does not, then copies again."""
     seen, sources = Controller(max_drafts=2, max_lookup=7), []
     for i in range(120):
         matched = 0 if 30 <= i < 90 else 20
-        plan = seen.plan(matched, behind=9)
+        plan = seen.plan(matched, pending=9)
         accepted, slope = (plan.k, 0.1) if plan.source == "lookup" else (0, 0.6)
         seen.observe(Cycle(plan, plan.k, accepted, 0.02 * (1 + slope * plan.k), matched=matched))
         sources.append((plan.source, plan.k > 0))
@@ -373,7 +373,7 @@ def test_a_parked_controller_looks_up_from_its_rest_for_a_match():
     assert {source for source, *_ in sources[91:]} == {"lookup"}
 
 
-def test_a_plan_drafts_at_most_twice_as_much_as_was_measured_and_the_confident_one_comes_third():
+def test_plans_have_at_most_twice_the_longest_measured_number_of_drafts():
     for measured in (0, *ladder(7)):
         control = Controller(max_drafts=7, p_min=True)
         control.costs.levels[Plan("heads", measured) if measured else PLAIN] = 0.1

@@ -1,4 +1,4 @@
-"""Keep what cycles cost between runs: whose file it is, damaged ones, directories that cannot be written."""
+"""Store the costs of cycles between runs: which file is used, damaged files, read-only directories."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_kept_costs_are_recalled(directory):
     assert len(list(directory.iterdir())) == 1
 
 
-def test_nothing_kept_is_nothing_recalled():
+def test_without_a_file_there_are_no_costs():
     assert RememberedCosts("m", "auto").recall() is None
 
 
@@ -100,7 +100,7 @@ def costs(seconds, catch_up=0.01):
         costs([["heads", 0, 0.1]], catch_up=-1.0),
     ],
 )
-def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
+def test_a_damaged_file_is_ignored_and_replaced(directory, damage):
     memory = RememberedCosts("m", "auto")
     memory.keep(measured())
     (file,) = directory.iterdir()
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
     assert memory.recall() is not None
 
 
-def test_a_foreign_file_under_the_name_is_no_memory(directory):
+def test_a_file_of_another_model_under_the_name_is_ignored(directory):
     RememberedCosts("n", "auto").keep(measured())
     (foreign,) = directory.iterdir()
     own = remembered.file_of(directory, RememberedCosts("m", "auto").facts)
@@ -135,7 +135,7 @@ def test_trials_and_costs_do_not_share_a_directory(directory):
 
 
 def test_what_replayed_cycles_cost_is_kept_apart(directory):
-    replays = SimpleNamespace(choice=CompileChoice(True), found=lambda: False)
+    replays = SimpleNamespace(choice=CompileChoice(True), decided=lambda: False)
     options = {"adaptive": True, "p_min": False}
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)  # the other stands for the next process
     for each in (model, other):

@@ -1,4 +1,4 @@
-"""Try kernels while nobody waits; change them only where no answer is under way."""
+"""Run kernel trials while the model is idle; kernels change only between answers."""
 
 import threading
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class Report:
 
 
 class Trials:
-    """Trials that go on until they are to stop; `events` notes what is done, and in which thread."""
+    """Trials that run until they are stopped. events: (action, whether in the main thread)."""
 
     def __init__(self, found="after", left=True):
         self.found, self.left, self.events, self.began = found, left, [], threading.Event()
 
-    def asked(self):
+    def needed(self):
         return []
 
-    def waiting(self, _):
+    def has_untried(self, _):
         return self.left
 
-    def go_on(self, stop):
+    def try_rest(self, stop):
         self.events.append(("tried", threading.current_thread() is threading.main_thread()))
         self.began.set()
         while not stop():
@@ -38,7 +38,7 @@ class Trials:
         if isinstance(self.found, Exception):
             raise self.found
 
-    def switched(self):
+    def apply(self):
         self.events.append(("switched", threading.current_thread() is threading.main_thread()))
         return (self.found,), ()
 
@@ -50,7 +50,7 @@ class Model(HasRuntime, nn.Module):
         self._freqs = mx.arange(4) * 2.0
 
 
-def test_kernels_change_when_it_is_left_in_the_thread_that_generates():
+def test_kernels_change_on_exit_in_the_thread_that_generates():
     model = Model(trials := Trials())
     with IdleTrials(model) as idle:
         assert trials.began.wait(10)
@@ -60,16 +60,16 @@ def test_kernels_change_when_it_is_left_in_the_thread_that_generates():
     assert model.report == Report(("after",), ())
 
 
-def test_arrays_that_the_model_has_not_computed_yet_can_be_read(monkeypatch):
+def test_lazy_arrays_of_the_model_can_be_read_in_the_thread(monkeypatch):
     model = Model(trials := Trials())
-    monkeypatch.setattr(trials, "go_on", lambda stop: trials.events.append((model._freqs + 1).tolist()))
+    monkeypatch.setattr(trials, "try_rest", lambda stop: trials.events.append((model._freqs + 1).tolist()))
     with IdleTrials(model):
         pass
     assert trials.events[0] == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("found", ["before", "after"])
-def test_costs_are_those_of_the_kernels(found):
+def test_new_kernels_drop_the_costs(found):
     model = Model(Trials(found=found))
     before = learned(model)
     with IdleTrials(model):
@@ -80,7 +80,7 @@ def test_costs_are_those_of_the_kernels(found):
 
 
 @pytest.mark.parametrize("trials", [None, Trials(left=False)])
-def test_where_nothing_is_left_nothing_is_done(trials):
+def test_without_remaining_trials_no_thread_starts(trials):
     with IdleTrials(Model(trials)) as idle:
         assert idle.thread is None
     assert not trials or trials.events == []

@@ -1,4 +1,4 @@
-"""A kernel that does not compile costs itself only: in the trial, later, and in the next process."""
+"""A kernel that does not compile is off alone, in its trial, in a later graph, and in the next process."""
 
 import warnings
 from dataclasses import replace
@@ -13,8 +13,8 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.kernels import _first_launch, _source
 from mlx_mtp.machine.errors import refusal
-from mlx_mtp.tuning import ab_test, kernel_fallback, kernel_switch
-from mlx_mtp.tuning.kernel_fallback import BESIDE, KernelRefused, failed_kernels, fall_back
+from mlx_mtp.tuning import ab_test, kernel_switch
+from mlx_mtp.tuning.kernel_fallback import WITHOUT_TRIAL, KernelRefused, failed_kernels, fall_back
 
 CONFIG = {**tiny.CONFIG, **tiny.SHORTER, "vocab_size": 18}
 PROMPT = [1, 2, 3, 0, 2, 2, 1]
@@ -26,8 +26,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def known_sites(monkeypatch, tmp_path):
-    """Only sites that the stand-in knows, few draws, and nothing remembered."""
+def supported_sites(monkeypatch, tmp_path):
+    """Restrict sites to those that the stand-in supports, with one draw and an empty cache directory."""
     place = kernel_switch.place
     monkeypatch.setattr(kernel_switch, "place", lambda model: [s for s in place(model) if s.op in SITES])
     monkeypatch.setattr(ab_test, "DRAWS", 1)
@@ -49,7 +49,7 @@ def on(model, op):
 
 
 @pytest.mark.parametrize("how", sampled(["evaluate"], ["construct", "call", "evaluate"]))
-def test_in_the_trial_and_by_the_next_load(checkpoint, known_sites, how):
+def test_a_kernel_that_fails_in_its_trial_is_off_and_in_the_next_load(checkpoint, supported_sites, how):
     want = text(mlx_mtp.load_model(checkpoint), num_draft_tokens=3)
 
     def refuses(op, template):
@@ -61,9 +61,9 @@ def test_in_the_trial_and_by_the_next_load(checkpoint, known_sites, how):
             model = mlx_mtp.load_model(checkpoint, kernels="exact")
             assert ("add_norm" in maker.calls) == (load == 0 and how != "construct")
             assert text(model, num_draft_tokens=3) == want
-        said = [str(w.message) for w in caught]
-        assert len(said) == (load == 0)
-        assert all("kernel add_norm" in line and "float32" in line and "\n" not in line for line in said)
+        warned = [str(w.message) for w in caught]
+        assert len(warned) == (load == 0)
+        assert all("kernel add_norm" in line and "float32" in line and "\n" not in line for line in warned)
         assert not on(model, "add_norm")
         assert on(model, "verify_gemv") >= set(range(2, 9))
         (line,) = [line for line in model.report.kernels if line.startswith("add_norm")]
@@ -71,7 +71,7 @@ def test_in_the_trial_and_by_the_next_load(checkpoint, known_sites, how):
         assert [failed.kernel.split()[0] for failed in failed_kernels(model)] == ["add_norm"]
 
 
-def test_later_at_a_row_count_that_no_load_tries(model):
+def test_a_kernel_that_fails_later_is_off_at_that_row_count(model):
     """Heads read five rows in a cycle with three drafts, a load tries up to four."""
     want = text(model, num_draft_tokens=3)
 
@@ -94,13 +94,13 @@ def test_the_line_names_the_kernel_and_the_first_error(model):
     assert "stays off: 32 eps 1e-05 float32, M=1: fails with ValueError: " + FIRST in line
 
 
-@pytest.mark.parametrize(("message", "said"), [
+@pytest.mark.parametrize(("message", "line"), [
     (MESSAGE, FIRST),
     ("Thread group size (1024) is greater\nthan the maximum", "Thread group size (1024) is greater"),
     ("", ""),
 ])  # fmt: skip
-def test_a_compilers_first_error_is_said(message, said):
-    assert refusal(RuntimeError(message)) == "RuntimeError" + (f": {said}" if said else "")
+def test_the_first_compiler_error_is_reported(message, line):
+    assert refusal(RuntimeError(message)) == "RuntimeError" + (f": {line}" if line else "")
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +110,11 @@ def quantized_checkpoint(tmp_path_factory):
 
 
 def split(model, op):
-    return {m for site in kernel_fallback.placed(model) if site.op == op for m in site.split}
+    return {m for site in model.runtime.sites if site.op == op for m in site.split}
 
 
-def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, known_sites):
-    """Twelve rows of sums to a thread, or eight, are too many; the heads read seven rows with five drafts."""
+def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, supported_sites):
+    """Twelve or eight rows of sums per thread are refused; the heads read seven rows with five drafts."""
     want = text(mlx_mtp.load_model(quantized_checkpoint), num_draft_tokens=3)
 
     def refuses(op, template):
@@ -131,7 +131,7 @@ def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, 
 
 
 def test_split_rows_that_metal_refuses_are_off(quantized_checkpoint):
-    """A group of four rows is what three and four rows launch, and five where they are split."""
+    """A group of four rows is launched for three and four rows, and for five split rows."""
     model = mlx_mtp.load_model(quantized_checkpoint)
     want = text(model, num_draft_tokens=3)
 
@@ -151,7 +151,7 @@ def test_split_rows_that_metal_refuses_are_off(quantized_checkpoint):
 def test_sites_switched_on_without_a_trial(model):
     want = text(model, num_draft_tokens=3)
     kernel_switch.place(model)
-    sites = [site for site in kernel_fallback.placed(model) if site.op in SITES]
+    sites = [site for site in model.runtime.sites if site.op in SITES]
     with standing_in(lambda op, template: "evaluate" if op == "verify_head_merge" else None):
         for site in sites:
             site.rows = frozenset(range(1, 17))
@@ -160,8 +160,8 @@ def test_sites_switched_on_without_a_trial(model):
     assert {site.op for site in sites if not site.rows} == {"verify_head"}
 
 
-def test_a_launch_that_no_trial_makes_is_its_sites(model):
-    """A draw from the first logits has a kernel of its own, which the stand-in does not even know."""
+def test_a_launch_without_a_trial_switches_off_its_site(model):
+    """A draw from the first logits has its own kernel, which the stand-in does not support."""
     options = {"temp": 1.0, "top_k": 4, "seed": 5, "num_draft_tokens": 3}
     want = text(model, **options)
     with standing_in(), pytest.warns(UserWarning, match="kernel verify_head"):
@@ -170,12 +170,12 @@ def test_a_launch_that_no_trial_makes_is_its_sites(model):
     assert on(model, "add_norm")
 
 
-def test_each_kernel_beside_a_trial_is_one():
+def test_each_kernel_without_a_trial_exists():
     files = {file.stem for file in _source.DIRECTORY.glob("*.metal")}
-    assert {*BESIDE, *BESIDE.values()} <= files
+    assert {*WITHOUT_TRIAL, *WITHOUT_TRIAL.values()} <= files
 
 
-def test_want_of_memory_is_no_refusal(model, monkeypatch):
+def test_a_lack_of_memory_is_no_refusal(model, monkeypatch):
     with standing_in() as maker:
         switched_on(model)
         run, failed = _first_launch.Launch.run, []
@@ -194,7 +194,7 @@ def test_want_of_memory_is_no_refusal(model, monkeypatch):
     assert on(model, "add_norm") == set(range(1, 17))
 
 
-def test_where_no_kernel_is_on_the_error_is_raised(model, monkeypatch):
+def test_without_a_kernel_the_error_is_raised(model, monkeypatch):
     with pytest.raises(KernelRefused):
         fall_back(model, KernelRefused([]))
 

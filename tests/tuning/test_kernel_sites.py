@@ -1,4 +1,4 @@
-"""Compare every family, all sites on, with mlx-lm's modules: on a CPU the kernels' references run."""
+"""Compare every family with all sites on with mlx-lm's modules; on a CPU the kernels' references run."""
 
 from collections import Counter
 from dataclasses import replace
@@ -73,8 +73,8 @@ def load(name, path):
     return model
 
 
-def test_what_has_a_site(tmp_path):
-    """Attention and experts of each layer and head; sums within and between layers, but not behind a head's block."""
+def test_which_modules_have_a_site(tmp_path):
+    """Attention and experts of each layer and head; sums within and between layers, but not after a head's block."""
     model = load("step3p5", tmp_path)
     found = Counter(site.op for site in kernel_sites.place(model))
     layers, heads = tiny.CONFIG["num_hidden_layers"], 3
@@ -86,7 +86,7 @@ def test_what_has_a_site(tmp_path):
     assert all(head.block.after is None for head in model.mtp)
 
 
-def test_a_norm_takes_the_sum_before_it_and_no_other(tmp_path):
+def test_a_norm_uses_only_the_sum_before_it(tmp_path):
     model = load("mimo", tmp_path)
     kernel_sites.place(model)
     total, norm = model.layers[0].middle, model.layers[0].post_attention_layernorm
@@ -102,7 +102,7 @@ def test_a_norm_takes_the_sum_before_it_and_no_other(tmp_path):
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("on_the_host", [False, True])
 def test_attention_of_a_cache_that_begins_late(window, on_the_host):
-    """As a draft head's: positions before `start` hold nothing."""
+    """Positions before `start` are empty, as in the cache of an MTP head."""
     module, x = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), mx.random.normal((1, 9, 64))
     (attention, *_), outputs = kernel_sites._attention(module, window and Ring(window), ()), []
     for rows in (frozenset(), frozenset({3})):
@@ -127,7 +127,7 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
     assert module.attention.of(make_cache(window, bits=4, group_size=32)) is quantized[1]
     assert module.attention.of(make_cache(window, bits=4, group_size=64)) is None
     ops = [trial.op for trial in kernel_switch.trials([*quantized, plain], mx.float16)]
-    assert ops[:8] == ["verify_attention"] * 8  # what is asked for seldom comes last
+    assert ops[:8] == ["verify_attention"] * 8  # quantized caches come last
     for site in sampled([quantized[0] if window else plain], (plain, *quantized)):
         tried = next(t for t in kernel_switch.trials([site], mx.float16) if t.rows == 3)
         ours, stock = tried.pairs[0]
@@ -138,8 +138,8 @@ def test_attention_is_tried_over_caches_of_every_format(window, monkeypatch):
         assert {launch.kernel for launch in launches} == {"verify_attention", "attention_merge"}
 
 
-def test_attention_is_on_by_the_length_of_a_text(monkeypatch):
-    """By the length when an answer begins; a window has one length."""
+def test_attention_is_on_by_the_length_of_a_sequence(monkeypatch):
+    """The length at the start of an answer counts; a window has one length."""
     module, dtype = qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), mx.float16
     plain, *_ = kernel_sites._attention(module, None, ())
     windowed, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), Ring(12), ())
@@ -163,7 +163,7 @@ def test_attention_is_on_by_the_length_of_a_text(monkeypatch):
     assert not plain.serves_rows(3, at.layers[0])
 
 
-def test_trials_of_a_length_read_as_much(monkeypatch):
+def test_trials_read_contexts_of_their_length(monkeypatch):
     plain, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), None, ())
     read = []
     monkeypatch.setattr(Attention, "fused", lambda self, q, cache, *_: read.append(cache.limit) or q[0])
@@ -174,7 +174,7 @@ def test_trials_of_a_length_read_as_much(monkeypatch):
 
 
 def decoded(model, k):
-    """Text, and how many drafts of each depth were right; windows wrap."""
+    """Return the tokens and the acceptance of each depth, after windows have wrapped."""
     windows, stats = [w for w in model.windows() if isinstance(w, int)], mlx_mtp.Stats()
     more = {"max_tokens": 44 if windows else 16, "num_draft_tokens": k, "adaptive": False, "prefill_step_size": 5}
     steps = mlx_mtp.generate_step([1, 2, 3, 4, 1, 2], model, stats=stats, **more)
@@ -198,7 +198,7 @@ def attentions(model):
     return len(model.mtp) + sum(window is not RecurrentCache for window in model.windows())
 
 
-# Of each kind of attention and experts one; the sites of the others, too, are compared with MLX's modules below.
+# One of each kind of attention and experts; the sites of all are compared with MLX's modules below.
 FEW = ("deepseek_v32", "nemotron_h_latent")
 
 
@@ -216,7 +216,7 @@ def test_text_and_drafts_with_all_sites_on(name, tmp_path):
 
 
 def test_text_with_a_drafter_and_all_sites_on(tmp_path):
-    """Whose attention has a kernel, too, and reads twice the width."""
+    """The drafter's attention also has a kernel, and reads twice the width."""
     model = build_headed("eagle", tmp_path)
     text, found = text_of(model, 0), all_on(model)
     assert [text_of(model, k) for k in (0, 1)] == [text] * 2
@@ -224,7 +224,7 @@ def test_text_with_a_drafter_and_all_sites_on(tmp_path):
 
 
 def test_latent_rows_in_a_ring_are_read_by_mlx(tmp_path):
-    """As `max_kv_size` makes them: position p is not in slot p, and the ring is full before the text ends."""
+    """With `max_kv_size`: position p is not in slot p, and the ring is full before the sequence ends."""
     model, options = load("deepseek_v3", tmp_path), {"max_tokens": 60, "max_kv_size": 8}
     text = text_of(model, 0, **options)
     all_on(model)
@@ -238,8 +238,8 @@ ADAPTED = [("step3p5", PROJECTIONS), ("qwen3_next", PROJECTIONS), ("qwen3_next",
 
 
 @pytest.mark.parametrize(("adapted", "placed_first"), paired(ADAPTED, [False, True]))
-def test_adapters_around_what_kernels_read(adapted, placed_first, tmp_path):
-    """Loaded with the model, as `adapter_path` does, or later: a projection's width and a router are behind them."""
+def test_adapters_around_modules_with_sites(adapted, placed_first, tmp_path):
+    """Added with the model, as by `adapter_path`, or after the sites, around projections or a router."""
     name, keys = adapted
     model = load(name, tmp_path)
     found = kernel_sites.place(model) if placed_first else []
@@ -256,8 +256,8 @@ def test_adapters_around_what_kernels_read(adapted, placed_first, tmp_path):
     assert [text_of(model, k) for k in (0, 1)] == [text] * 2
 
 
-def test_other_caches_and_batches_are_mlxs(tmp_path):
-    """mlx-lm's caches have no whole buffers to read, and neighbouring rows of a batch are no neighbours."""
+def test_other_caches_and_batches_use_mlxs_attention(tmp_path):
+    """The kernel needs a cache's whole buffer, and rows of a single sequence."""
     model = load("mimo", tmp_path)
     batch = mx.array([[1, 2], [3, 4]])
 
@@ -273,8 +273,8 @@ def test_other_caches_and_batches_are_mlxs(tmp_path):
 
 
 @linux_only
-def test_attention_serves_what_its_kernel_takes():
-    """Else rows have the bits of a reference, which depend on their number."""
+def test_attention_serves_the_formats_of_its_kernel():
+    """For other formats the reference would run, whose bits depend on the number of rows."""
     site, *_ = kernel_sites._attention(qwen3.Attention(qwen3.ModelArgs.from_dict(QWEN3)), None, kernel_sites.KV_BITS)
     rows = mx.random.normal((1, 2, 1, 32))
     served = {}
@@ -290,7 +290,7 @@ def test_attention_serves_what_its_kernel_takes():
 
 @linux_only
 @pytest.mark.parametrize("name", ["qwen3_5", "mimo"])
-def test_what_is_not_exact_without_kernels(name, tmp_path):
+def test_operations_that_are_not_exact_without_kernels(name, tmp_path):
     model = load(name, tmp_path)
     with emulator.emulated():
         _, not_exact = kernel_switch.switch_on(model, "off")
@@ -312,7 +312,7 @@ def test_a_head_that_is_on_for_some_rows_is_listed(rows, lines, tmp_path):
     "name", ["deepseek_v3", "glm4_moe", "mimo_v2_flash", "nemotron_h_latent", "qwen3_5", "qwen3_5_moe", "step3p5"]
 )
 def test_sites_compute_what_mlxs_modules_do(name, tmp_path):
-    """What a load's check compares with: a mistake that ours and its truth share would pass there."""
+    """The check of a load cannot find an error that the kernel and its truth share; this can."""
     mx.random.seed(0)
     for site in kernel_sites.place(load(name, tmp_path)):
         x = mx.random.normal((3, site.width))

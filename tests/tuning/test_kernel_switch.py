@@ -1,4 +1,4 @@
-"""Check which modules kernels take the place of, at what cost in memory and launches; a wrong kernel stays off."""
+"""Check which modules kernels replace, their memory and launches, and that a wrong kernel stays off."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def load(checkpoint):
 
 @pytest.fixture
 def only_products(monkeypatch):
-    """Trials of attention, experts and norms, which have tests of their own, take long in the emulator."""
+    """Restrict sites to products; other trials have their own tests and are slow in the emulator."""
     place = kernel_switch.place
     monkeypatch.setattr(
         kernel_switch, "place", lambda model: [s for s in place(model) if isinstance(s, Stack | GLU | Dense)]
@@ -59,7 +59,7 @@ def test_without_metal_nothing_changes(checkpoint):
     assert (model.report.kernels, model.report.not_exact) == (("none: no Metal GPU",), ())
 
 
-def test_what_is_swapped(checkpoint):
+def test_which_modules_get_sites(checkpoint):
     model = load(checkpoint)
     before = {name: a.shape for name, a in tree_flatten(model.parameters())}
     bits = {name: np.array(a.view(mx.uint8)) for name, a in tree_flatten(model.parameters())}
@@ -81,7 +81,7 @@ def test_what_is_swapped(checkpoint):
 
 
 def test_adapters_around_swapped_modules(checkpoint):
-    """As mlx-lm puts them into a model that is loaded: no kernel computes the product that they replace."""
+    """mlx-lm adds adapters to a loaded model; no kernel then computes the product that they replace."""
     model, x = load(checkpoint), mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
     found, mlp = kernel_switch.place(model), model.layers[0].mlp
     assert "adapters" not in kernel_switch.others_not_exact(model)
@@ -98,7 +98,7 @@ def test_adapters_around_swapped_modules(checkpoint):
 
 
 def test_launches_per_layer(checkpoint, on_paper):
-    """From recorded graphs: attention without its scores, and MLPs."""
+    """Count launches in recorded graphs of attention projections and MLPs."""
     model, x = load(checkpoint), mx.zeros((1, 4, 64), mx.bfloat16)
     attention, dense, shared = model.layers[1].self_attn, model.layers[0].mlp, model.layers[3].mlp.share_expert
 
@@ -119,7 +119,7 @@ def test_launches_per_layer(checkpoint, on_paper):
     assert counts() == [{"CustomKernel": 2}, {"CustomKernel": 2}, {"CustomKernel": 2}]
 
 
-def test_routers_choose_from_one_rows_product():
+def test_routers_use_the_kernels_product():
     config = {"n_routed_experts": 8, "hidden_size": 64, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     defaults = {"vocab_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1, "model_type": "deepseek_v3"}
     gate = deepseek_v3.MoEGate(deepseek_v3.ModelArgs.from_dict(config | defaults))
@@ -136,7 +136,7 @@ def test_routers_choose_from_one_rows_product():
 
 
 def broken(monkeypatch, tmp_path, file: str, right: str, wrong: str) -> None:
-    """The kernels' sources with one mistake in them."""
+    """Replace the kernels' sources by a copy with one mistake."""
     directory = tmp_path / "kernels"
     shutil.copytree(_source.DIRECTORY, directory)
     text = (directory / file).read_text()
@@ -160,7 +160,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", sampled(["a row not written"], MISTAKES))
-def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, only_products, tmp_path, mistake):
+def test_a_wrong_kernel_is_off_although_requested(checkpoint, monkeypatch, only_products, tmp_path, mistake):
     (ops, file, right, wrong), rows = MISTAKES[mistake], sampled([3], [3, 7])
     monkeypatch.setattr(ab_test, "DRAWS", 1)
     monkeypatch.setattr(ab_test, "LAYERS", 1)
@@ -181,7 +181,7 @@ def test_a_wrong_kernel_is_off_whatever_is_asked(checkpoint, monkeypatch, only_p
     assert ("verify_qmm" in ops) == any("layers' verify_qmm at M=2, 3, 4, 5, 6, 7, 8" in line for line in not_exact)
 
 
-def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
+def test_rows_of_a_glu_kernel_are_exact_without_the_kernel_of_its_stack(checkpoint):
     model = load(checkpoint)
     found = kernel_switch.place(model)
     for site in found:
@@ -193,8 +193,8 @@ def test_rows_that_a_glu_serves_are_exact_without_its_stack(checkpoint):
     assert kernel_switch.rows_not_exact(found) == ("1 layers' verify_qmm at M=7, 8",)
 
 
-def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
-    """Where all is right, with injected timings: on up to four rows, the others later, and kept for the next load."""
+def test_slower_kernels_are_off_and_listed(checkpoint, monkeypatch, only_products, tmp_path):
+    """With injected timings: a load decides up to four rows, the others later, and the next load repeats nothing."""
     monkeypatch.setattr("mlx_mtp.tuning.kernel_trials.check", lambda trial: None)
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     decide, timed = kernel_switch.decide, []
@@ -213,8 +213,8 @@ def test_what_is_slower_is_off_and_listed(checkpoint, monkeypatch, only_products
             del layers[1:]
         with emulator.emulated(emulator.Options(traffic=False)), stock_ops():
             before.append(kernel_switch.switch_on(model, None))
-            model.runtime.trials.go_on(lambda: False)
-            reports.append(model.runtime.trials.switched())
+            model.runtime.trials.try_rest(lambda: False)
+            reports.append(model.runtime.trials.apply())
         assert model.lm_head.site.rows == {2, 3, 4}
         assert model.layers[0].self_attn.q_proj.site.rows == {1, 2, 3, 4}
     assert reports[0] == reports[1] == before[1] != before[0]
@@ -254,8 +254,8 @@ def test_formats_without_a_kernel_are_named(checkpoint):
     assert kernel_switch.others_not_exact(model)[-1] == "unquantized experts"
 
 
-def test_the_load_time_check_sees_another_order(monkeypatch):
-    """As after an MLX that sums in another order: the kernel is right and stock has changed."""
+def test_the_check_of_a_load_finds_another_order_of_sums(monkeypatch):
+    """As if a new MLX sums in another order."""
     x, weights = draw("affine", 4, 32, (8, 320), 3, mx.float32)
     with emulator.emulated():
         module = nn.QuantizedLinear(320, 8, bias=False, group_size=32, bits=4)
@@ -267,21 +267,21 @@ def test_the_load_time_check_sees_another_order(monkeypatch):
         assert "differs from one row alone" in wrong
 
 
-def test_caches_of_other_formats_are_tried_once_something_uses_them(checkpoint, monkeypatch):
+def test_kernels_of_other_cache_formats_are_tried_once_one_is_used(checkpoint, monkeypatch):
     monkeypatch.setattr(kernel_switch, "decide", lambda trials, **_: {})
 
-    def asked(trials):
+    def needed(trials):
         return {
-            trial.op.partition("verify_attention")[2] for trial in trials.asked() if "verify_attention" in trial.op
+            trial.op.partition("verify_attention")[2] for trial in trials.needed() if "verify_attention" in trial.op
         }
 
     model = load(checkpoint)
     trials = kernel_switch.ModelTrials(model, kernel_switch.place(model), {8})
-    assert asked(trials) == {"", " of 8-bit caches"}
-    assert asked(kernel_switch.ModelTrials(model, trials.sites)) == {"", " of 8-bit caches"}
+    assert needed(trials) == {"", " of 8-bit caches"}
+    assert needed(kernel_switch.ModelTrials(model, trials.sites)) == {"", " of 8-bit caches"}
     model.layers[0].self_attn.attention.of(make_cache(None, bits=4, group_size=32))
-    assert asked(trials) == {"", " of 8-bit caches", " of 4-bit caches"}
-    assert trials.waiting(trials.asked())
+    assert needed(trials) == {"", " of 8-bit caches", " of 4-bit caches"}
+    assert trials.has_untried(trials.needed())
 
 
 @pytest.mark.parametrize("lane", ["exact", "fast"])
@@ -300,8 +300,8 @@ def test_matrices_are_timed_in_the_fast_lane_only(checkpoint, monkeypatch, lane)
     assert decided[1:] == ([(None, {"verify_qmm_mma"})] if lane == "fast" else [])
 
 
-def test_rows_of_several_texts_are_tried_once_they_are_asked_for(checkpoint, monkeypatch):
-    """In either lane, products by matrices too; a load makes no trial of them, nor compiles for them."""
+def test_row_counts_of_batches_are_tried_on_request(checkpoint, monkeypatch):
+    """Matrix-unit products too; a load neither tries nor compiles these kernels."""
     decided = []
 
     def decide(trials, *, lane, remembered):
@@ -317,18 +317,18 @@ def test_rows_of_several_texts_are_tried_once_they_are_asked_for(checkpoint, mon
     sites = [attention.q_proj.site, mlp.glu, block.mixture, model.lm_head.choice, model.layers[0].middle]
     sites.append(Matrices(attention.q_proj.site))
     assert all(max(site.rows) == 8 for site in sites)
-    kernel_switch.switch_on_for_texts(model)
-    kernel_switch.switch_on_for_texts(model)
+    kernel_switch.switch_on_for_batches(model)
+    kernel_switch.switch_on_for_batches(model)
     assert decided[2:] == [("fast", set(range(9, 17))), (None, set(range(9, 17)))]
     assert all(site.rows >= set(range(10, 17)) and 9 not in site.rows for site in sites)
-    assert max(attention.attention.rows) == 8  # rows of one text
+    assert max(attention.attention.rows) == 8  # rows of one sequence
     assert any("M=9 off (asked for), M=10-16 on" in line for line in model.report.kernels)
 
 
-def test_a_check_tells_any_two_of_sixteen_rows_apart():
+def test_a_check_spoils_any_two_of_sixteen_rows_differently():
     for rows, draws in ((8, 6), (16, 8)):
-        spoilt = [ab_test._spoilt(rows, draw) for draw in range(draws)]
-        assert all(any(s[a] != s[b] for s in spoilt) for a in range(rows) for b in range(a))
+        spoiled = [ab_test._spoiled(rows, draw) for draw in range(draws)]
+        assert all(any(s[a] != s[b] for s in spoiled) for a in range(rows) for b in range(a))
         trial = ab_test.KernelTrial("op", "shape", rows, [(lambda x: [x], lambda x: [x])], 4, mx.float32)
         seeds = []
         object.__setattr__(trial, "x", lambda seed, seeds=seeds, rows=rows: seeds.append(seed) or mx.ones((rows, 4)))

@@ -1,4 +1,4 @@
-"""Decide which kernels are on: only what is right, and by trial only what is faster too."""
+"""Decide which kernels are on: only right ones, and by trial only those that are also faster."""
 
 import math
 import time
@@ -27,7 +27,7 @@ def never(_):
     raise AssertionError("timed")
 
 
-# The trial's verdict.
+# Verdicts.
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def never(_):
         (0.93, False, "off: slower, 0.93x"),
     ],
 )
-def test_on_where_right_and_faster(ratio, on, words):
+def test_a_kernel_is_on_if_right_and_faster(ratio, on, words):
     timed = []
     one = trial()
     verdict = decide([one], lane=None, timer=lambda t: timed.append(t) or ratio)[one.key]
@@ -50,7 +50,7 @@ def test_on_where_right_and_faster(ratio, on, words):
 
 
 @pytest.mark.parametrize("lane", ["exact", "fast"])
-def test_what_is_asked_for_is_on_where_right_and_not_timed(lane):
+def test_requested_kernels_are_on_if_right_and_not_timed(lane):
     trials = [trial(), trial(off_by_one_bit(), rows=2)]
     with pytest.warns(UserWarning, match="stays off"):
         right, wrong = decide(trials, lane=lane, timer=never).values()
@@ -74,7 +74,7 @@ def test_off_runs_nothing():
     assert (verdict.on, str(verdict)) == (False, "off: asked for")
 
 
-def test_a_lane_that_is_none_is_a_bug():
+def test_invalid_arguments_are_bugs():
     with pytest.raises(AssertionError):
         decide([trial()], lane="quick")
     with pytest.raises(AssertionError, match="two trials"):
@@ -113,12 +113,12 @@ def test_the_budget_bounds_all_trials():
     trials = [trial(rows=rows) for rows in (2, 3, 4)]
     verdicts = decide(trials, lane=None, timer=lambda _: time.sleep(0.6) or 2.0, budget=0.5)
     assert [str(v) for v in verdicts.values()] == ["on, 2.00x"] + [
-        "off: not tried, the 0.5 s for trials were over"
+        "off: not tried, the 0.5 s for trials were used up"
     ] * 2
     assert 1 < BUDGET < 60
 
 
-# One is timed, others follow.
+# One trial is timed, the others of its kernel follow.
 
 
 def of_a_kind(rows, shape="a", weights=1, ours=stock, kind="k"):
@@ -126,7 +126,7 @@ def of_a_kind(rows, shape="a", weights=1, ours=stock, kind="k"):
 
 
 def decided(trials, timer, **how):
-    """Verdicts by (shape, rows), and the (shape, rows) that were timed."""
+    """Return verdicts by (shape, rows), and the (shape, rows) that were timed."""
     timed = []
     found = decide(trials, lane=None, timer=lambda t: timed.append((t.shape, t.rows)) or timer(t), **how)
     return {key[1:]: verdict for key, verdict in found.items()}, timed
@@ -139,8 +139,8 @@ def test_the_heaviest_of_a_kind_is_timed_for_all():
     verdicts, timed = decided(trials, lambda _: 1.5)
     assert timed == [("b 4-bit", m) for m in (2, 4, 1, 6, 8)]
     assert all(verdict.on for verdict in verdicts.values())
-    told = {place: str(verdicts[place]) for place in (("b 4-bit", 4), ("b 4-bit", 3), ("a", 4), ("c", 7))}
-    assert list(told.values()) == ["on, 1.50x", "on (as M=4)", "on (as b)", "on (as b)"]
+    reported = {place: str(verdicts[place]) for place in (("b 4-bit", 4), ("b 4-bit", 3), ("a", 4), ("c", 7))}
+    assert list(reported.values()) == ["on, 1.50x", "on (as M=4)", "on (as b)", "on (as b)"]
 
 
 def test_another_kind_is_timed_apart():
@@ -149,7 +149,7 @@ def test_another_kind_is_timed_apart():
 
 
 def test_rows_follow_only_between_two_numbers_that_are_on():
-    """At three rows MLX's own may be faster than at four, and ours is not."""
+    """Three rows are off because two are: MLX may be faster there although the kernel wins at four."""
     verdicts, timed = decided([of_a_kind(m) for m in (2, 3, 4, 5, 6)], lambda t: 1.01 if t.rows == 2 else 1.5)
     assert [m for _, m in timed] == [2, 4, 6]
     assert [(m, verdict.on) for (_, m), verdict in verdicts.items()] == [
@@ -158,7 +158,7 @@ def test_rows_follow_only_between_two_numbers_that_are_on():
     assert str(verdicts["a", 3]) == "off: no faster"
 
 
-def test_what_follows_is_right_too():
+def test_kernels_that_follow_are_checked():
     wrong_at_three = off_by_one_bit(2, when=lambda x, w: len(x) == 3)
     trials = [
         of_a_kind(m, shape, w, ours)
@@ -170,7 +170,7 @@ def test_what_follows_is_right_too():
     assert [place for place, verdict in verdicts.items() if verdict.on] == [("a", 4)]
 
 
-def test_a_wrong_one_leads_nobody_and_what_is_slower_is_not_run_elsewhere():
+def test_a_wrong_kernel_has_no_followers_and_followers_of_a_slower_one_are_not_run():
     with pytest.warns(UserWarning, match="stays off"):
         verdicts, timed = decided([of_a_kind(4, "a", 2, off_by_one_bit()), of_a_kind(4, "b")], lambda _: 1.5)
     assert (timed, verdicts["b", 4].on) == ([("b", 4)], True)
@@ -189,22 +189,22 @@ def test_compilation_is_not_counted(monkeypatch):
     trials = [of_a_kind(2, shape, kind=shape) for shape in "abcd"]
     verdicts, timed = decided(trials, takes(1.0), budget=2.5)
     assert (len(timed), now) == (3, [303.0])
-    assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were over"
+    assert str(verdicts["d", 2]) == "off: not tried, the 2.5 s for trials were used up"
 
 
-def test_whoever_waits_is_let_in_between_two_trials_and_the_rest_is_tried_later(monkeypatch, tmp_path):
+def test_trials_stop_on_request_and_the_others_run_later(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path))
     remembered, trials, compiled = RememberedVerdicts("m"), [of_a_kind(2, shape, kind=shape) for shape in "abc"], []
     monkeypatch.setattr(kernel_trials, "compile_kernel", lambda trial: compiled.append(trial.shape))
     first, timed = decided(trials, lambda _: 1.5, remembered=remembered, stop=lambda: len(compiled) == 2)
-    assert (compiled, timed) == (["a", "b"], [("a", 2)])  # nothing is timed once somebody waits
+    assert (compiled, timed) == (["a", "b"], [("a", 2)])  # nothing is timed after the request
     assert [str(verdict) for verdict in first.values()] == ["on, 1.50x", *["off: not tried yet"] * 2]
     later, timed = decided(trials, lambda _: 1.6, remembered=remembered)
     assert timed == [("b", 2), ("c", 2)]
     assert [verdict.ratio for verdict in later.values()] == [1.5, 1.6, 1.6]
 
 
-def test_what_was_found_is_kept_where_nothing_can_be_written(monkeypatch, tmp_path):
+def test_findings_are_kept_in_memory_if_no_file_can_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "file"))
     remembered = RememberedVerdicts("m")
@@ -213,7 +213,7 @@ def test_what_was_found_is_kept_where_nothing_can_be_written(monkeypatch, tmp_pa
     assert decided([of_a_kind(2)], never, remembered=remembered)[1] == []
 
 
-# Right or wrong.
+# Timing.
 
 
 def work(times, w):
@@ -226,7 +226,7 @@ def work(times, w):
     return run
 
 
-def test_the_clock_orders_what_differs():
+def test_timing_finds_the_faster_side():
     weights = [mx.random.normal((128, 128)) / 12 for _ in range(3)]
     mx.eval(weights)
     layers = [(work(1, w), work(12, w)) for w in weights]
@@ -234,7 +234,7 @@ def test_the_clock_orders_what_differs():
     assert time_pair(KernelTrial("op", "s", 4, [(b, a) for a, b in layers], 128, mx.float32)) < 0.67
 
 
-def test_a_chain_takes_turns_and_each_step_waits_for_the_one_before(monkeypatch):
+def test_chains_alternate_and_each_step_depends_on_the_previous_one(monkeypatch):
     calls, chains = [], []
 
     def side(name, layer):
@@ -269,8 +269,8 @@ def test_a_longer_chain_takes_longer():
     assert long > 4 * short
 
 
-def test_a_difference_is_seen_through_other_work_on_the_machine(monkeypatch):
-    """Every other chain takes up to ten times as long, as they do when the machine does something else."""
+def test_a_difference_is_measured_despite_other_work_on_the_machine(monkeypatch):
+    """Half of the chains take up to ten times as long, as on a busy machine."""
     draws = np.random.default_rng(0)
 
     def slow(x):
@@ -286,7 +286,7 @@ def test_a_difference_is_seen_through_other_work_on_the_machine(monkeypatch):
         assert time_pair(KernelTrial("op", "s", 2, layers, K, mx.float32)) == pytest.approx(1.25, rel=0.02)
 
 
-# What the user asks for, and is told.
+# The user's request, and the report.
 
 
 @pytest.mark.parametrize("lane", ["off", "exact", "fast"])
@@ -306,12 +306,12 @@ def test_requested(monkeypatch, lane):
 
 
 @pytest.mark.parametrize("value", ["", "on", "OFF", True, 1])
-def test_requests_that_are_none(value):
+def test_invalid_requests(value):
     with pytest.raises(ValueError, match=f"^kernels={value}: allowed are off, exact, fast$"):
         requested(value)
 
 
-def test_verdicts_in_words():
+def test_report_lines():
     def on(ratio):
         return KernelVerdict(True, True, ratio)
 
@@ -342,7 +342,7 @@ def test_verdicts_in_words():
     assert in_words({}) == ()
 
 
-def test_a_right_kernel_warns_of_nothing():
+def test_right_kernels_cause_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(v.on for v in decide([trial(rows=m) for m in (2, 8)], lane="exact").values())

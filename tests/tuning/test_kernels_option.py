@@ -9,12 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 import mlx_mtp
-from mlx_mtp.cli import main
-from mlx_mtp.cli import progress as spinner
+from mlx_mtp.cli import main, progress
 from mlx_mtp.decoding.memory_needs import Budget
 from mlx_mtp.demo import demo_path
 from mlx_mtp.kernels import _source
-from mlx_mtp.machine.progress import tell
+from mlx_mtp.machine.progress import report_progress
 
 LINES = ("verify_qmm 64x64 4-bit: M=2-5 on (1.31-1.80x)", "verify_qmm 64x32 4-bit: M=2-8 off (slower)")
 ROWS = f"""\
@@ -26,7 +25,7 @@ not exact  router, head: bits may depend on the number of rows
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The lanes that `switch_on` was called with."""
+    """Record the lanes that `switch_on` is called with."""
     lanes = []
     monkeypatch.delenv("MLX_MTP_KERNELS", raising=False)
     monkeypatch.setattr(
@@ -39,7 +38,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Loading would be an error."""
+    """Make loading an error."""
     monkeypatch.setattr(importlib.import_module("mlx_mtp.checkpoint.load"), "_load", lambda *_, **__: 1 / 0)
 
 
@@ -47,7 +46,7 @@ def invoke(*arguments, **env):
     return CliRunner().invoke(main, arguments, input="q\n", env=env, standalone_mode=True)
 
 
-def test_the_report_shows_what_the_switch_did(asked):
+def test_the_report_shows_the_lines_of_switch_on(asked):
     model = mlx_mtp.load_model(demo_path(), kernels="exact")
     assert asked == ["exact"]
     assert (model.report.kernels, model.report.not_exact) == (LINES, ("router", "head"))
@@ -106,14 +105,14 @@ def test_help_names_the_option():
         assert "--kernels [off|exact|fast]" in invoke(command, "--help").output
 
 
-@pytest.mark.skipif(_source.on_metal(), reason="says that there is no Metal GPU")
+@pytest.mark.skipif(_source.on_metal(), reason="expects no Metal GPU")
 def test_without_metal():
     report = mlx_mtp.load_model(demo_path(), lazy=True).report
     assert (report.kernels, report.not_exact) == (("none: no Metal GPU",), ())
     assert str(report).endswith("\nkernels    none: no Metal GPU")
 
 
-def test_quantized_caches_that_are_asked_for_are_tried(monkeypatch):
+def test_formats_of_requested_quantized_caches_are_passed(monkeypatch):
     asked = []
     load = importlib.import_module("mlx_mtp.checkpoint.load")
     monkeypatch.setattr(load, "switch_on", lambda model, lane, **more: asked.append(more) or (LINES, ()))
@@ -122,14 +121,14 @@ def test_quantized_caches_that_are_asked_for_are_tried(monkeypatch):
     assert [more.get("kv_bits") for more in asked] == [None, {4}, {8}]
 
 
-def test_the_spinner_says_how_far_the_trials_are(monkeypatch):
-    said = []
-    status = SimpleNamespace(update=said.append)
-    console = SimpleNamespace(status=lambda text: said.append(text) or nullcontext(status))
-    monkeypatch.setattr(spinner, "Console", lambda stderr: console)
-    tell("Trying kernels", 0, 30)
-    with spinner.loading(shown=True):
-        tell("Trying kernels", 3, 30)
-    with spinner.loading(shown=False):
-        tell("Trying kernels", 4, 30)
-    assert said == ["Loading the model", "Trying kernels, 3 of 30"]
+def test_the_spinner_shows_the_progress_of_trials(monkeypatch):
+    shown = []
+    status = SimpleNamespace(update=shown.append)
+    console = SimpleNamespace(status=lambda text: shown.append(text) or nullcontext(status))
+    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    report_progress("Trying kernels", 0, 30)
+    with progress.loading(shown=True):
+        report_progress("Trying kernels", 3, 30)
+    with progress.loading(shown=False):
+        report_progress("Trying kernels", 4, 30)
+    assert shown == ["Loading the model", "Trying kernels, 3 of 30"]

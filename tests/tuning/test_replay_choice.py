@@ -8,14 +8,14 @@ from mlx_mtp.tuning.replay_choice import BLOCK, CompileChoice
 
 
 def feed(choice, n, seconds, like="a"):
-    """n cycles, each as the choice has it; `seconds` of those built and replayed."""
+    """Observe n cycles as chosen. seconds: of a built and of a replayed cycle."""
     for _ in range(n):
         choice.observe(like, choice.on, seconds[choice.on])
 
 
 @pytest.mark.parametrize(("replayed", "verdict"), [(0.8, True), (1.0, True), (1.01, False), (2, False)])
 def test_a_trial(replayed, verdict):
-    """Cycles are replayed from the first on, and go on to be unless that is slower."""
+    """Cycles are replayed from the first on, and after the trial unless that is slower."""
     choice = CompileChoice(None)
     assert choice.on
     feed(choice, 3 * BLOCK, (1.0, replayed))
@@ -33,5 +33,5 @@ def test_cycles_of_another_kind_are_not_compared():
 
 def test_recording_does_not_count_as_a_cycle_s_time():
     one = Compiled(Recorder(), CompileChoice(True))
-    one._spoilt = 2
+    one._untimed = 2
     assert [one.observe(Plan(), 1, True, 1.0) for _ in range(3)] == [None, None, 1.0]

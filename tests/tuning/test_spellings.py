@@ -1,4 +1,4 @@
-"""Decide by trial how each op's multiply-adds are spelled: as in MLX's library, with few more pipelines."""
+"""Choose by trial how each op spells multiply-adds to get the bits of MLX's library, with few compilations."""
 
 import json
 import warnings
@@ -32,7 +32,7 @@ def undecided(monkeypatch, tmp_path):
 
 
 class Compiled:
-    """Toy kernels with stock's bits in some spellings only; `made` has each (op, spelling) that was ever launched."""
+    """Toy kernels with MLX's bits in some spellings only. made: each (op, spelling) that was launched."""
 
     def __init__(self):
         self.made = {}
@@ -74,7 +74,7 @@ def test_where_the_compilers_agree_no_other_text_is_compiled(lane):
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("right", EXPLICIT)
 def test_an_op_begins_with_what_the_last_one_took(right, lane):
-    """So that all others need one text each, as where compilers agree."""
+    """All other ops then compile one text each, as if the compilers agreed."""
     kernels = Compiled()
     assert all(v.on for v in decided([kernels.trial(op, right) for op in OPS], lane).values())
     assert [op for op, _ in kernels.made].count(OPS[0]) == 1 + SPELLINGS.index(right)
@@ -84,7 +84,7 @@ def test_an_op_begins_with_what_the_last_one_took(right, lane):
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_each_op_has_its_own(lane):
+def test_each_op_has_its_own_spelling(lane):
     kernels = Compiled()
     wanted = dict(zip(OPS, ["FUSED", AS_COMPILED, "FUSED_ACROSS", "SEPARATE"], strict=False))
     verdicts = decided([kernels.trial(op, right) for op, right in wanted.items()], lane)
@@ -93,8 +93,8 @@ def test_each_op_has_its_own(lane):
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_what_was_right_by_chance_is_tried_again(lane):
-    """Where few values differ, as in 16 bits, a shape may be right in the wrong spelling too."""
+def test_a_kernel_that_was_right_by_chance_is_tried_again(lane):
+    """In 16 bits few values differ, so a shape may also be right in a wrong spelling."""
     kernels = Compiled()
     by_chance = kernels.trial("verify_qmm", AS_COMPILED, "FUSED", rows=2, shape="a")
     first = kernels.trial("verify_qmm", AS_COMPILED, rows=2, shape="b")
@@ -108,7 +108,7 @@ def test_what_was_right_by_chance_is_tried_again(lane):
 @pytest.mark.parametrize(
     "op", ["verify_attention", "verify_head", "verify_qmm"], ids=["no spelling", "follows", "wrong in all"]
 )
-def test_what_no_spelling_mends_is_off(op, lane):
+def test_a_kernel_that_is_wrong_in_all_spellings_is_off(op, lane):
     kernels = Compiled()
     ((verdict),) = decided([kernels.trial(op)], lane).values()
     assert not verdict.on
@@ -122,7 +122,7 @@ def reads_all_rows(w):
 
 
 @pytest.mark.parametrize("wrong", [fails(RuntimeError("no")), reads_all_rows])
-def test_only_bits_are_a_matter_of_spelling(wrong):
+def test_other_spellings_are_tried_only_for_wrong_bits(wrong):
     made = set()
 
     def ours(w):
@@ -147,8 +147,8 @@ def test_a_spelling_is_remembered_with_the_verdict(tmp_path):
     assert spelling("verify_glu") == "FUSED"
 
 
-def test_what_was_remembered_of_another_spelling_is_tried_again():
-    """As where another model of this process needed it."""
+def test_stored_findings_of_another_spelling_are_tried_again():
+    """As if another model of this process needs that spelling."""
     found = {("verify_glu", SHAPE, 3): Found(None, 0.5)}
     RememberedVerdicts("m").keep(found)
     take("verify_glu", "FUSED")
@@ -158,7 +158,7 @@ def test_what_was_remembered_of_another_spelling_is_tried_again():
     assert RememberedVerdicts("m").recall() == {key: Found(None, 2.0, "FUSED") for key in found}
 
 
-def test_a_report_names_what_is_spelled_out():
+def test_a_report_lists_spelled_out_ops():
     kernels = Compiled()
     trials = [kernels.trial(op, right) for op, right in zip(OPS[:3], (AS_COMPILED, "FUSED", "SEPARATE"), strict=True)]
     *_, line = in_words(decided(trials))
@@ -169,17 +169,17 @@ def test_a_report_names_what_is_spelled_out():
     assert len(in_words(decided(trials[:1]))) == 1
 
 
-def of_model(trials, told=None):
-    """The trials of a loaded model; told: makes of this rank's findings those of all ranks."""
+def of_model(trials, gather=None):
+    """Return the trials of a loaded model. gather: replaces `Ranks.gather_values`."""
     found = object.__new__(ModelTrials)
-    ranks = told and SimpleNamespace(all_told=told)
+    ranks = gather and SimpleNamespace(gather_values=gather)
     vars(found).update(trials=trials, lane=None, remembered=None, model=SimpleNamespace(ranks=ranks))
     found.verdicts = {trial.key: off("not tried yet") for trial in trials}
     return found
 
 
-def test_a_later_trial_has_earlier_ones_tried_again():
-    """As while a user types; what was not tried is left for later."""
+def test_a_later_trial_repeats_earlier_ones_of_another_spelling():
+    """Trials that were not made yet are left for later."""
     kernels = Compiled()
     by_chance = kernels.trial("verify_qmm", AS_COMPILED, "FUSED", rows=2)
     later, last = (kernels.trial("verify_qmm", "FUSED", rows=rows) for rows in (3, 4))
@@ -187,10 +187,10 @@ def test_a_later_trial_has_earlier_ones_tried_again():
     for one in (by_chance, later):
         found.decide([one], timer=lambda _: 2.0)
     assert [(v.on, v.spelling) for v in found.verdicts.values()] == [(True, "FUSED")] * 2 + [(False, AS_COMPILED)]
-    assert found.waiting([last])
+    assert found.has_untried([last])
 
 
-def test_ranks_take_the_first_ones_spelling():
+def test_ranks_use_rank_0s_spelling():
     (one,) = trials = [Compiled().trial("verify_qmm", "FUSED")]
     facts = vars(KernelVerdict(True, True, 2.0, "", "FUSED"))
     found = of_model(trials, lambda own: [json.loads(json.dumps([(one.key, facts)]))])

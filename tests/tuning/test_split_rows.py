@@ -1,4 +1,4 @@
-"""A trial chooses to split a kernel's rows where that is faster, or where it does not run otherwise."""
+"""A trial splits a kernel's rows if that is faster, or if it does not run otherwise."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def of_both(whole=stock, split=stock, rows=3, **more):
 
 
 def timer(whole, split):
-    """The ratio of the trial of a kernel that can be split, and of its other one."""
+    """Return a timer with the ratios of a kernel whose rows are not split, and are."""
     return lambda trial: whole if trial.split else split
 
 
@@ -58,13 +58,13 @@ def test_a_kernel_that_the_gpu_refuses_is_split(lane):
 
 
 @pytest.mark.filterwarnings("ignore:kernel double is wrong")
-def test_neither_is_on_where_both_are_wrong():
+def test_neither_is_on_if_both_are_wrong():
     one = of_both(REFUSED, off_by_one_bit())
     assert not decide([one], lane=None, timer=never)[one.key].on
 
 
 @pytest.mark.filterwarnings("ignore:kernel double is wrong")
-def test_other_bits_are_not_mended_by_splitting():
+def test_wrong_bits_do_not_lead_to_a_split():
     one = of_both(off_by_one_bit())
     assert not decide([one], lane=None, timer=never)[one.key].on
 
@@ -75,7 +75,7 @@ def test_a_split_that_is_wrong_is_not_timed(split):
     assert str(decide([one], lane=None, timer=timer(1.2, never))[one.key]) == "on, 1.20x"
 
 
-def test_rows_and_contexts_that_follow_split_as_what_was_timed_does():
+def test_rows_and_contexts_that_follow_split_like_the_timed_trial():
     six, five = of_both(rows=6), of_both(REFUSED, rows=5)
     long = replace(of_both(REFUSED, rows=6, shape="long"), base=six.key)
     found = decide([six, five, long], lane=None, timer=timer(1.1, 1.5))
@@ -83,7 +83,7 @@ def test_rows_and_contexts_that_follow_split_as_what_was_timed_does():
 
 
 class Either(Site):
-    """A site whose outputs say whether its rows are split, from three rows on."""
+    """A site that can split three or more rows; its outputs show whether they are."""
 
     op, shape, width = "double", "16x16", 16
 
@@ -97,7 +97,7 @@ class Either(Site):
         return [x]
 
 
-def test_a_site_splits_as_its_verdicts_say():
+def test_a_site_splits_by_its_verdicts():
     site = Either()
     trials = {t.rows: t for t in kernel_switch.trials([site], mx.float32)}
     assert [m for m, t in trials.items() if t.split] == [3, 4, 5, 6, 7, 8]

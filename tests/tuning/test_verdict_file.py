@@ -1,4 +1,4 @@
-"""Keep what trials found for the same machine, MLX, kernels and model, and for no other."""
+"""Store findings of trials for one machine, MLX version, set of kernels and model."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_a_second_decision_runs_nothing(directory):
     assert [str(v) for v in first.values()] == ["off: slower, 0.75x", "off: slower, 0.50x"]
 
 
-def test_a_wrong_kernel_is_remembered_too():
+def test_a_wrong_kernel_is_stored_too():
     with pytest.warns(UserWarning, match="is wrong"):
         first = decide(trials(lambda x: [x + 1]), lane=None, timer=never, remembered=RememberedVerdicts("m"))
     with warnings.catch_warnings():
@@ -68,8 +68,7 @@ def test_a_wrong_kernel_is_remembered_too():
     assert not any(v.on for v in first.values())
 
 
-def test_a_kernel_that_gave_nothing_is_tried_anew():
-    """As where memory was short."""
+def test_a_kernel_that_lacked_memory_is_tried_again():
 
     def short(_):
         raise RuntimeError("[malloc] Unable to allocate")
@@ -81,7 +80,7 @@ def test_a_kernel_that_gave_nothing_is_tried_anew():
     assert all(verdict.on for verdict in second.values())
 
 
-def test_what_was_not_tried_is_tried_by_the_next_load():
+def test_the_next_load_makes_the_remaining_trials():
     def times(ratio):
         return lambda t: ratio if t.rows == 2 else never(t)
 
@@ -95,7 +94,7 @@ def test_what_was_not_tried_is_tried_by_the_next_load():
 
 
 @pytest.mark.parametrize("lane", ["off", "exact", "fast"])
-def test_what_was_asked_for_is_not_remembered(directory, lane):
+def test_requested_kernels_are_not_stored(directory, lane):
     decide(trials(), lane=lane, timer=never, remembered=RememberedVerdicts("m"))
     assert not directory.exists()
     RememberedVerdicts("m").keep({("qmm", "a", 2): Found("wrong", None)})
@@ -104,7 +103,7 @@ def test_what_was_asked_for_is_not_remembered(directory, lane):
         assert decide(trials(), lane=lane, remembered=RememberedVerdicts("m"))[("qmm", "a", 2)].on == (lane != "off")
 
 
-def test_another_model_mlx_or_version_is_tried_anew(monkeypatch):
+def test_another_model_mlx_or_version_is_tried_again(monkeypatch):
     RememberedVerdicts("m").keep(FOUND)
     assert RememberedVerdicts("n").recall() == {}
     for name in ("MLX_VERSION", "__version__"):
@@ -114,7 +113,7 @@ def test_another_model_mlx_or_version_is_tried_anew(monkeypatch):
     assert RememberedVerdicts("m").recall() == FOUND
 
 
-def test_another_machine_is_tried_anew(monkeypatch):
+def test_another_machine_is_tried_again(monkeypatch):
     RememberedVerdicts("m").keep(FOUND)
     device = mx.device_info()
     for name in ("device_name", "architecture", "memory_size"):
@@ -128,7 +127,7 @@ def test_another_machine_is_tried_anew(monkeypatch):
     assert RememberedVerdicts("m").recall() == FOUND
 
 
-def test_changed_kernels_are_tried_anew(monkeypatch, tmp_path):
+def test_changed_kernels_are_tried_again(monkeypatch, tmp_path):
     sources, launches = tmp_path / "sources", tmp_path / "launches"
     shutil.copytree(Path(_source.__file__).parent, launches, ignore=shutil.ignore_patterns("__pycache__", "metal"))
     (sources / "more").mkdir(parents=True)
@@ -182,7 +181,7 @@ def changed(**values):
         changed(spellings={"qmm": ["FUSED"]}),
     ],
 )
-def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
+def test_a_damaged_file_is_ignored_and_replaced(directory, damage):
     RememberedVerdicts("m").keep(FOUND)
     file = written(directory)
     file.write_text(damage(json.loads(file.read_text())), errors="surrogateescape")
@@ -193,7 +192,7 @@ def test_a_damaged_file_is_no_memory_and_is_replaced(directory, damage):
     assert RememberedVerdicts("m").recall() == dict.fromkeys([("qmm", "a", 2), ("qmm", "a", 3)], Found(None, 2.0))
 
 
-def test_a_foreign_file_under_the_name_is_no_memory(directory):
+def test_a_file_of_another_model_under_the_name_is_ignored(directory):
     RememberedVerdicts("n").keep(FOUND)
     foreign = written(directory)
     RememberedVerdicts("m").keep({})
@@ -209,7 +208,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(directory):
         verdicts = decide(trials(), lane=None, timer=lambda _: 2.0, remembered=RememberedVerdicts("m"))
     assert all(v.on for v in verdicts.values())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # the warning appears once
         RememberedVerdicts("m").keep(FOUND)
 
 
@@ -244,7 +243,7 @@ def test_writers_and_readers_at_once(directory):
     assert written(directory)
 
 
-def test_where_findings_are_kept(monkeypatch, tmp_path):
+def test_the_directory_of_findings(monkeypatch, tmp_path):
     assert cache_directory() == tmp_path / "a" / "cache"
     monkeypatch.setenv("MLX_MTP_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

@@ -7,8 +7,7 @@ fitted.
 
 Bytes: stock MLX reads an expert once for each token that visits it, ours each visited expert once. Weights and KV are
 read from memory once per pass on either side; caches serve repeated requests of a launch. The costs of our kernels
-are
-a plan until a Mac has timed them.
+are a plan until a Mac has timed them.
 
 Launches are counted in recorded graphs: `python -m bench.launches --out mlx_mtp/bench/roofline/launches.csv` writes
 `launches.csv`. The constants were fitted to the present file, which counts operations that mx.compile fuses

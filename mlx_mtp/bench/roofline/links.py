@@ -1,8 +1,7 @@
 """Predict the messages between ranks that share a model in a cycle, and their time over a link.
 
 A layer has two sums over ranks, of its attention and of its MLP or experts; every rank gathers their parts. A cycle
-has
-one more sum of a few numbers, in which rank 0 decides. Drafts add rows to the sums but no sums.
+has one more sum of a few numbers, in which rank 0 decides. Drafts add rows to the sums but no sums.
 """
 
 from collections.abc import Iterable

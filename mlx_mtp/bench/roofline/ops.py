@@ -173,8 +173,7 @@ class ModelOps:
         """Return the passes of draft heads for k drafts, one each: (head, rows).
 
         As in the decode loop, each of k depths reads the k + 1 rows of the last verify and the earlier drafts; a
-        recycled head
-        reads one more row for each further draft.
+        recycled head reads one more row for each further draft.
         """
         if not 0 <= k <= self.max_drafts:
             raise ValueError(f"{k} drafts; allowed are 0 to {self.max_drafts}")

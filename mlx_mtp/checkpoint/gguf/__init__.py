@@ -1,1 +1,1 @@
-"""Transcode GGUF files to MLX checkpoints: the integers of a block stay as they are, its scales are stored anew."""
+"""Transcode GGUF files to MLX checkpoints: a block's integers stay the same, its scales change their form."""

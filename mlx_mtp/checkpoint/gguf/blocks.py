@@ -1,25 +1,25 @@
-"""Take blocks of GGUF's types apart into codes, scales and biases of groups of 32, MLX's own form.
+"""Convert blocks of GGUF's types to MLX's form: codes, scales and biases of groups of 32 weights.
 
-A weight is scale * code + bias, to the bit in float32. Sources: ggml's `ggml-quants.c` and the `gguf` package's
-`quants.py`, which the tests compare with.
+A weight is scale * code + bias, bit for bit in float32. Sources: ggml's `ggml-quants.c`, and the `gguf` package's
+`quants.py`, with which the tests compare.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 GROUP = 32
 SUPER = 8  # groups in a block of the K types
-NONLINEAR = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16
-)  # codes of IQ4_NL and IQ4_XS
+# Values of the 4-bit codes of IQ4_NL and IQ4_XS.
+NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 
 
 class Groups(NamedTuple):
     """Groups of 32 weights: codes uint8 [rows, columns], scales and biases float32 [rows, columns / 32].
 
-    Of MXFP4 scales are the exponents' bytes, and there are no biases.
+    MXFP4 has the exponents' bytes as scales, and no biases.
     """
 
     codes: np.ndarray
@@ -27,43 +27,28 @@ class Groups(NamedTuple):
     biases: np.ndarray | None
 
     def values(self) -> np.ndarray:
-        """Compute the weights in float32."""
+        """Return the weights in float32."""
         assert self.biases is not None
         grouped = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
         return (self.scales[..., None] * grouped + self.biases[..., None]).reshape(self.codes.shape)
 
 
 def _half(bytes_: np.ndarray) -> np.ndarray:
-    """Read float16 numbers [blocks, n] as float32."""
+    """Return float16 numbers, as bytes [blocks, 2 n], in float32 [blocks, n]."""
     return np.ascontiguousarray(bytes_).view(np.float16).astype(np.float32)
 
 
 def _nibbles(bytes_: np.ndarray) -> np.ndarray:
-    """Split bytes [..., n] into the low halves of all, then the high halves: [..., 2 n]."""
+    """Return the low halves of bytes [..., n], followed by the high halves: [..., 2 n]."""
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)
 
 
-def _fifth_bits(bytes_: np.ndarray) -> np.ndarray:
-    """Return the 32 bits of four bytes [blocks, 4], each as 16 or 0: [blocks, 32]."""
-    return np.unpackbits(np.ascontiguousarray(bytes_), axis=-1, bitorder="little") << 4
-
-
-def _q4_0(b: np.ndarray) -> Groups:
-    d = _half(b[:, :2])
-    return Groups(_nibbles(b[:, 2:]), d, -8 * d)
-
-
-def _q4_1(b: np.ndarray) -> Groups:
-    return Groups(_nibbles(b[:, 4:]), _half(b[:, :2]), _half(b[:, 2:4]))
-
-
-def _q5_0(b: np.ndarray) -> Groups:
-    d = _half(b[:, :2])
-    return Groups(_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6]), d, -16 * d)
-
-
-def _q5_1(b: np.ndarray) -> Groups:
-    return Groups(_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8]), _half(b[:, :2]), _half(b[:, 2:4]))
+def _one_scale(b: np.ndarray, bits: int, *, minimum: bool) -> Groups:
+    """Read Q4_0, Q4_1, Q5_0 or Q5_1: a scale, a minimum (of _1), 32 high bits (of Q5), and low halves of codes."""
+    d, codes, begin = _half(b[:, :2]), _nibbles(b[:, -16:]), 4 if minimum else 2
+    if bits == 5:
+        codes |= np.unpackbits(np.ascontiguousarray(b[:, begin:-16]), axis=-1, bitorder="little") << 4
+    return Groups(codes, d, _half(b[:, 2:4]) if minimum else -(2 ** (bits - 1)) * d)
 
 
 def _q8_0(b: np.ndarray) -> Groups:
@@ -71,30 +56,19 @@ def _q8_0(b: np.ndarray) -> Groups:
     return Groups(b[:, 2:] ^ 128, d, -128 * d)
 
 
-def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Read the scales and biases [blocks, 8] of a K block: 6 bits each in 12 bytes, times two float16 numbers."""
+def _k(b: np.ndarray, bits: int) -> Groups:
+    """Read Q4_K or Q5_K: two float16 numbers, 6-bit factors of 8 scales and minima, high bits (of Q5), low halves."""
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     mins = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
-    return _half(b[:, :2]) * scales, -(_half(b[:, 2:4]) * mins)
-
-
-def _k_nibbles(bytes_: np.ndarray) -> np.ndarray:
-    """Split 128 bytes [blocks, 128], of which 32 hold two groups: [blocks, 8, 32]."""
-    return _nibbles(bytes_.reshape(-1, 4, GROUP)).reshape(-1, SUPER, GROUP)
-
-
-def _q4_k(b: np.ndarray) -> Groups:
-    return Groups(_k_nibbles(b[:, 16:]), *_k_scales(b))
-
-
-def _q5_k(b: np.ndarray) -> Groups:
-    bits = b[:, None, 16:48] >> np.arange(SUPER, dtype=np.uint8)[:, None] & 1
-    return Groups(_k_nibbles(b[:, 48:]) | bits << 4, *_k_scales(b))
+    codes = _nibbles(b[:, -128:].reshape(-1, 4, GROUP)).reshape(-1, SUPER, GROUP)
+    if bits == 5:
+        codes |= (b[:, None, 16:48] >> np.arange(SUPER, dtype=np.uint8)[:, None] & 1) << 4
+    return Groups(codes, _half(b[:, :2]) * scales, -(_half(b[:, 2:4]) * mins))
 
 
 def _nonlinear(bytes_: np.ndarray) -> np.ndarray:
-    """Look up 4-bit codes, each as a number from 0 to 255."""
+    """Return the values of nonlinear 4-bit codes, plus 128, as 8-bit codes."""
     return (NONLINEAR + 128).astype(np.uint8)[_nibbles(bytes_)]
 
 
@@ -111,14 +85,10 @@ def _iq4_xs(b: np.ndarray) -> Groups:
     return Groups(_nonlinear(b[:, 8:].reshape(-1, SUPER, 16)), scales, -128 * scales)
 
 
-def _mxfp4(b: np.ndarray) -> Groups:
-    return Groups(_nibbles(b[:, 1:]), b[:, :1], None)
-
-
 class Exact(NamedTuple):
-    """A type whose blocks are groups of MLX: bits of a code, bytes of a block, groups in it, and how to read it.
+    """A GGUF type whose weights fit MLX's groups exactly: bits of a code, bytes and groups of a block, its reader.
 
-    rounds: whether scales need more than float16's bits.
+    rounds: whether scales lose bits in float16. mode: MLX's quantization mode.
     """
 
     bits: int
@@ -130,36 +100,36 @@ class Exact(NamedTuple):
 
 
 EXACT = {
-    "Q4_0": Exact(4, 18, 1, _q4_0),
-    "Q4_1": Exact(4, 20, 1, _q4_1),
-    "Q5_0": Exact(5, 22, 1, _q5_0),
-    "Q5_1": Exact(5, 24, 1, _q5_1),
+    "Q4_0": Exact(4, 18, 1, partial(_one_scale, bits=4, minimum=False)),
+    "Q4_1": Exact(4, 20, 1, partial(_one_scale, bits=4, minimum=True)),
+    "Q5_0": Exact(5, 22, 1, partial(_one_scale, bits=5, minimum=False)),
+    "Q5_1": Exact(5, 24, 1, partial(_one_scale, bits=5, minimum=True)),
     "Q8_0": Exact(8, 34, 1, _q8_0),
-    "Q4_K": Exact(4, 144, SUPER, _q4_k, rounds=True),
-    "Q5_K": Exact(5, 176, SUPER, _q5_k, rounds=True),
+    "Q4_K": Exact(4, 144, SUPER, partial(_k, bits=4), rounds=True),
+    "Q5_K": Exact(5, 176, SUPER, partial(_k, bits=5), rounds=True),
     "IQ4_NL": Exact(8, 18, 1, _iq4_nl),
     "IQ4_XS": Exact(8, 136, SUPER, _iq4_xs, rounds=True),
-    "MXFP4": Exact(4, 17, 1, _mxfp4, mode="mxfp4"),
+    "MXFP4": Exact(4, 17, 1, lambda b: Groups(_nibbles(b[:, 1:]), b[:, :1], None), mode="mxfp4"),
 }
 
 
 def groups_of(kind: str, rows: np.ndarray) -> Groups:
-    """Take rows of blocks, uint8 [rows, bytes], of a type in EXACT apart."""
+    """Return rows of blocks, uint8 [rows, bytes], of a type in EXACT as groups."""
     form, n = EXACT[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
     return Groups(codes.reshape(n, -1), scales.reshape(n, -1), None if biases is None else biases.reshape(n, -1))
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes uint8 [rows, columns] as MLX does: uint32 [rows, columns * bits / 32], the first lowest."""
+    """Return codes uint8 [rows, columns] packed as in MLX: uint32 [rows, columns * bits / 32], the first lowest."""
     rows = len(codes)
     if bits == 8:
         return np.ascontiguousarray(codes).view("<u4")
     if bits in (2, 4):
-        step = 8 // bits
-        packed = codes[:, ::step].copy()
-        for i in range(1, step):
-            packed |= codes[:, i::step] << (bits * i)
+        count = 8 // bits
+        packed = codes[:, ::count].copy()
+        for i in range(1, count):
+            packed |= codes[:, i::count] << (bits * i)
         return packed.view("<u4")
     pairs = codes[:, ::2] | codes[:, 1::2].astype(np.uint16) << bits
     fours = pairs[:, ::2] | pairs[:, 1::2].astype(np.uint32) << 2 * bits

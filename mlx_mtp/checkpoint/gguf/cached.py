@@ -1,37 +1,36 @@
-"""Find the MLX checkpoint of a GGUF file in the user's cache, and make it where there is none."""
+"""Find the transcoding of a GGUF file in the user's cache folder, or create it."""
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...machine.progress import tell
+from ...machine.progress import report_progress
 from ...machine.remembered import cache_directory
+from ..convert_writer import Progress
 from ..files import read_config, resolve
 from .convert import SIDECAR, Prepared, prepare, transcode
 from .header import split_names
 from .plan import Options
-from .write import Progress
 
-FORMAT = 1  # of what is cached; another number makes it anew
+FORMAT = 1  # another number invalidates the cache
 KIND = "gguf"
-WHOLE = 1 << 25  # bytes at a file's begin that are always hashed: they have the header
+WHOLE = 1 << 25  # first bytes of a file, with the header, which are all hashed
 SAMPLES, SAMPLE = 256, 1 << 16
-Announce = Callable[[Prepared, Path], None]
 
 
 def is_gguf(path: Any) -> bool:
-    """Return whether a path is, by its name, a GGUF file."""
+    """Return whether a path has the name of a GGUF file."""
     return str(path).endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
 def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, code: bool = False) -> Path:
-    """Find the directory of a checkpoint as `resolve` does; of a GGUF file, that of its transcoding."""
+    """Return the local directory of a checkpoint, downloaded if needed; for a GGUF file, its transcoding."""
     return cached(path_or_repo) if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
-    """Return where heads are: of a GGUF file, the transcoding of its heads for the checkpoint `target`."""
+    """Return `mtp_path`; if it is a GGUF file, the transcoding of its heads for the checkpoint `target`."""
     if mtp_path is None or not is_gguf(mtp_path):
         return mtp_path
     layers = read_config(target)
@@ -46,13 +45,13 @@ def cached(
     config_from: str | Path | None = None,
     heads_for: Path | None = None,
     suffix: str = "",
-    announce: Announce | None = None,
+    announce: Callable[[Prepared, Path], None] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the directory of a file's transcoding, named by the file's fingerprint; make it where it is missing.
+    """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    heads_for: directory of the checkpoint that only the file's heads are wanted for. announce: called before it is
-    made. Raises ValueError.
+    heads_for: directory of a checkpoint for which only the file's heads are transcoded. suffix: of the directory's
+    name. announce: called before the transcoding. Raises ValueError.
     """
     options, path = options or Options(), Path(file).expanduser()
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
@@ -69,14 +68,13 @@ def cached(
 
 
 def _tell(done: int, total: int) -> None:
-    tell("Transcoding", done >> 20, total >> 20)
+    report_progress("Transcoding", done >> 20, total >> 20)
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a file's size, its beginning and pieces of the rest; of all splits where it is one."""
-    files = split_names(path)
+    """Return a hash of a GGUF file's size, first bytes and samples of the rest; of a split file, of all its parts."""
     digest = hashlib.sha256(str(FORMAT).encode())
-    for file in files:
+    for file in split_names(path):
         if not file.is_file():
             raise ValueError(f"{file}: no such file")
         size = file.stat().st_size

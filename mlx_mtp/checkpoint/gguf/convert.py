@@ -1,6 +1,5 @@
-"""Transcode a GGUF file into a new directory: an MLX checkpoint with its heads, config.json and tokenizer."""
+"""Transcode a GGUF file into an MLX checkpoint with its MTP heads, config.json and tokenizer."""
 
-import json
 import shutil
 import tempfile
 import time
@@ -14,28 +13,27 @@ from ...machine import atomic
 from ...models import find_port
 from .. import convert_writer as writer
 from ..build import read_port
-from ..files import CONVERTED, SMALL_FILES, resolve
+from ..files import SMALL_FILES, resolve
 from ..sort_tensors import Drafting
 from ..weight_names import INDEX
 from . import write as writing
 from .plan import Options, Parameter, Row, activations, listed_quantization, make_plan, summarize
-from .source import Source, open_source
+from .source import GGUFSource, open_source
 from .tokenizer import Tokenizer, make_tokenizer
-from .write import Progress, outputs
 
 SIDECAR = "mtp.safetensors"
-RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second, cautiously
 NOT_COPIED = ("config.json", INDEX)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before anything is written: what becomes of each type, files, config.json and tokenizer.
+    """A planned transcoding, before any file is written.
 
-    measured: whether the losses of `rows` were.
+    rows: for each type, its format in MLX and error. files: tensors to write, by file. copied: small files to copy
+    from another checkpoint. measured: whether the errors in `rows` were measured.
     """
 
-    source: Source
+    source: GGUFSource
     parameters: list[Parameter]
     rows: list[Row]
     files: dict[str, dict[str, Any]]
@@ -46,22 +44,15 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that are written."""
-        return sum(output.nbytes for tensors in self.files.values() for output in tensors.values())
-
-    @property
-    def seconds(self) -> float:
-        """Estimate of the time that transcoding takes on one core."""
-        return sum(row.before for row in self.rows) / RATE
+        """Bytes of all tensors to write."""
+        return writer.total_size(self.files)
 
 
 @dataclass(frozen=True)
 class Transcoded:
-    """What was written, from what, and in how many seconds."""
+    """The result of a transcoding: the directory, and the duration in seconds."""
 
     path: Path
-    nbytes: int
-    prepared: Prepared
     seconds: float
 
 
@@ -75,11 +66,11 @@ def prepare(
     shard_bytes: int = writer.SHARD_BYTES,
     measure: bool = True,
 ) -> Prepared:
-    """Open a GGUF file and plan its transcoding; ValueError, in one line, where it cannot be loaded afterwards.
+    """Return the plan of a GGUF file's transcoding; a one-line ValueError if the result could not be loaded.
 
-    config_from: directory or repository whose config.json and tokenizer are used. heads_from: GGUF file of heads.
-    heads_for: directory of the checkpoint that only the heads are wanted for. measure: read samples of the weights
-    to measure losses, and make the tokenizer.
+    config_from: directory or repository whose config.json and tokenizer are used. heads_from: another GGUF file with
+    the heads. heads_for: directory of a checkpoint for which only the heads are transcoded. measure: measure errors
+    on samples of the weights, and make the tokenizer.
     """
     options = options or Options()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
@@ -89,8 +80,8 @@ def prepare(
     parameters = make_plan(source, options)
     trunk = [p for p in parameters if not p.path.startswith("mtp.")]
     heads = [p for p in parameters if p.path.startswith("mtp.")]
-    files = writer.shards(outputs(trunk), shard_bytes) if trunk else {}
-    files |= {SIDECAR: outputs(heads)} if heads else {}
+    files: dict[str, Any] = writer.shards(_outputs(trunk), shard_bytes) if trunk else {}
+    files |= {SIDECAR: _outputs(heads)} if heads else {}
     made = make_tokenizer(source.meta) if trunk and measure and small is None else None
     config = _config(source, options, parameters, made)
     if trunk:
@@ -98,20 +89,24 @@ def prepare(
     try:
         rows = summarize(parameters, measure=measure)
     except ValueError as e:
-        raise ValueError(f"{source.path}: {e}") from None
+        raise ValueError(f"{source.meta.file}: {e}") from None
     return Prepared(source, parameters, rows, files, config, made, () if small is None else _copied(small), measure)
 
 
+def _outputs(parameters: list[Parameter]) -> Any:
+    return {name: output for parameter in parameters for name, output in parameter.outputs().items()}
+
+
 def _copied(directory: Path) -> tuple[Path, ...]:
-    """List the small files of a directory that go with a conversion."""
+    """Return the small files of a directory that a conversion copies."""
     found = {file for pattern in SMALL_FILES for file in directory.glob(pattern)}
     return tuple(sorted(file for file in found if file.is_file() and file.name not in NOT_COPIED))
 
 
 def _config(
-    source: Source, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
+    source: GGUFSource, options: Options, parameters: list[Parameter], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Make config.json of a conversion."""
+    """Return config.json for a transcoding, with its type, quantization and stop tokens."""
     dropped = ("quantization", "quantization_config", "torch_dtype", "dtype")
     kept = {name: value for name, value in source.config.items() if name not in dropped}
     kept["dtype"] = str(activations(source, options)).rpartition(".")[2]
@@ -121,8 +116,8 @@ def _config(
     return kept if found is None else kept | {"quantization": found}
 
 
-def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: Source) -> None:
-    """Build the model from files of holes, as a load of the conversion will; ValueError where that fails."""
+def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], source: GGUFSource) -> None:
+    """Build the model, without data, as a load of the transcoding does; ValueError if that fails."""
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         write_holes(Path(name), files, config)
         port = find_port(config)
@@ -130,21 +125,18 @@ def _check_loads(files: dict[str, dict[str, Any]], config: dict[str, Any], sourc
         try:
             read_port(port, Path(name), config, Drafting(True, None, {}, None))
         except ValueError as e:
-            raise ValueError(str(e).replace(name, str(source.path))) from None
+            raise ValueError(str(e).replace(name, source.meta.file)) from None
 
 
 def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str, Any]) -> None:
-    """Write config.json, and safetensors files that have headers and, in place of data, holes that take no room."""
+    """Write config.json and sparse safetensors files: headers, and holes instead of data."""
     save_config(dict(config), folder / "config.json")
     for name, tensors in files.items():
-        head = writer.header(tensors, CONVERTED)
-        with (folder / name).open("wb") as f:
-            f.write(head)
-            f.truncate(len(head) + sum(output.nbytes for output in tensors.values()))
+        writer.allocate(folder / name, tensors)
 
 
-def transcode(prepared: Prepared, path: str | Path, progress: Progress | None = None) -> Transcoded:
-    """Write a prepared file to the new directory `path`; what is interrupted leaves nothing behind."""
+def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
+    """Write a planned transcoding to the new directory `path`; an interrupted one leaves no files."""
     began, new = time.monotonic(), Path(path).expanduser().resolve()
     atomic.check_new(new)
     extra = prepared.tokenizer.files() if prepared.tokenizer else {}
@@ -157,14 +149,6 @@ def transcode(prepared: Prepared, path: str | Path, progress: Progress | None = 
             (folder / name).write_bytes(content)
         if SIDECAR not in prepared.files or len(prepared.files) > 1:
             save_config(dict(prepared.config), folder / "config.json")
-            (folder / INDEX).write_text(_index(prepared))
-        files = {folder / name: tensors for name, tensors in prepared.files.items()}
-        total = writing.write(files, prepared.parameters, progress)
-    return Transcoded(new, total, prepared, time.monotonic() - began)
-
-
-def _index(prepared: Prepared) -> str:
-    places = {name: file for file, tensors in prepared.files.items() for name in tensors}
-    return json.dumps(
-        {"metadata": {"total_size": prepared.nbytes}, "weight_map": dict(sorted(places.items()))}, indent=4
-    )
+            (folder / INDEX).write_text(writer.index(prepared.files))
+        writing.write({folder / name: part for name, part in prepared.files.items()}, prepared.parameters, progress)
+    return Transcoded(new, time.monotonic() - began)

@@ -1,7 +1,7 @@
-"""Read what GGUF files say before their data: metadata and the table of tensors, of one file or of all its splits.
+"""Read the header of a GGUF file, or of all parts of a split file: metadata, and the table of tensors.
 
-Lengths, counts and offsets are checked against the file's size before anything is allocated. Sources: ggml's
-`docs/gguf.md` and the `gguf` package, whose table of block sizes is used.
+Lengths, counts and offsets are checked against the file's size before memory is allocated. Sources: ggml's
+`docs/gguf.md`, and the `gguf` package, whose table of block sizes is used.
 """
 
 import math
@@ -18,16 +18,16 @@ from ...machine.errors import install
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-MOST_SPLITS, MOST_DIMENSIONS, MOST_NESTED = 1000, 4, 2
-MOST_ITEMS = 1 << 23  # of all arrays together, so that strings of a few bytes each cannot fill the memory
-MOST_VALUES = 1 << 45  # of one tensor
+MAX_SPLITS, MAX_DIMENSIONS, MAX_NESTED = 1000, 4, 2
+MAX_ITEMS = 1 << 23  # of all arrays together, so that short strings cannot fill the memory
+MAX_VALUES = 1 << 45  # of one tensor
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=True))  # as `struct` names them
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: its shape [rows, ..., columns], the name of its type, and where its data begins."""
+    """A tensor of a GGUF file: shape [rows, ..., columns], name of its type, and offset of its data."""
 
     file: Path
     name: str
@@ -37,14 +37,14 @@ class Entry:
     nbytes: int
 
     def blocks(self) -> np.ndarray:
-        """Map the data: uint8 [rows, bytes of a row], of which only what is used is read."""
+        """Return the data as a memory map, uint8 [rows, bytes of a row]."""
         rows = math.prod(self.shape[:-1])
         return np.memmap(self.file, np.uint8, "r", self.begin, (rows, self.nbytes // rows))
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The metadata of the first file, and the tensors of all of them."""
+class GGUFContents:
+    """The parts of a GGUF file (one unless it is split), the first one's metadata, and all tensors."""
 
     files: tuple[Path, ...]
     metadata: dict[str, Any]
@@ -56,8 +56,8 @@ class Contents:
         return sum(file.stat().st_size for file in self.files)
 
 
-def read(file: str | Path) -> Contents:
-    """Read the header of a GGUF file, and those of the other files that it is split into; ValueError if damaged."""
+def read(file: str | Path) -> GGUFContents:
+    """Return the header of a GGUF file, and of its other parts if it is split; ValueError for a damaged file."""
     path = Path(file).expanduser()
     first = _read_one(path)
     files = _splits(path, first.metadata)
@@ -73,15 +73,15 @@ def read(file: str | Path) -> Contents:
         tensors |= part.tensors
     expected = parts[0].metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata says {expected}")
-    return Contents(tuple(files), parts[0].metadata, tensors)
+        raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata has {expected}")
+    return GGUFContents(tuple(files), parts[0].metadata, tensors)
 
 
 def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """List the files that a file is one of, by its name and its metadata."""
+    """Return all parts of a GGUF file, which its metadata and name determine; ValueError if one is missing."""
     count = metadata.get("split.count", 1)
-    if type(count) is not int or not 0 <= count <= MOST_SPLITS:
-        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MOST_SPLITS}")
+    if type(count) is not int or not 0 <= count <= MAX_SPLITS:
+        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MAX_SPLITS}")
     if count <= 1:
         return [path]
     files = split_names(path)
@@ -93,14 +93,14 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
 
 
 def split_names(path: Path) -> list[Path]:
-    """List the files of a set of splits by the name of one; a file of another name is alone."""
+    """Return the names of all parts of a split file from one's name; [path] for another name."""
     match = SPLIT.fullmatch(path.name)
-    count = min(int(match[3]), MOST_SPLITS) if match else 0
+    count = min(int(match[3]), MAX_SPLITS) if match else 0
     return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
 
 
-def _read_one(path: Path) -> Contents:
-    if not path.is_file():  # to open a pipe waits for its writer
+def _read_one(path: Path) -> GGUFContents:
+    if not path.is_file():  # opening a pipe would block
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
     if size < 24:
@@ -112,11 +112,11 @@ def _read_one(path: Path) -> Contents:
             tensors = reader.tensors(count, metadata)
         except (struct.error, UnicodeDecodeError, OverflowError) as e:
             raise ValueError(f"{path}: truncated or damaged ({e})") from None
-    return Contents((path,), metadata, tensors)
+    return GGUFContents((path,), metadata, tensors)
 
 
 def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
-    """Return by number each type's name, values and bytes of a block; ValueError where the package is missing."""
+    """Return (name, values of a block, bytes of a block) of each GGUF type's number; ValueError without `gguf`."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
@@ -125,13 +125,13 @@ def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
 
 
 class _Reader:
-    """A position in a mapped file, and what may still be read: never more than the file has."""
+    """A reader of a mapped GGUF file that never reads or allocates more than the file's size."""
 
     def __init__(self, path: Path, data: Any):
         self.path, self.data, self.at, self.items = path, data, 0, 0
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """Read all metadata; returns it and the number of tensors."""
+        """Read and return (all metadata, the number of tensors)."""
         if self.data[:4] != MAGIC:
             raise ValueError(f"{self.path}: not a GGUF file (it begins with {bytes(self.data[:4])!r})")
         self.at = 4
@@ -139,7 +139,7 @@ class _Reader:
         if version not in VERSIONS:
             swapped = " (big-endian)" if version & 0xFFFF == 0 else ""
             raise ValueError(f"{self.path}: GGUF version {version}{swapped} is not supported; supported are 2 and 3")
-        tensors, pairs = self.count("Q", 24), self.count("Q", 13)
+        tensors, pairs = self.count(24), self.count(13)
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self.string()
@@ -149,7 +149,7 @@ class _Reader:
         return found, tensors
 
     def tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Entry]:
-        """Read the table of tensors and check that each lies in the file, apart from the others."""
+        """Read and return the table of tensors; ValueError if their data overlap or exceed the file."""
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise ValueError(f"{self.path}: general.alignment is {alignment!r}; expected a power of two from 8 on")
@@ -167,9 +167,9 @@ class _Reader:
         return {name: Entry(e.file, name, e.shape, e.kind, begin + e.begin, e.nbytes) for name, e in found.items()}
 
     def entry(self, name: str, kinds: dict[int, tuple[str, int, int]]) -> Entry:
-        """Read a tensor's shape, type and offset."""
+        """Read and return one entry of the table of tensors."""
         dimensions = self.scalar("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"{self.path}: tensor {name!r} has {dimensions} dimensions; allowed are 1 to 4")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
         kind, offset = self.scalar("I"), self.scalar("Q")
@@ -177,43 +177,42 @@ class _Reader:
             raise ValueError(f"{self.path}: tensor {name!r} has type {kind}, which the gguf package does not have")
         label, values, nbytes = kinds[kind]
         total = math.prod(shape)
-        if not 0 < total <= MOST_VALUES or shape[-1] % values:
+        if not 0 < total <= MAX_VALUES or shape[-1] % values:
             raise ValueError(f"{self.path}: tensor {name!r} has shape {shape}, which {label} cannot have")
         return Entry(self.path, name, shape, label, offset, total // values * nbytes)
 
     def scalar(self, form: str) -> Any:
-        """Read one number."""
+        """Read one number. form: its type in `struct`."""
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
         self.at += struct.calcsize(form)
         return value
 
-    def count(self, form: str, least: int) -> int:
-        """Read a number of things that take at least so many bytes each."""
-        value = self.scalar(form)
-        if value * least > len(self.data) - self.at:
+    def count(self, size: int) -> int:
+        """Read a number of items of at least `size` bytes each; ValueError if the file is too short for them."""
+        value = self.scalar("Q")
+        if value * size > len(self.data) - self.at:
             raise ValueError(f"{self.path}: truncated or damaged (it claims {value} entries)")
         return value
 
     def string(self, errors: str = "strict") -> str:
-        """Read a string."""
         begin = self.at + 8
-        self.at = begin + self.count("Q", 1)
+        self.at = begin + self.count(1)
         return str(self.data[begin : self.at], "utf-8", errors)
 
     def value(self, kind: int, depth: int) -> Any:
-        """Read a value of metadata; arrays of numbers are NumPy arrays, others lists."""
+        """Read one metadata value. Arrays of numbers become NumPy arrays, other arrays lists."""
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.string("replace")
-        if kind != ARRAY or depth >= MOST_NESTED:
+        if kind != ARRAY or depth >= MAX_NESTED:
             raise ValueError(f"{self.path}: truncated or damaged (metadata of type {kind})")
         inner = self.scalar("I")
         size = struct.calcsize(SCALARS[inner]) if inner in SCALARS else 8
-        count = self.count("Q", size)
+        count = self.count(size)
         self.items += count
-        if self.items > MOST_ITEMS:
-            raise ValueError(f"{self.path}: its metadata has more than {MOST_ITEMS} values")
+        if self.items > MAX_ITEMS:
+            raise ValueError(f"{self.path}: its metadata has more than {MAX_ITEMS} values")
         if inner in SCALARS:
             begin, self.at = self.at, self.at + count * size
             return np.frombuffer(self.data[begin : self.at], np.dtype(SCALARS[inner]).newbyteorder("<"))

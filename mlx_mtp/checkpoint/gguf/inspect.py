@@ -1,4 +1,4 @@
-"""Inspect a GGUF file by its header: family, types, heads, and what it needs of memory here once transcoded."""
+"""Inspect a GGUF file by its header: family, types, heads, and the memory that its transcoding needs."""
 
 import tempfile
 from dataclasses import replace
@@ -10,13 +10,13 @@ from .convert import Prepared, prepare, write_holes
 
 
 def inspect_gguf(file: str | Path, *, ranks: int = 1) -> tuple[Prepared, Inspection]:
-    """Return what the header says, and the inspection of what would be written; ValueError where nothing could be."""
+    """Return (the plan of a GGUF file's transcoding, the inspection of its result); ValueError if it has none."""
     prepared = prepare(file, measure=False)
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         write_holes(Path(name), prepared.files, prepared.config)
         facts = inspect_checkpoint(Path(name), values=False, ranks=ranks)
-    said: dict[str, Any] = {
+    messages: dict[str, Any] = {
         kind: tuple(text.replace(name, str(file)) for text in getattr(facts, kind))
         for kind in ("warnings", "problems")
     }
-    return prepared, replace(facts, path=str(file), **said)
+    return prepared, replace(facts, path=str(file), **messages)

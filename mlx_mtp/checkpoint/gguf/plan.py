@@ -1,4 +1,4 @@
-"""Plan what each parameter of a GGUF file becomes in MLX, and measure what is lost by it."""
+"""Choose the format in MLX of each parameter of a GGUF file, and measure the error of its weights."""
 
 import math
 from collections.abc import Iterator
@@ -9,26 +9,30 @@ import mlx.core as mx
 import numpy as np
 
 from ...models.gguf.family import Change
+from ..convert_precision import DTYPES, Format, listed
+from ..parameters import stored_name
 from .blocks import EXACT, GROUP, Groups, groups_of
 from .header import Entry
 from .requantize import Loss, dequantized, loss, requantized
-from .source import Source, shape_of
+from .source import GGUFSource, shape_of
 
 Choice = Literal["exact", "small"]
 CHOICES = ("exact", "small")
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 LARGEST_BITS = 8
-SMALL = {"IQ4_NL": 5, "IQ4_XS": 5, "Q6_K": 6}  # bits of what is requantized; of all others 4
-SMALL_BITS = 4
+SMALL = {"IQ4_NL": 5, "IQ4_XS": 5, "Q6_K": 6}  # bits of requantized types
+SMALL_BITS = 4  # of all others
 KEPT_FLOAT32 = (".A_log", ".dt_bias")
 SAMPLED_ROWS, SAMPLED_TENSORS = 32, 4
+CHUNK = 1 << 20  # values that are converted at a time
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to transcode. plan: what to do with types that are no groups of MLX's. float32: scales and values in it.
+    """Options of a transcoding.
 
-    dtype: of what is not quantized; None is the family's.
+    plan: requantize types without an MLX equivalent to 8 bits ("exact") or fewer ("small"). float32: store scales and
+    values in float32. dtype: type of unquantized parameters; None is the family's.
     """
 
     plan: Choice = "exact"
@@ -38,14 +42,26 @@ class Options:
     def __post_init__(self) -> None:
         if self.plan not in CHOICES:
             raise ValueError(f"gguf_plan={self.plan!r}: allowed are {', '.join(CHOICES)}")
-        if self.dtype not in (None, "float16", "bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}: allowed are float16, bfloat16, float32")
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
         if self.float32 and self.dtype not in (None, "float32"):
             raise ValueError(f"dtype={self.dtype!r}: not together with gguf_exact, whose values are float32")
 
 
+class Output(NamedTuple):
+    """A tensor to write; it has the attributes of an array that `convert_writer` reads."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.size
+
+
 class Form(NamedTuple):
-    """What a parameter is stored as: codes of so many bits (0: none) in a mode, and the type of scales or values."""
+    """A parameter's format: bits of a code (0 if not quantized), MLX's mode, and the type of scales or values."""
 
     bits: int
     mode: str
@@ -60,7 +76,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its tensors, the change to their rows, its shape, and its form."""
+    """A parameter, the name it is stored under, the GGUF tensors and the change it is made from, and its format."""
 
     path: str
     name: str
@@ -71,24 +87,24 @@ class Parameter:
 
     @property
     def rows(self) -> int:
-        """Number of rows before a change of shape."""
+        """The number of rows in the GGUF tensors, after the change of rows."""
         if self.change.rows is not None:
             return len(self.change.rows)
         return sum(math.prod(entry.shape[:-1]) for entry in self.entries)
 
-    def outputs(self) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-        """List the tensors that are stored, with their shapes and types."""
+    def outputs(self) -> dict[str, Output]:
+        """Return the tensors that the parameter is stored as, by name."""
         if not self.form.bits:
-            return {self.name: (self.shape, self.form.dtype)}
-        module, *_, columns = self.name.removesuffix(".weight"), self.shape[-1]
-        inner = self.shape[:-1]
-        scales = ((*inner, columns // GROUP), self.form.dtype if self.form.mode == "affine" else mx.uint8)
-        found = {self.name: ((*inner, columns * self.form.bits // 32), mx.uint32), f"{module}.scales": scales}
+            return {self.name: Output(self.shape, self.form.dtype)}
+        module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
+        scales = Output((*inner, columns // GROUP), self.form.dtype if self.form.mode == "affine" else mx.uint8)
+        words = Output((*inner, columns * self.form.bits // 32), mx.uint32)
+        found = {self.name: words, f"{module}.scales": scales}
         return found | ({f"{module}.biases": scales} if self.form.mode == "affine" else {})
 
 
 class Row(NamedTuple):
-    """What became of all tensors of one type that took the same form; loss is None where there is none."""
+    """All tensors of one GGUF type and one format in MLX: number, bytes before and after, error (None if exact)."""
 
     kind: str
     form: Form
@@ -99,15 +115,15 @@ class Row(NamedTuple):
 
 
 def bits_of(kind: str, plan: Choice) -> int:
-    """Choose the bits that a type's codes need, or may have."""
+    """Return the number of bits of a GGUF type's codes in MLX."""
     coded = kind.startswith("IQ4")
     if kind in EXACT and not (coded and plan == "small"):
         return EXACT[kind].bits
     return LARGEST_BITS if plan == "exact" else SMALL.get(kind, SMALL_BITS)
 
 
-def activations(source: Source, options: Options) -> mx.Dtype:
-    """Choose the type of what is not quantized: float16 where the family's activations fit and no matrix is wider."""
+def activations(source: GGUFSource, options: Options) -> mx.Dtype:
+    """Return the type of unquantized parameters: float16 if the family's activations fit and no matrix is wider."""
     if options.float32:
         return mx.float32
     if options.dtype:
@@ -119,15 +135,15 @@ def activations(source: Source, options: Options) -> mx.Dtype:
     return mx.float16 if source.family.float16 and "BF16" not in kinds else mx.float32
 
 
-def make_plan(source: Source, options: Options) -> list[Parameter]:
-    """Choose the form of every parameter."""
+def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
+    """Return every parameter with its format."""
     dtype = activations(source, options)
     modules = dict(source.model.named_modules())
     keeps = getattr(source.model, "cast_predicate", None)
     found = []
-    for path, what in source.made.items():
-        entries, shape = tuple(source.entries[name] for name in what.tensors), shape_of(source, what)
-        change = what.change
+    for path, made in source.made.items():
+        entries, shape = tuple(source.entries[name] for name in made.tensors), shape_of(source, made)
+        change = made.change
         if len(entries[0].shape) == 1 and change.rows is not None:  # a vector is stored as one row
             change = change._replace(rows=None, columns=change.rows)
         module, _, kind = path.rpartition(".")
@@ -138,12 +154,12 @@ def make_plan(source: Source, options: Options) -> list[Parameter]:
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))
             form = Form(0, "", mx.float32 if kept else dtype)
-        found.append(Parameter(path, source.stored_name(path), entries, change, shape, form))
+        found.append(Parameter(path, stored_name(source.model, path), entries, change, shape, form))
     return found
 
 
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
-    """Choose the groups that matrices become; None where they stay floating-point numbers."""
+    """Return the quantized format of matrices, None if they are stored as floating-point numbers."""
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
         return None
@@ -158,41 +174,35 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 
 
 def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
-    """Make groups of a tensor's rows, whose codes fit these bits."""
+    """Return a tensor's rows as groups whose codes have at most `bits` bits."""
     if entry.kind in EXACT and EXACT[entry.kind].bits <= bits:
         return groups_of(entry.kind, rows)
     return requantized(entry.kind, rows, bits)
 
 
 def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Sum up by type and form, the most bytes first; measure losses on rows of a few tensors of each."""
+    """Return a row for each GGUF type and format, the largest first. measure: measure errors on sampled weights."""
     alike: dict[tuple[str, Form], list[Parameter]] = {}
     for parameter in parameters:
         if len(parameter.shape) > 1 or parameter.form.bits:
             alike.setdefault((parameter.entries[0].kind, parameter.form), []).append(parameter)
-    rows = [_row(kind, form, found, measure) for (kind, form), found in alike.items()]
+    rows = []
+    for (kind, form), group in alike.items():
+        entries = [entry for parameter in group for entry in parameter.entries]
+        before = sum(entry.nbytes for entry in entries)
+        after = sum(output.nbytes for parameter in group for output in parameter.outputs().values())
+        rows.append(Row(kind, form, len(entries), before, after, _measured(kind, form, entries) if measure else None))
     return sorted(rows, key=lambda row: -row.before)
 
 
-def _row(kind: str, form: Form, found: list[Parameter], measure: bool) -> Row:
-    entries = [entry for parameter in found for entry in parameter.entries]
-    before = sum(entry.nbytes for entry in entries)
-    after = sum(_nbytes(*output) for parameter in found for output in parameter.outputs().values())
-    return Row(kind, form, len(entries), before, after, _measured(kind, form, entries) if measure else None)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: mx.Dtype) -> int:
-    return math.prod(shape) * dtype.size
-
-
 def _measured(kind: str, form: Form, entries: list[Entry]) -> Loss | None:
-    """Measure what a form loses of sampled rows; None where nothing is."""
+    """Return a format's error on sampled rows of some tensors; None if it is exact."""
     if form.mode == "mxfp4":
         return None
     made, true = [], []
     for entry in entries[:: -(-len(entries) // SAMPLED_TENSORS)]:
-        every = max(len(entry.blocks()) // SAMPLED_ROWS, 1)
-        rows = entry.blocks()[::every][:SAMPLED_ROWS]
+        stride = max(len(entry.blocks()) // SAMPLED_ROWS, 1)
+        rows = entry.blocks()[::stride][:SAMPLED_ROWS]
         values = dequantized(kind, rows)
         true.append(values.reshape(-1))
         made.append(_as_stored(entry, rows, values, form).reshape(-1))
@@ -201,7 +211,7 @@ def _measured(kind: str, form: Form, entries: list[Entry]) -> Loss | None:
 
 
 def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -> np.ndarray:
-    """Compute the values that rows have once they are stored."""
+    """Return the values of rows, in float32, after storing them in a format."""
     if not form.bits:
         return np.array(mx.array(values).astype(form.dtype).astype(mx.float32))
     codes, scales, biases = groups(entry, rows, form.bits)
@@ -211,23 +221,14 @@ def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -
         return Groups(codes, *(a.astype(kind).astype(np.float32) for a in (scales, biases))).values()
 
 
-def chunks(rows: int, columns: int, most: int = 1 << 20) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of at most so many values, or of one row."""
-    step = max(most // columns, 1)
-    yield from ((begin, min(begin + step, rows)) for begin in range(0, rows, step))
+def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows with at most CHUNK values, or one row."""
+    size = max(CHUNK // columns, 1)
+    yield from ((begin, min(begin + size, rows)) for begin in range(0, rows, size))
 
 
 def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
-    """Make config.json's "quantization": the most frequent format, and by path what differs; None without any."""
-    formats = [(p, p.form.bits, p.form.mode) for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
-    if not formats:
-        return None
-    pairs = [(bits, mode) for _, bits, mode in formats]
-    usual = max(sorted(set(pairs)), key=pairs.count)
-    every = {p.path.removesuffix(".weight"): (bits, mode) for p, bits, mode in formats}
-    listed = {path: _format(*form) for path, form in every.items() if form != usual}
-    return _format(*usual) | listed
-
-
-def _format(bits: int, mode: str) -> dict[str, Any]:
-    return {"group_size": GROUP, "bits": bits, "mode": mode}
+    """Return config.json's "quantization"; of equally frequent formats, the one with fewest bits is the default."""
+    target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
+    target.sort(key=lambda p: (p.form.bits, p.form.mode))
+    return listed({p.path.removesuffix(".weight"): Format(GROUP, p.form.bits, p.form.mode) for p in target})

@@ -1,4 +1,4 @@
-"""Write what a GGUF file holds and what becomes of it, for users."""
+"""Describe a GGUF file and its transcoding for users, as text and as JSON."""
 
 from typing import Any
 
@@ -7,60 +7,54 @@ from .convert import Prepared
 from .plan import Row
 from .tokenizer import described
 
-EXACT = "exact"
+RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low estimate
 
 
 def as_text(prepared: Prepared) -> str:
-    """Write a line for each type of tensors, and how the model will be computed."""
+    """Return a report with a line for each type of tensors, and the type in which MLX computes."""
     source, contents = prepared.source, prepared.source.contents
     files = f", {len(contents.files)} files" if len(contents.files) > 1 else ""
     count = len(source.model.mtp)
-    rows = [("" if i else "types", _row(row, prepared)) for i, row in enumerate(prepared.rows)]
     return table(
         ("GGUF", f"{size(contents.nbytes)}, {len(source.entries):,} tensors{files}, {source.meta.architecture}"),
         ("heads", f"{count} MTP head{'s' * (count != 1)} in it" if count else "none in it"),
-        *((name or " ", text) for name, text in rows),
+        *((" " if i else "types", _row(row, prepared)) for i, row in enumerate(prepared.rows)),
         ("computes", computes(prepared)),
         ("tokenizer", prepared.tokenizer is None and not prepared.copied and described(source.meta)),
     )
 
 
 def computes(prepared: Prepared) -> str:
-    """Say in which type MLX multiplies."""
+    """Return the type in which MLX multiplies, with the reason if scales and activations differ."""
     dtype = prepared.config["dtype"]
     kinds = {str(p.form.dtype).rpartition(".")[2] for p in prepared.parameters if p.form.mode == "affine"}
     mixed = kinds - {dtype}
     if not mixed:
         return f"in {dtype}"
     other, fits = ", ".join(sorted(mixed)), prepared.source.family.float16
-    why = (
-        "" if fits or dtype != "float32" else ", because this family's may not fit float16 (--dtype float16 tries it)"
-    )
-    return f"in float32: scales are {other} and activations {dtype}{why}"
+    why = ", because this family's may not fit float16 (--dtype float16 tries it)"
+    reason = why if dtype == "float32" and not fits else ""
+    return f"in float32: scales are {other} and activations {dtype}{reason}"
 
 
 def _row(row: Row, prepared: Prepared) -> str:
     share = row.before / max(sum(r.before for r in prepared.rows), 1)
-    kept = f"{row.kind} {share:.0%} ({size(row.before)}, {row.tensors} tensors)"
-    return f"{kept} as {row.form}, {size(row.after)}{said(row, measured=prepared.measured)}"
-
-
-def said(row: Row, *, measured: bool) -> str:
-    """Say whether a row's weights are those of the file, or what their error is."""
-    if row.loss is None:
-        return f": {EXACT}" if measured else ""
-    return f": error {row.loss.rms:.1e} of the weights, at most {row.loss.worst:.1e} of the largest"
+    error = ": exact" if prepared.measured else ""
+    if row.loss is not None:
+        error = f": error {row.loss.rms:.1e} of the weights, at most {row.loss.worst:.1e} of the largest"
+    types = f"{row.kind} {share:.0%} ({size(row.before)}, {row.tensors} tensors) as {row.form}"
+    return f"{types}, {size(row.after)}{error}"
 
 
 def announcement(prepared: Prepared, place: Any) -> str:
-    """Say before transcoding how much is written where, and about how long that takes."""
-    seconds = max(prepared.seconds, 1)
+    """Return a line with a transcoding's sizes, its destination and an estimate of its duration."""
+    seconds = max(sum(row.before for row in prepared.rows) / RATE, 1)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
     return f"Transcoding {size(prepared.source.contents.nbytes)} to {size(prepared.nbytes)} in {place}, about {time}"
 
 
 def as_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return the same as JSON's values."""
+    """Return the facts of the report as JSON values."""
     rows = [
         {
             "type": row.kind,

@@ -1,4 +1,4 @@
-"""Make groups of 32 of types whose own groups are smaller or coded, which loses something, and measure how much."""
+"""Requantize GGUF types that do not fit MLX's groups of 32, and measure the error."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ Q6_K, HALVES = 210, 16  # bytes of a block, and groups of 16 in it
 
 
 class Loss(NamedTuple):
-    """Root mean square of the error over that of the weights, and the greatest error over the greatest weight."""
+    """The error of weights: root mean square relative to the weights', and maximum relative to the largest weight."""
 
     rms: float
     worst: float
 
 
 def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Compute the weights of rows of blocks in float32, by the gguf package."""
+    """Return the weights of rows of blocks in float32, from the gguf package."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -31,7 +31,7 @@ def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
-    """Choose for each group of 32 the scale and bias that its least and greatest weight need."""
+    """Return rows requantized in groups of 32, with scales and biases from each group's minimum and maximum."""
     if kind == "Q6_K" and bits == 8:
         return _six_bits(rows)
     values = dequantized(kind, rows)
@@ -44,7 +44,7 @@ def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
 
 
 def _six_bits(rows: np.ndarray) -> Groups:
-    """Write Q6_K in steps of a quarter of the larger of two neighbouring scales: that half of 32 weights is exact."""
+    """Return Q6_K rows in groups of 32 with 8 bits; the half of each group that has the larger scale is exact."""
     n, b = len(rows), np.ascontiguousarray(rows).reshape(-1, Q6_K)
     low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
@@ -59,7 +59,7 @@ def _six_bits(rows: np.ndarray) -> Groups:
 
 
 def loss(made: np.ndarray, true: np.ndarray) -> Loss:
-    """Compare weights that were made with those of the file."""
+    """Return the error of stored weights compared with the file's."""
     error = made.astype(np.float64) - true
     size = np.sqrt(np.mean(np.square(true, dtype=np.float64))) or 1.0
     return Loss(float(np.sqrt(np.mean(error * error)) / size), float(np.abs(error).max() / (np.abs(true).max() or 1)))

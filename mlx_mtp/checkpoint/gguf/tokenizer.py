@@ -1,4 +1,4 @@
-"""Make a tokenizer's files of a GGUF file's metadata: vocabulary, merges, pre-tokenizer, end tokens, templates."""
+"""Make the files of a Hugging Face tokenizer, with stop tokens and chat templates, from a GGUF file's metadata."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,28 +9,19 @@ from tokenizers import Tokenizer as Backend
 
 from ...machine.errors import one_line
 from ...models.gguf.meta import Meta
-from ...models.gguf.pre import (
-    BEGIN,
-    BYTE_LEVEL,
-    END_TOKENS,
-    MORE_ENDS,
-    NFC,
-    PRE,
-    SENTENCEPIECE,
-    WHOLE_TOKENS,
-)
-from .merges import merges_by_score
+from ...models.gguf.pre import BEGIN, BYTE_LEVEL, END_TOKENS, MORE_ENDS, NFC, PRE, SENTENCEPIECE, WHOLE_TOKENS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 PREFIX = "tokenizer."
 ADVICE = "give --config-from REPO to take the released model's tokenizer"
 SPACE = "\u2581"
+MAX_LETTERS = 256  # longer tokens get no merges
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What tokenizer.json and tokenizer_config.json hold, and the tokens that end a text."""
+    """The contents of tokenizer.json and tokenizer_config.json, and the stop tokens."""
 
     backend: dict[str, Any]
     config: dict[str, Any]
@@ -39,12 +30,12 @@ class Tokenizer:
     def files(self) -> dict[str, bytes]:
         """Return the content of each file by its name."""
         content = {"tokenizer.json": self.backend, "tokenizer_config.json": self.config}
-        return {name: json.dumps(what, ensure_ascii=False).encode() for name, what in content.items()}
+        return {name: json.dumps(value, ensure_ascii=False).encode() for name, value in content.items()}
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Metadata of the tokenizer, checked: every token's text and type."""
+    """A tokenizer's checked metadata: all values, and each token's text and type."""
 
     file: str
     values: dict[str, Any]
@@ -52,14 +43,14 @@ class _Vocabulary:
     kinds: list[int]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Read a value of a type; ValueError for one of another type."""
+        """Return a value of the tokenizer's metadata; ValueError if it has another type than `kind`."""
         value = self.values.get(PREFIX + key, default)
         if value is not default and type(value) is not kind:
             raise ValueError(f"{self.file}: metadata {PREFIX}{key} is {str(value)[:60]!r}; expected {kind.__name__}")
         return value
 
     def token(self, name: str) -> tuple[int, str] | None:
-        """Return a special token's number and text; None where there is none."""
+        """Return a special token's id and text, None if there is none."""
         number = self.get(f"ggml.{name}_token_id", int)
         if number is None or number == 2**32 - 1:
             return None
@@ -69,27 +60,25 @@ class _Vocabulary:
 
     @property
     def pre(self) -> str:
-        """The name of the pre-tokenizer."""
+        """The pre-tokenizer's name."""
         return self.get("ggml.pre", str, "default")
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Make the tokenizer; ValueError where the file has none, or one whose splitting of text is not known."""
+    """Return the tokenizer; ValueError if the file has none, or one of an unsupported kind or pre-tokenizer."""
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
-    if kind == BYTE_LEVEL:
-        backend = _byte_level(vocabulary)
-    elif kind == SENTENCEPIECE:
-        backend = _sentencepiece(vocabulary)
-    else:
+    make_backend = {BYTE_LEVEL: _byte_level, SENTENCEPIECE: _sentencepiece}.get(kind)
+    if make_backend is None:
         raise ValueError(f"{meta.file}: a tokenizer of kind {kind!r} is not supported; {ADVICE}")
+    backend = make_backend(vocabulary)
     with one_line(f"{meta.file}: its tokenizer cannot be built"):
         Backend.from_str(json.dumps(backend))
     return Tokenizer(backend, _config(vocabulary, meta), _end_tokens(vocabulary))
 
 
 def described(meta: Meta) -> str:
-    """Name a file's tokenizer, and say where it is not supported."""
+    """Return the kind and pre-tokenizer of a file's tokenizer, with a note if they are not supported."""
     kind, pre = (meta.values.get(f"{PREFIX}ggml.{key}") for key in ("model", "pre"))
     known = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in PRE)
     return f"{kind}, pre-tokenizer {pre}" + ("" if known else f"; not supported: {ADVICE}")
@@ -103,14 +92,12 @@ def _read(meta: Meta) -> _Vocabulary:
     kinds = [NORMAL] * len(tokens) if kinds is None else kinds
     numbers = isinstance(kinds, list) or (isinstance(kinds, np.ndarray) and kinds.dtype.kind in "iu")
     if not numbers or len(kinds) != len(tokens):
-        raise ValueError(
-            f"{meta.file}: tokenizer.ggml.token_type: expected an integer for each of {len(tokens)} tokens"
-        )
+        raise ValueError(f"{meta.file}: tokenizer.ggml.token_type: expected {len(tokens)} integers, one per token")
     return _Vocabulary(meta.file, dict(meta.values), tokens, [int(kind) for kind in kinds])
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Make a byte-level BPE tokenizer, whose way to split text has a name."""
+    """Return tokenizer.json of a byte-level BPE tokenizer; ValueError for an unsupported pre-tokenizer."""
     steps = PRE.get(vocabulary.pre)
     if steps is None:
         raise ValueError(f"{vocabulary.file}: pre-tokenizer {vocabulary.pre!r} is not supported; {ADVICE}")
@@ -127,7 +114,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Make a BPE tokenizer of a SentencePiece model, whose merges follow from the tokens' scores."""
+    """Return tokenizer.json of a SentencePiece model as BPE, with merges from the tokens' scores."""
     scores = vocabulary.values.get(PREFIX + "ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ValueError(f"{vocabulary.file}: its tokenizer has no score for each token; {ADVICE}")
@@ -145,8 +132,26 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     return found
 
 
+def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that joins to a token, sorted by the joined token's score, best first.
+
+    Pairs of one token are sorted by the ids of their parts.
+    """
+    numbers = {token: number for number, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for number, token in enumerate(tokens):
+        if len(token) > MAX_LETTERS:
+            continue
+        for cut in range(1, len(token)):
+            left, right = numbers.get(token[:cut]), numbers.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[number], number, left, right, token[:cut], token[cut:]))
+    found.sort(key=lambda merge: merge[:4])
+    return [merge[4:] for merge in found]
+
+
 def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
-    """Make what all tokenizer.json files have."""
+    """Return the entries that every tokenizer.json has. begins: add the begin token unless metadata forbid it."""
     numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -156,25 +161,16 @@ def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dic
     ]
     words = {token: number for number, (token, kind) in numbered if kind != UNUSED}
     merges = [pair for pair in merges if all(t in words for t in (*pair, pair[0] + pair[1]))]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": _template(vocabulary, begins),
-        "decoder": None,
-        "model": {"type": "BPE", "vocab": words, "merges": merges},
-    }
+    unset = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
+    model = {"type": "BPE", "vocab": words, "merges": merges}
+    template = _template(vocabulary, begins)
+    return {"version": "1.0", **unset, "added_tokens": added, "post_processor": template, "model": model}
 
 
 def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
-    """Make what adds the begin and end tokens; None where neither is added."""
-    wanted = (("bos", "add_bos_token", begins), ("eos", "add_eos_token", False))
-    found = {
-        name: vocabulary.token(name) for name, key, usual in wanted if vocabulary.get(f"ggml.{key}", bool, usual)
-    }
+    """Return the post-processor that adds begin and end tokens, None if neither is added."""
+    entries = (("bos", "add_bos_token", begins), ("eos", "add_eos_token", False))
+    found = {name: vocabulary.token(name) for name, key, on in entries if vocabulary.get(f"ggml.{key}", bool, on)}
     special = {name: token for name, token in found.items() if token}
     if not special:
         return None
@@ -188,7 +184,7 @@ def _template(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
 
 
 def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
-    """Make tokenizer_config.json, with the chat template and those that have names."""
+    """Return tokenizer_config.json, with special tokens and all chat templates."""
     special = {name: token[1] for name, key in NAMED.items() if (token := vocabulary.token(key))}
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -208,7 +204,7 @@ def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
 
 
 def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
-    """List the tokens that end a text: by their keys, and control tokens by their names."""
+    """Return the stop tokens: those with metadata keys, and control tokens with known names."""
     keyed = [token[0] for name in ("eos", "eot", "eom") if (token := vocabulary.token(name))]
     names = {*END_TOKENS, *MORE_ENDS.get(vocabulary.pre, ())}
     both = enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))

@@ -1,56 +1,31 @@
 """Write a plan's parameters into safetensors files, a few rows at a time."""
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ...machine.errors import naming
 from .. import convert_writer as writer
-from ..files import CONVERTED
 from .blocks import GROUP, Groups, pack
 from .plan import Parameter, chunks, groups
 from .requantize import dequantized
 
-Progress = Callable[[int, int], None]
 
-
-class Output(NamedTuple):
-    """A tensor to write; it has what `convert_writer` reads of an array."""
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    nbytes: int
-
-
-class Place(NamedTuple):
-    """An open file, and where a tensor's data begins in it."""
-
-    handle: int
-    begin: int
-
-
-def outputs(parameters: list[Parameter]) -> dict[str, Any]:
-    """List the tensors that are to be written, by their names."""
-    found = {}
-    for parameter in parameters:
-        for name, (shape, dtype) in parameter.outputs().items():
-            found[name] = Output(shape, dtype, int(np.prod(shape, dtype=np.int64)) * dtype.size)
-    return found
-
-
-def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: Progress | None) -> int:
-    """Write all parameters; returns how many bytes of tensors that are. ValueError for NaN in the file."""
-    total = sum(output.nbytes for tensors in files.values() for output in tensors.values())
-    done = 0
+def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
+    """Write all parameters to their files; ValueError for NaN in the GGUF file."""
+    done, total = 0, writer.total_size(files)
     with ExitStack() as stack:
-        places = {}
+        places: dict[str, tuple[int, int]] = {}  # a tensor's file descriptor, and the offset of its data
         for file, tensors in files.items():
-            places |= _begin(stack, file, tensors)
+            begin = writer.allocate(file, tensors)
+            handle = stack.enter_context(file.open("r+b")).fileno()
+            for name, output in tensors.items():
+                places[name] = handle, begin
+                begin += output.nbytes
         for parameter in parameters:
             for nbytes in _write_parameter(parameter, places):
                 done += nbytes
@@ -59,26 +34,10 @@ def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progre
         for file in files:
             with naming(file), file.open("rb") as f:
                 os.fsync(f.fileno())
-    return total
 
 
-def _begin(stack: ExitStack, file: Path, tensors: dict[str, Any]) -> dict[str, Place]:
-    """Write a file's header and make it as long as it will be; returns where its tensors begin."""
-    head = writer.header(tensors, CONVERTED)
-    with naming(file):
-        handle = stack.enter_context(file.open("wb"))
-        handle.write(head)
-        handle.truncate(len(head) + sum(output.nbytes for output in tensors.values()))
-        handle.flush()
-    places, end = {}, len(head)
-    for name, output in tensors.items():
-        places[name] = Place(handle.fileno(), end)
-        end += output.nbytes
-    return places
-
-
-def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
-    """Write a parameter in pieces, and yield the bytes of each."""
+def _write_parameter(parameter: Parameter, places: dict[str, tuple[int, int]]) -> Any:
+    """Write a parameter in ranges of rows, and yield the bytes of each range."""
     names = list(parameter.outputs())
     whole = parameter.change.values is not None
     columns = parameter.entries[0].shape[-1]
@@ -87,14 +46,14 @@ def _write_parameter(parameter: Parameter, places: dict[str, Place]) -> Any:
     for begin, end in ranges:
         pieces = _quantized(parameter, begin, end) if parameter.form.bits else [_floats(parameter, begin, end)]
         for i, piece in enumerate(pieces):
-            place = places[names[i]]
-            _put(place.handle, piece, place.begin + written[i])
+            handle, offset = places[names[i]]
+            _put(handle, piece, offset + written[i])
             written[i] += piece.nbytes
         yield sum(piece.nbytes for piece in pieces)
 
 
 def _put(handle: int, piece: np.ndarray, begin: int) -> None:
-    """Write all of an array's bytes at a place in a file."""
+    """Write an array's bytes at an offset of a file."""
     data = np.ascontiguousarray(piece).data.cast("B")
     while data:
         done = os.pwrite(handle, data, begin)
@@ -102,12 +61,12 @@ def _put(handle: int, piece: np.ndarray, begin: int) -> None:
 
 
 def _rows(parameter: Parameter, begin: int, end: int) -> Any:
-    """Yield for each of a parameter's tensors: itself, its rows' blocks, and where they stand in the range."""
+    """Yield (tensor, blocks of its rows, their indices in the range) for each of a parameter's tensors."""
     order = parameter.change.rows
     wanted = np.arange(begin, end) if order is None else order[begin:end]
     start = 0
     for entry in parameter.entries:
-        blocks = entry.blocks()  # mapped anew for each range, so that pages that were read can be freed
+        blocks = entry.blocks()  # mapped again for each range, so that pages of earlier ranges can be freed
         inside = np.flatnonzero((wanted >= start) & (wanted < start + len(blocks)))
         if len(inside):
             local = wanted[inside] - start
@@ -117,10 +76,10 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
 
 
 def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
-    """Make the words, scales and biases of a range of rows."""
+    """Return the packed codes, scales and biases (unless mxfp4) of a range of rows; ValueError for NaN."""
     form = parameter.form
     parts = [(groups(entry, rows, form.bits), at) for entry, rows, at in _rows(parameter, begin, end)]
-    codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts, end - begin)
+    codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts)
     if parameter.change.columns is not None:
         groups_at = parameter.change.columns[::GROUP] // GROUP
         codes = codes[:, parameter.change.columns]
@@ -137,22 +96,16 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     return [words, *stored]
 
 
-def _joined(parts: list[tuple[Groups, np.ndarray]], rows: int) -> Groups:
-    """Put the rows of several tensors where they stand."""
-    arrays = []
-    for i in range(3):
-        first = parts[0][0][i]
-        if first is None:
-            return Groups(arrays[0], arrays[1], None)
-        joined = np.empty((rows, first.shape[1]), first.dtype)
-        for found, at in parts:
-            joined[at] = found[i]
-        arrays.append(joined)
-    return Groups(*arrays)
+def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
+    """Return the groups of a range whose rows come from several tensors. parts: each one's groups and row indices."""
+    order = np.argsort(np.concatenate([indices for _, indices in parts]))
+    fields: Any = zip(*(found for found, _ in parts), strict=True)
+    joined: Any = [None if arrays[0] is None else np.concatenate(arrays)[order] for arrays in fields]
+    return Groups(*joined)
 
 
 def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
-    """Compute the values of a range of rows, in the type that they are stored in."""
+    """Return the bytes of a range of unquantized rows in the stored type; ValueError for NaN."""
     change = parameter.change
     made = np.empty((end - begin, parameter.entries[0].shape[-1]), np.float32)
     for entry, rows, at in _rows(parameter, begin, end):

@@ -1,19 +1,19 @@
-"""Find what drafts for a model: a kind is a file beside these."""
+"""Find the drafters of a model; each kind is a file in this directory."""
 
 from ...layers.target import Target
 from .drafter import Drafter
 from .heads import Heads
 from .lookup import Lookup
 
-KINDS = (Heads.of,)  # asked in this order about a model that was given no drafter
+KINDS = (Heads.of,)  # tried in this order for a model without a drafter of its own
 
 
 def drafter_of(model: Target) -> Drafter | None:
-    """Return what drafts for a model: `model.drafter` where it is set, else the first of KINDS; None for nothing."""
+    """Return a model's drafter: `model.drafter` if set, else the first of KINDS that applies; None without one."""
     return getattr(model, "drafter", None) or next((d for kind in KINDS if (d := kind(model))), None)
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
-    """Return by name who may draft for a model: its own drafter, and with `max_lookup` drafts the text's past."""
+    """Return the drafters of a model by name: its own, and prompt lookup if `max_lookup` is not 0."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
     return {drafter.source: drafter for drafter in (own, lookup) if drafter}

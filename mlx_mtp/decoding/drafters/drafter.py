@@ -1,4 +1,4 @@
-"""State what a drafter offers, and what it is given: all that the decode loop asks of whatever proposes drafts."""
+"""Define the interface between the decode loop and a drafter, and the inputs of a step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,12 +15,12 @@ from ..run import Drafts, Run
 
 
 class Frame(NamedTuple):
-    """All of a step that is no array, but for the keys of its sequences' draws.
+    """The inputs of a step that are not arrays.
 
-    cache:   holds the arrays for the time of the step. plan: who drafts, and how many.
-    drafter: who has a part in the step: it reads the rows before, and drafts if the plan asks it to; None for nobody.
+    cache:   contains the arrays during the step. plan: the drafter's name and the number of drafts.
+    drafter: the drafter that reads the previous run's rows in this step, and drafts if the plan names it; or None.
     members: the sequences, by row.
-    base:    the first position of the rows before, or a bound of it.
+    base:    position of the first row of the previous run, or an upper bound of it.
     """
 
     model: Target
@@ -32,22 +32,21 @@ class Frame(NamedTuple):
 
     @property
     def asked(self) -> int:
-        """How many drafts the drafter is to make."""
+        """Number of drafts that `drafter` must make."""
         return self.plan.k if self.drafter and self.plan.source == self.drafter.source else 0
 
 
 class Drafter(Protocol):
-    """Proposes drafts behind the rows of a run. These defaults suit a drafter without caches or weights.
+    """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
-    source:  its name in plans. most: drafts of a cycle.
-    in_step: `propose` is a function of arrays alone: a part of the step, recorded with it. Otherwise it is called
-             before the step, which gets its drafts as an input: for what depends on text that the host has read.
-    windows: what each of its caches needs: a window, None for all positions, or a class of cache. The caches are
-             `frame.cache.heads`.
-    chained: each of its caches begins one position behind the one before, and `frame.cache.kept` has a row for each
-             but the last: those of MTP heads that read each other's outputs.
-    reads:   numbers of layers of the target. A hidden row is the residual stream before the final norm, which
-             `Target.normed` applies; behind it, along the same axis, comes the stream after so many layers each.
+    source:  its name in plans. most: maximum number of drafts per cycle.
+    in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
+             before the step, which receives its drafts as an input; it may then read tokens on the host.
+    windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
+    chained: each cache starts one position later than the one before it, and `frame.cache.kept` has one row per cache
+             but the last, as MTP heads that read each other's outputs need.
+    reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
+             applies that), followed along the same axis by the stream after each of these numbers of layers.
              Keys and values of the target's layers are in `frame.cache.layers`.
     """
 
@@ -59,24 +58,23 @@ class Drafter(Protocol):
     reads: tuple[int, ...] = ()
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Draft k tokens behind each sequence's newest one, `run.newest()`; NO_DRAFTS for k = 0.
+        """Return k drafts after each sequence's newest token, `run.newest()`; for k = 0 read only, return NO_DRAFTS.
 
-        Rows 0..`run.last` of a sequence are right, the others were rejected. The drafter's caches stand at the first
-        row of the run, the target's behind `run.last`. Reading all rows keeps shapes free of what was accepted; those
-        written for rejected rows and for drafts are overwritten by the next call, if the caches are left where the
-        target's are (`frame.cache.heads_follow()`). k = 0 only reads.
+        Rows 0..`run.last` of a sequence are accepted, the others rejected. The drafter's caches are at the first row
+        of the run, the target's after `run.last`. Read all rows, so that shapes do not depend on the accepted count.
+        End with `frame.cache.heads_follow()`, which moves the drafter's caches to the target's position: the next
+        call then overwrites the entries of rejected rows and of drafts.
         """
         ...
 
     def behind(self, cache: PromptCache) -> int:
-        """Count the rows that it has to read before it drafts again: what it costs to resume after a pause."""
-        return 0 if cache.live or not cache.heads else cache.behind
+        """Return the number of rows that it must read before it drafts again: the cost of resuming after a pause."""
+        return 0 if cache.live or not cache.heads else cache.pending_rows
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
-        """Read positions first..end-1, `step` at a time, from the hidden rows that wait in the backlog.
+        """Read positions first..end-1 from the cache's backlog of hidden rows, `step` rows at a time, unevaluated.
 
-        These begin at `first`, but of caches with windows, which may skip rows, they end at end-1. `tokens` [end + 1]
-        are known; nothing is evaluated.
+        The backlog starts at `first`; with windows, which may skip rows, it ends at end-1. tokens: [end + 1].
         """
         if not cache.heads or first >= end:
             return
@@ -91,12 +89,12 @@ class Drafter(Protocol):
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
 
     def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
-        """Empty the caches, which then read `rows` rows from position `first` on."""
+        """Empty the drafter's caches, which then read `rows` rows from position `first` on."""
         for kv in cache.heads:
             kv.start = first
 
     def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
-        """Read hidden rows [1, n, H] from position `first` on, and the n tokens behind them, into the caches.
+        """Read hidden rows [1, n, H] from position `first` on, with the n tokens after them, into the caches.
 
-        Positions are host integers: seek each cache to where its next row goes, and leave it behind the last one.
+        Positions are host integers: seek each cache to its next row, and leave it after the last one.
         """

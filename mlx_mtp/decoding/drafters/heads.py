@@ -1,10 +1,9 @@
-"""Let the MTP heads draft the next tokens, and read committed rows after a pause.
+"""Draft with a model's MTP heads, and prefill them with accepted rows after a pause.
 
 x_t is the token at position t, h_t the target's hidden state after reading it. Slot p of depth j reads x_{p+1+j}
-and, at depth 0, h_p, at depth j > 0 depth j-1's output at slot p; its logits guess x_{p+2+j}. The rule for the
-caches is exact: a slot that was computed from drafted tokens is computed again from the committed ones, so drafts
-and hidden states equal a recomputation from scratch (DeepSeek-V3, arXiv 2412.19437; transformers'
-`MTPCandidateGenerator` does the same).
+and, at depth 0, h_p, at depth j > 0 depth j-1's output at slot p; its logits predict x_{p+2+j}. A slot that was
+computed from drafted tokens is computed again from the accepted ones, so that drafts and hidden states equal a
+recomputation from scratch (DeepSeek-V3, arXiv 2412.19437; transformers' `MTPCandidateGenerator` does the same).
 """
 
 from typing import Any
@@ -20,10 +19,7 @@ from .drafter import Drafter, Frame
 
 
 class Heads(Drafter):
-    """MTP heads, chained, all reading the target, or one that is recycled; and EAGLE-3's head, which is recycled.
-
-    They read hidden rows through `Target.capture`, and have a cache each.
-    """
+    """The MTP heads of a model: chained, all reading the target, or one recycled head, as EAGLE-3's is."""
 
     source = "heads"
     chained = True
@@ -33,15 +29,15 @@ class Heads(Drafter):
 
     @classmethod
     def of(cls, model: Target) -> "Heads | None":
-        """Make the drafter of a model that has heads."""
+        """Return the drafter of a model that has heads, else None."""
         return cls(model) if getattr(model, "mtp", None) else None
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Feed every head the run's rows and return k drafts of each sequence.
 
-        All R rows are fed, right or not, so that shapes do not depend on what was accepted; a head's answer is its
-        row `last` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the rest from its
-        own output. Leaves the heads' offset at the target's: the next call overwrites rejected and drafted rows.
+        All R rows are fed, accepted or not, so that shapes do not depend on the accepted count; a head's draft is in
+        its row `last` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the remaining
+        tokens from its own output. The heads' offset ends at the target's: the next call overwrites rejected rows.
         """
         model, cache, choose = frame.model, frame.cache, Choosers(frame.members, confidence=frame.plan.p_min)
         rows, accepted, choices = run.size, run.last, list[Choice]()
@@ -67,10 +63,9 @@ class Heads(Drafter):
         return Drafts(*joined(choices))
 
     def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
-        """Empty the heads, which then read `rows` rows from position `first` on.
+        """Empty the heads' caches, which then read `rows` rows from position `first` on.
 
-        Depth j reads what depth j-1 gave, so it starts behind it: by a whole window if there are rows enough, so that
-        all it reads is as exact as if nothing had been skipped, else by one row.
+        Depth j reads depth j-1 and starts later: by a window if there are enough rows, so that its inputs are exact.
         """
         exact = rows >= sum(kv.window for kv in cache.heads)
         for kv in cache.heads:
@@ -78,7 +73,7 @@ class Heads(Drafter):
             first += kv.window if exact else 1
 
     def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
-        """Let all depths read."""
+        """Read the rows into the caches of all depths."""
         end = first + hidden.shape[1]
         hidden, tokens = model.capture(hidden), mx.array(tokens)[None]
         kept, base = [], first
@@ -100,10 +95,10 @@ class Heads(Drafter):
 
 
 def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: int, choose: Choosers) -> list[Choice]:
-    """Draft on with the one head: its last output [n, 1, H] and draft are its next input; k - 1 more drafts."""
+    """Return k - 1 more drafts of the one head, whose output [n, 1, H] and draft are its next input."""
     (head,), (kv,) = model.mtp, cache.heads
     offset, more = cache.layers[0].offset, []
-    kv.seek(offset, kv.limit)  # right behind the accepted rows
+    kv.seek(offset, kv.limit)  # directly after the accepted rows
     for depth in range(1, k):
         hidden = head.feedback(row, row)
         row = head(model.embed(last.token, 0), hidden, kv)
@@ -113,7 +108,7 @@ def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: i
 
 
 def _put(tokens: mx.array, index: mx.array, token: mx.array) -> mx.array:
-    """Put each sequence's `token` [n, 1] into tokens [n, R] at its own index, int32 [n] <= R: [n, R + 1]."""
+    """Return tokens [n, R + 1]: `tokens` [n, R] with each sequence's `token` [n, 1] at its index, int32 [n]."""
     longer = mx.concatenate([tokens, token], axis=1)
     index = index if index.size == 1 else index[:, None]
     return mx.where(mx.arange(longer.shape[1]) == index, token, longer)

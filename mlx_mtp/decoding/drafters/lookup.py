@@ -7,8 +7,8 @@ device, so such a cycle is built ahead like any other. Source of the idea: Saxen
 import mlx.core as mx
 import numpy as np
 
+from ..history import TokenHistory
 from ..run import Drafts, Run
-from ..text import Text
 from .drafter import Drafter, Frame
 
 TRIED = 8  # copies that are compared with the tokens that the host has not read
@@ -29,23 +29,25 @@ class Lookup(Drafter):
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         found = []
         for i, member in enumerate(frame.members):
-            copies = [] if member is None else member.text.matches(member.base + 1)[:TRIED]
+            copies = [] if member is None else member.history.matches(member.base + 1)[:TRIED]
             if member is None or not copies:
                 found.append(mx.zeros(k, mx.int32))
                 continue
             starts = [start for _, start in copies]
-            found.append(continued(member.text, member.base + 1, starts, run.tokens[i], run.last[i : i + 1], k))
+            found.append(continued(member.history, member.base + 1, starts, run.tokens[i], run.last[i : i + 1], k))
         return Drafts(mx.stack(found))
 
 
-def continued(text: Text, size: int, starts: list[int], tokens: mx.array, last: mx.array, k: int) -> mx.array:
-    """Draft int32 [k] behind the first `size` tokens of a text and the first last + 1 of `tokens` [R].
+def continued(
+    history: TokenHistory, size: int, starts: list[int], tokens: mx.array, last: mx.array, k: int
+) -> mx.array:
+    """Draft int32 [k] behind the first `size` tokens of a history and the first last + 1 of `tokens` [R].
 
     starts: indices of the tokens that followed earlier copies, best first. The first copy that `tokens` also continue
     is used, or the first of all where none is. last: int32 [1] on the device. A copy that reaches the end repeats.
     """
     rows, starts_of = tokens.size, np.array(starts, np.int32)[:, None]
-    known = text.tokens[np.minimum(starts_of + np.arange(rows + k), size - 1)]
+    known = history.tokens[np.minimum(starts_of + np.arange(rows + k), size - 1)]
     each = mx.concatenate([mx.array(known), mx.broadcast_to(tokens, (len(starts), rows))], axis=1)
     period = mx.array(size - starts_of)
     follow = _at(each, mx.broadcast_to(mx.arange(rows), (len(starts), rows)), period, rows + k) == tokens

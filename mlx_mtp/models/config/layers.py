@@ -24,11 +24,6 @@ def leading_dense(kinds: list[str]) -> int | None:
     return count if kinds[:count] == [DENSE] * count else None
 
 
-def dense_layers(kinds: list[str]) -> list[int]:
-    """Return the indices of the dense layers."""
-    return [i for i, kind in enumerate(kinds) if kind == DENSE]
-
-
 LETTERED = "sliding_window_pattern"  # a number, or in some families letters
 # Field of a family: the list that it is derived from, and the function that derives it (None: not expressible).
 PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
@@ -36,7 +31,7 @@ PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
     "full_attention_interval": ("layer_types", interval),
     "first_k_dense_replace": ("mlp_layer_types", leading_dense),
     "num_dense_layers": ("mlp_layer_types", leading_dense),
-    "mlp_only_layers": ("mlp_layer_types", dense_layers),
+    "mlp_only_layers": ("mlp_layer_types", lambda kinds: [i for i, kind in enumerate(kinds) if kind == DENSE]),
 }
 
 

@@ -1,6 +1,7 @@
 """Describe Llama's, Qwen2's, Qwen3's and Gemma 3's GGUF files, which have no MTP heads."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,24 +44,16 @@ def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Chang
     return NO_CHANGE
 
 
-def qwen2_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Qwen2 and Qwen2.5."""
-    return {**basics(meta, "qwen2"), **rotary(meta)}
-
-
-def qwen3_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Qwen3, dense."""
-    return {**basics(meta, "qwen3"), **rotary(meta)}
+def qwen_config(model_type: str, meta: Meta) -> dict[str, Any]:
+    """Return config.json of Qwen2, Qwen2.5 or a dense Qwen3."""
+    return {**basics(meta, model_type), **rotary(meta)}
 
 
 def qwen3_moe_config(meta: Meta) -> dict[str, Any]:
     """Make config.json of Qwen3 with experts."""
-    every = {
-        "norm_topk_prob": meta.flag("expert_weights_norm", True),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    return {**basics(meta, "qwen3_moe"), **rotary(meta), **routed(meta, "num_experts"), **every}
+    sparse = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    normed = {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
+    return {**qwen_config("qwen3_moe", meta), **routed(meta, "num_experts"), **normed, **sparse}
 
 
 def gemma3_config(meta: Meta) -> dict[str, Any]:
@@ -82,17 +75,13 @@ def gemma3_config(meta: Meta) -> dict[str, Any]:
 
 
 def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Take the 1 away again that converters add to norms: mlx-lm's Gemma adds it when it runs."""
-    return Change(values=_minus_one) if path.endswith("norm.weight") else NO_CHANGE
-
-
-def _minus_one(weights: np.ndarray) -> np.ndarray:
-    return weights - np.float32(1)
+    """Subtract the 1 that converters add to norms, because mlx-lm's Gemma adds it when it runs."""
+    return Change(values=lambda w: w - np.float32(1)) if path.endswith("norm.weight") else NO_CHANGE
 
 
 LLAMA = Family(llama_config, {**SELF_ATTENTION, **MLP, **FFN_NORM}, unpermuted_attention, head={}, float16=True)
-QWEN2 = replace(LLAMA, config=qwen2_config, changes=unchanged)
-QWEN3 = replace(QWEN2, config=qwen3_config)
+QWEN2 = replace(LLAMA, config=partial(qwen_config, "qwen2"), changes=unchanged)
+QWEN3 = replace(QWEN2, config=partial(qwen_config, "qwen3"))
 QWEN3_MOE = replace(QWEN3, config=qwen3_moe_config, block={**SELF_ATTENTION, **EXPERTS, **FFN_NORM})
 GEMMA3 = Family(
     gemma3_config,

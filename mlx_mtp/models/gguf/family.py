@@ -66,7 +66,7 @@ class Family:
     block: Mapping[str, str | tuple[str, ...]]
     changes: Changes = unchanged
     layers: str = "model.layers."
-    ends: Mapping[str, str] = field(default_factory=lambda: _ends("model.", "lm_head"))
+    ends: Mapping[str, str] = field(default_factory=lambda: ends("model.", "lm_head"))
     head: Mapping[str, str] = field(default_factory=lambda: HEAD)
     in_head: Mapping[str, str] = field(default_factory=dict)
     float16: bool = False
@@ -122,13 +122,9 @@ def _rank(order: list[str], match: re.Match | None) -> int:
     return order.index(stem) if stem in order else len(order)
 
 
-def _ends(inside: str, head: str) -> dict[str, str]:
-    return {**{name: f"{inside}{path}" for name, path in ENDS.items()}, "output": head}
-
-
 def ends(inside: str, head: str, **others: str) -> dict[str, str]:
     """Return the paths of the embedding, the last norm and the LM head inside these modules."""
-    return {**_ends(inside, head), **{name: f"{inside}{path}" for name, path in others.items()}}
+    return {**{name: f"{inside}{path}" for name, path in (ENDS | others).items()}, "output": head}
 
 
 def part_of_rows(shape: tuple[int, ...], part: int, parts: int) -> Change:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,13 +182,11 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
     rows = np.arange(shape[0]).reshape(heads, -1)
     if path.endswith(".unembed_out.weight"):
         return Change(rows=rows[:, nope:].reshape(-1), shape=(heads, shape[0] // heads - nope, shape[1]))
-    turned = (heads, shape[1], nope)
-    return Change(rows=rows[:, :nope].reshape(-1), values=partial(_transposed, heads, nope), shape=turned)
-
-
-def _transposed(heads: int, rows: int, values: np.ndarray) -> np.ndarray:
-    """Transpose the matrix of each attention head: [heads * rows, columns] to [heads * columns, rows]."""
-    return values.reshape(heads, rows, -1).swapaxes(1, 2).reshape(-1, rows)
+    return Change(
+        rows=rows[:, :nope].reshape(-1),
+        values=lambda keys: keys.reshape(heads, nope, -1).swapaxes(1, 2).reshape(-1, nope),
+        shape=(heads, shape[1], nope),
+    )
 
 
 def mimo_config(meta: Meta) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Read tool calls as models write them: one file a kind of format, and a table of all formats."""
+"""Read tool calls as models write them: one file for each kind of format, and a table of all formats."""

@@ -1,4 +1,4 @@
-"""Define what every format of tool calls offers to the splitter of an answer."""
+"""Define the interface of every tool-call format, and helpers that all formats use."""
 
 from typing import NamedTuple, Protocol
 
@@ -10,49 +10,46 @@ SPACE = regex.compile(r"\s*")
 
 
 class ToolCall(NamedTuple):
-    """One whole call. arguments: a JSON object, as the model wrote it where it wrote JSON."""
+    """A complete tool call. arguments: a JSON object, unchanged if the model wrote valid JSON."""
 
     name: str
     arguments: str
 
 
 class Reading(NamedTuple):
-    """The calls at the beginning of a text, and the index behind the last of them."""
+    """The calls at the start of a text, and the index after the last of them."""
 
     calls: list[ToolCall]
     end: int
 
 
 class CallFormat(Protocol):
-    """A format in which a model writes tool calls.
-
-    marks: the literals that begin a call anywhere in an answer.
-    """
+    """A format in which a model writes tool calls. marks: literals that start a call anywhere in an answer."""
 
     @property
     def marks(self) -> tuple[str, ...]: ...
 
     def opening(self, tools: Tools) -> regex.Pattern[str]:
-        """The pattern of a call's beginning, up to where text that merely mentions a mark no longer matches.
+        """Return the pattern of a call's start, too long to match text that only mentions a mark.
 
-        The outer mark is optional: models leave it out at the beginning of an answer.
+        The outer mark is optional, because models omit it at the start of an answer.
         """
         ...
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """Read the calls that a text begins with; None where it begins with none.
+        """Read the calls at the start of a text; return None if it does not start with a call.
 
-        complete: the answer ended by itself behind the text, so closing marks that are missing were left out.
+        complete: the model ended the answer after the text, so missing end marks were omitted, not cut off.
         """
         ...
 
 
 def any_of(names: list[str]) -> str:
-    """A pattern of the offered names, the longest first; it matches nothing where none is offered."""
+    """Return a pattern of these names, the longest first; without names it matches nothing."""
     return "|".join(regex.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
 
 
-def behind_space(text: str, at: int) -> int:
-    """The index of the first character from `at` on that is no white space."""
+def skip_space(text: str, at: int) -> int:
+    """Return the index of the first character at or after `at` that is not white space."""
     found = SPACE.match(text, at)
     return found.end() if found else at

@@ -1,4 +1,4 @@
-"""Read calls in JSON: Hermes' and Qwen3's, Llama 3's, Mistral's, Kimi-K2's, DeepSeek's."""
+"""Read tool calls in JSON: those of Hermes, Qwen3, Llama 3, Mistral, Kimi-K2, DeepSeek and others."""
 
 import functools
 import json
@@ -18,14 +18,13 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input")
 
 
 @dataclass(frozen=True)
-class JsonMarks:
-    """The marks of one format.
+class JsonCalls:
+    """A format with these marks. In every such format a JSON object with a name and arguments is a call.
 
-    start, end: around all calls of a block; end is "" where calls go on to the end of the answer.
-    call: begins one call, which it does alone where models leave out the block's mark.
-    head: pattern behind that and in front of the arguments, with {name}; "" where the JSON has the name.
-    foot: pattern behind the arguments.
-    names_are_keys: a call is an object whose one key is the name.
+    start, end: marks around a block of calls; end is "" if a block lasts until the answer ends.
+    call: mark that starts one call, also where a model omits the block's mark.
+    head: pattern between that mark and the arguments, with {name}; "" if the JSON contains the name.
+    foot: pattern after the arguments. names_are_keys: a call is an object with the name as its only key.
     """
 
     start: str
@@ -35,24 +34,17 @@ class JsonMarks:
     foot: str = ""
     names_are_keys: bool = False
 
-
-class JsonCalls:
-    """The format of these marks; objects that have a call's name and arguments are calls in each of them."""
-
-    def __init__(self, marks: JsonMarks):
-        self._marks = marks
-
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self._marks.start, self._marks.call) if self._marks.call else (self._marks.start,)
+        return (self.start, self.call) if self.call else (self.start,)
 
     def opening(self, tools: Tools) -> regex.Pattern[str]:
-        return _patterns(self._marks, tuple(tools.names)).opening
+        return _patterns(self, tuple(tools.names)).opening
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """As `CallFormat.read`; JSON that no end mark follows is a call all the same."""
+        """Implement `CallFormat.read`. Calls whose end mark is missing count too."""
         calls: list[ToolCall] = []
-        patterns, end = _patterns(self._marks, tuple(tools.names)), 0
+        patterns, end = _patterns(self, tuple(tools.names)), 0
         while (block := patterns.start.match(text, end)) or not calls:
             found, at = self._block(text, block.end() if block else 0, patterns, tools)
             if not found:
@@ -60,8 +52,8 @@ class JsonCalls:
             calls, end = calls + found, at
         return Reading(calls, end) if calls else None
 
-    def _block(self, text: str, at: int, patterns: "Patterns", tools: Tools) -> tuple[list[ToolCall], int]:
-        """The calls of one block, and the index behind it and its end mark."""
+    def _block(self, text: str, at: int, patterns: "JsonPatterns", tools: Tools) -> tuple[list[ToolCall], int]:
+        """Return the calls of the block at `at`, and the index after its end mark."""
         calls: list[ToolCall] = []
         end = at
         while found := self._next(text, at, patterns, tools):
@@ -72,23 +64,25 @@ class JsonCalls:
             at = between.end() if between else end
         return calls, end
 
-    def _next(self, text: str, at: int, patterns: "Patterns", tools: Tools) -> Reading | None:
-        """One JSON value and the calls in it; None where it is none of offered tools."""
-        head = patterns.head.match(text, at) if self._marks.head else None
+    def _next(self, text: str, at: int, patterns: "JsonPatterns", tools: Tools) -> Reading | None:
+        """Return the calls of the JSON value at `at`; None if it is not JSON or calls a tool that is not offered."""
+        head = patterns.head.match(text, at) if self.head else None
         start = head.end() if head else at
         if (end := end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
             return None
         try:
-            own = [ToolCall(head["name"], strict(text[start:end]))] if head else None
-            calls = own or list(_calls(text, start, tools, self._marks.names_are_keys))
+            if head:
+                calls = [ToolCall(head["name"], strict(text[start:end]))]
+            else:
+                calls = list(_calls(text, start, tools, self.names_are_keys))
         except ValueError:
             return None
         foot = patterns.foot.match(text, end)
         return Reading(calls, foot.end() if foot else end) if calls else None
 
 
-class Patterns(NamedTuple):
-    """The compiled patterns of marks and offered names."""
+class JsonPatterns(NamedTuple):
+    """Compiled patterns of a format's marks and the offered names."""
 
     opening: regex.Pattern[str]
     start: regex.Pattern[str]
@@ -98,7 +92,7 @@ class Patterns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> Patterns:
+def _patterns(marks: JsonCalls, names: tuple[str, ...]) -> JsonPatterns:
     name = any_of(list(names))
     head = rf"(?:{regex.escape(marks.call)})?\s*" + marks.head.replace("{name}", f"(?P<name>{name})")
     start, end = regex.escape(marks.start), regex.escape(marks.end)
@@ -107,7 +101,7 @@ def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> Patterns:
     first += rf'|"(?:{name})"\s*:\s*\{{' if marks.names_are_keys else ""
     in_json = rf"(?:\[\s*)?\{{\s*(?:{first})"
     opening = rf"(?:{start}\s*)?(?:{in_json}{'|' + head if marks.head else ''})"
-    return Patterns(
+    return JsonPatterns(
         regex.compile(opening),
         regex.compile(rf"\s*{start}\s*"),
         regex.compile(rf"\s*{end}" if end else r"(?!)"),
@@ -117,16 +111,16 @@ def _patterns(marks: JsonMarks, names: tuple[str, ...]) -> Patterns:
 
 
 def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterator[ToolCall]:
-    """The calls of a JSON value; raises ValueError where it is anything else."""
+    """Yield the calls of the JSON object or list at `start`. Raises ValueError if it contains anything else."""
     if text[start] == "[":
         at = start + 1
         while (between := BETWEEN.match(text, at)) and text[at := between.end()] == "{":
             yield from _calls(text, at, tools, names_are_keys)
             end = end_of_value(text, at)
-            assert end is not None, "a value whose beginning was read has an end"
+            assert end is not None, "a value whose calls were read has an end"
             at = end
         if text[at] != "]":
-            raise ValueError("a list of calls has something else in it")
+            raise ValueError("a list of calls contains something else")
         return
     found = _object(text, start)
     if names_are_keys and len(found) == 1 and (name := next(iter(found))) in tools.names:
@@ -134,31 +128,25 @@ def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterato
     inner = next((found[key] for key in ("function", "tool") if found.get(key, "").startswith("{")), None)
     if inner:
         found = {**found, **_object(inner, 0)}
-    name = next((found[key] for key in NAME_KEYS if found.get(key, "").startswith('"')), '""')
-    name = _string(name)
+    name = json.loads(strict(next((found[key] for key in NAME_KEYS if found.get(key, "").startswith('"')), '""')))
     if name not in tools.names:
         raise ValueError(f"{name!r} was not offered")
     yield ToolCall(name, _arguments(found))
 
 
 def _object(text: str, start: int) -> dict[str, str]:
-    """The texts of an object's values by their keys; ValueError where the object does not end."""
-    return {_string(key): value for key, value in members(text, start)}
+    """Return an object's values as text, by key. Raises ValueError if the object is not complete."""
+    return {json.loads(strict(key)): value for key, value in members(text, start)}
 
 
 def _arguments(call: dict[str, str]) -> str:
-    """The arguments of a call, as written where that is JSON; ValueError where they are no object."""
+    """Return a call's arguments, unchanged if they are valid JSON. Raises ValueError if they are no object."""
     written = next((call[key] for key in ARGUMENT_KEYS if key in call), "{}")
     if written.startswith('"'):  # JSON in JSON
-        written = _string(written)
+        written = json.loads(strict(written))
     if written.strip() in ("", "null"):
         return "{}"
     found = strict(written.strip())
     if not found.startswith("{"):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments must be an object")
     return found
-
-
-def _string(text: str) -> str:
-    """The string that a text in quotes stands for."""
-    return json.loads(strict(text))

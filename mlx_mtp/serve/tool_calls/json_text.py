@@ -1,4 +1,4 @@
-"""Find the texts of JSON values inside a text, without reading them."""
+"""Find where JSON values start and end inside a text, without parsing them."""
 
 from collections.abc import Iterator
 
@@ -12,20 +12,20 @@ LAST = regex.compile(r"\s*,?\s*\}")
 
 
 def members(text: str, start: int) -> Iterator[tuple[str, str]]:
-    """The keys, in quotes, and the values of an object that begins at `start`; ValueError where it does not end."""
+    """Yield (quoted key, value's text) of the object at `start`. Raises ValueError if it is no complete object."""
     at = start + 1
     while member := MEMBER.match(text, at):
         end = end_of_value(text, member.end())
         if end is None:
-            raise ValueError("an object that does not end")
+            raise ValueError("a JSON object without an end")
         yield member["key"], text[member.end() : end]
         at = end
     if not LAST.match(text, at):
-        raise ValueError("an object with something else in it")
+        raise ValueError("a JSON object with invalid members")
 
 
 def end_of_value(text: str, start: int) -> int | None:
-    """The index behind the JSON value that begins at `start`; None where it does not end."""
+    """Return the index after the JSON value that starts at `start`; None if it does not end."""
     if text[start : start + 1] not in ("{", "["):
         scalar = SCALAR.match(text, start)
         return scalar.end() if scalar else None

@@ -1,19 +1,19 @@
-"""Read values whose objects and lists are written as tags inside tags: `<key>...</key>`, and `<item>` in lists."""
+"""Read argument values whose objects and lists are nested tags: `<key>...</key>`, and `<item>` in lists."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import regex
 
-from .schema import Schema, Tools, alternatives, dumps, types_of, untyped_as_json
+from .schema import Schema, alternatives, dumps, types_of, untyped_as_json
 
 ITEM = "item"
-# These bound the time that a hostile answer takes: tags inside tags, and ends of values that are tried.
+# Bounds on the work for a hostile answer: depth of nesting, and values that the search tries.
 DEEPEST, MOST_STEPS = 40, 5000
 
 
 class Position(NamedTuple):
-    """A position in a container's text, the members before it as JSON, and their keys."""
+    """A position in the text of a list or an object, with the members before it as JSON and their keys."""
 
     at: int
     members: tuple[str, ...]
@@ -21,16 +21,16 @@ class Position(NamedTuple):
 
 
 class NestedValues:
-    """The JSON of texts with tags. mark: stands in front of every tag. root: the schema with the `$defs`."""
+    """Converts values with nested tags to JSON. mark: precedes every tag. root: the schema that contains `$defs`."""
 
     def __init__(self, mark: str, root: Schema):
         self._mark, self._root, self._steps = mark, root, 0
         self._begin = regex.compile(rf"{regex.escape(mark)}<(?P<key>[^<>/]+)>")
 
     def as_json(self, text: str, schema: Schema | None, depth: int = 0) -> str:
-        """The JSON of a value of this schema: a list or an object where the text has the tags of one, else a scalar.
+        """Return the JSON of a value of this schema: a list or an object if the tags form one, otherwise a scalar.
 
-        Of all ways to read the tags the first one counts in which values are as short as possible.
+        If the tags have several readings, the one with the shortest values counts.
         """
         types = types_of(schema, self._root)
         self._steps += 1
@@ -44,48 +44,43 @@ class NestedValues:
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
 
     def _container(self, text: str, kind: str, schema: Schema | None, depth: int) -> str | None:
-        """The JSON of a list or an object that takes up the whole text; None where the tags are no such one."""
+        """Return the JSON of the list or object that the whole text is; None if the tags do not form one."""
         seen: set[tuple[int, frozenset[str]]] = set()
         stack = [iter([Position(0, (), frozenset())])]
         while stack and self._steps < MOST_STEPS:
-            if (place := next(stack[-1], None)) is None:
+            if (position := next(stack[-1], None)) is None:
                 stack.pop()
-            elif place.at == len(text):
-                return f"[{', '.join(place.members)}]" if kind == "array" else f"{{{', '.join(place.members)}}}"
-            elif (place.at, place.keys) not in seen:
-                seen.add((place.at, place.keys))
-                stack.append(self._following(text, place, kind, schema, depth))
+            elif position.at == len(text):
+                members = ", ".join(position.members)
+                return f"[{members}]" if kind == "array" else f"{{{members}}}"
+            elif (position.at, position.keys) not in seen:
+                seen.add((position.at, position.keys))
+                stack.append(self._following(text, position, kind, schema, depth))
         return None
 
     def _following(
-        self, text: str, place: Position, kind: str, schema: Schema | None, depth: int
+        self, text: str, position: Position, kind: str, schema: Schema | None, depth: int
     ) -> Iterator[Position]:
-        """The positions behind the next member, the shortest value first."""
-        begin = self._begin.match(text, place.at)
+        """Yield the possible positions after the next member, the one of the shortest value first."""
+        begin = self._begin.match(text, position.at)
         key = begin["key"] if begin else ""
-        if not begin or (key != ITEM if kind == "array" else key in place.keys):
+        if not begin or (key != ITEM if kind == "array" else key in position.keys):
             return
         inner = _inner(schema, kind, key, self._root)
         close = f"{self._mark}</{key}>"
         end = text.find(close, begin.end())
         while end >= 0 and self._steps < MOST_STEPS:
-            behind = end + len(close)
-            if behind == len(text) or text.startswith(self._mark, behind):
+            after = end + len(close)
+            if after == len(text) or text.startswith(self._mark, after):
                 value = self.as_json(text[begin.end() : end], inner, depth + 1)
                 member = value if kind == "array" else f"{dumps(key)}: {value}"
-                keys = place.keys if kind == "array" else place.keys | {key}
-                yield Position(behind, (*place.members, member), keys)
+                keys = position.keys if kind == "array" else position.keys | {key}
+                yield Position(after, (*position.members, member), keys)
             end = text.find(close, end + 1)
 
 
-def nested_json(text: str, tools: Tools, name: str, key: str, mark: str) -> str:
-    """The JSON of a parameter of a function that was offered."""
-    root = tools.parameters(name)
-    return NestedValues(mark, root).as_json(text, tools.properties(name).get(key))
-
-
 def _inner(schema: Schema | None, kind: str, key: str, root: Schema) -> Schema | None:
-    """The schema of a list's items or of an object's member; None where it states none."""
+    """Return the schema of a list's items or of an object's member `key`; None if the schema does not state it."""
     for each in alternatives(schema, root):
         properties = each.get("properties")
         found = each.get("items") if kind == "array" else each.get("additionalProperties")

@@ -1,23 +1,23 @@
-"""Hold the tools of a request: their names, and the types that their parameters may have."""
+"""Look up the types of tools' parameters, and convert arguments written without quotes to JSON."""
 
 import ast
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 Schema = dict[str, Any]
 ESCAPE = re.compile(r'["/bfnrt]|u[0-9a-fA-F]{4}')
-PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as jinja's `string` filter writes them
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # jinja's `string` filter writes the keys
 
 
 class Tools:
-    """The offered functions, from a list in OpenAI's form; entries without a function's name are skipped."""
+    """The functions that a request offers. offered: a list in OpenAI's form; entries without a name are skipped."""
 
     def __init__(self, offered: Iterable[Any] | None):
-        self.offered = list(offered or ())
-        functions = [tool.get("function") for tool in self.offered if isinstance(tool, dict)]
+        functions = [tool.get("function") for tool in offered or () if isinstance(tool, dict)]
         self._parameters: dict[str, Schema] = {
             f["name"]: f.get("parameters") or {} for f in functions if isinstance(f, dict) and f.get("name")
         }
@@ -27,48 +27,45 @@ class Tools:
         return list(self._parameters)
 
     def parameters(self, name: str) -> Schema:
-        """The schema of a function's arguments."""
+        """Return the schema of a function's arguments."""
         parameters = self._parameters.get(name)
         return parameters if isinstance(parameters, dict) else {}
 
     def properties(self, name: str) -> Schema:
-        """The schema of each declared parameter, by name."""
+        """Return the schema of each declared parameter, by name."""
         properties = self.parameters(name).get("properties")
         return properties if isinstance(properties, dict) else {}
 
     def types(self, name: str, key: str) -> set[str]:
-        """The JSON types that the schema allows for a parameter, empty if it allows any."""
+        """Return the JSON types that the schema allows for a parameter; an empty set allows any type."""
         return types_of(self.properties(name).get(key), self.parameters(name))
 
-    def fits(self, name: str, key: str, text: str, as_json: "AsJson | None" = None) -> bool:
-        """Whether the schema declares a parameter, and the text can be its value by the parameter's type.
+    def fits(self, name: str, key: str, text: str, as_json: Callable[[str, str, str], str]) -> bool:
+        """Return whether the schema declares a parameter, and `text` can be a value of its type.
 
-        as_json: as the method of this name, where a format has a notation of its own.
+        as_json: converts (function's name, parameter's name, text) to JSON.
         """
         properties, types = self.properties(name), self.types(name, key)
         if key not in properties or not types or "string" in types:
             return key in properties
-        kind = _kind(json.loads((as_json or self.as_json)(name, key, text)))
+        kind = _kind(json.loads(as_json(name, key, text)))
         return kind in types or (kind == "integer" and "number" in types)
 
     def as_json(self, name: str, key: str, text: str) -> str:
-        """The JSON of an argument that a model wrote without quotes, by the parameter's type in the schema."""
+        """Return the JSON of an argument that a model wrote without quotes, by the parameter's type."""
         types = self.types(name, key)
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
 
 
-AsJson = Callable[[str, str, str], str]
-
-
 def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: ignore[assignment]
-    """The JSON of a text that is a string, or JSON of one of the types (any type, where none is given)."""
+    """Return `text` as JSON of one of these types, otherwise as a JSON string. An empty set allows any type."""
     written = PYTHON_CONSTANTS.get(text.strip(), text.strip())
     try:
         written = strict(written)
     except ValueError:
         return dumps(text) if "string" in types else _from_python(text)
     kind = _kind(json.loads(written))
-    if kind == "string":  # in quotes, though the schema or the format would have none
+    if kind == "string":  # the model wrote quotes that the format does not use
         return dumps(text) if "string" in types or not types else written
     if kind == "number" and "integer" in types and "number" not in types:
         value = float(written)
@@ -78,17 +75,15 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
 
 
 def _from_python(text: str) -> str:
-    """The JSON of a Python literal that is a container; of any other text, the text as a string."""
-    if text.strip()[:1] in ("{", "["):
-        try:
+    """Return the JSON of a Python list, tuple or dict literal; any other text becomes a JSON string."""
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if text.strip()[:1] in ("{", "["):
             return dumps(_without_nan(ast.literal_eval(text.strip())))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            pass
     return dumps(text)
 
 
 def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows by name, empty if it allows any. root: where its `$ref` are looked up."""
+    """Return the JSON types that a schema allows; an empty set allows any type. root: where `$ref` is resolved."""
     schema = _target(schema, root)
     if not isinstance(schema, dict) or not depth:
         return set()
@@ -104,7 +99,7 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
 
 
 def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
-    """A schema, or the one that its `$ref` names, and those of its `anyOf`, `oneOf` and `allOf`."""
+    """Yield a schema, with its `$ref` resolved, and the schemas in its `anyOf`, `oneOf` and `allOf`."""
     schema = _target(schema, root)
     if isinstance(schema, dict) and depth:
         yield schema
@@ -114,17 +109,17 @@ def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
 
 
 def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
-    """A schema itself, or the one that its `$ref` names; None where the references do not end."""
+    """Return a schema with its `$ref` resolved; None if the references do not end."""
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
         schema, depth = _resolved(reference, root) if depth else None, depth - 1
     return schema
 
 
 def _resolved(reference: str, root: Schema) -> Any:
-    """The part of a schema that a local `$ref` names; None if there is none."""
+    """Return the part of the root schema that a local `$ref` points to; None if it does not exist."""
     found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
 
 
@@ -136,7 +131,7 @@ def _kind(value: Any) -> str:
 
 
 def dumps(value: Any) -> str:
-    """JSON in the letters of the text; lone surrogates, which UTF-8 cannot hold, are escaped."""
+    """Return a value as JSON without escaping non-ASCII characters, unless it has lone surrogates."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -146,21 +141,18 @@ def dumps(value: Any) -> str:
 
 
 def strict(text: str) -> str:
-    """The text itself where it is JSON, else the JSON that it most likely stands for.
+    """Return a text that is valid JSON unchanged, and repair one that nearly is. Raises ValueError for other text.
 
-    Line breaks and stray backslashes in strings are kept as the characters they are; NaN and infinities, which JSON
-    does not have, become null, as in JavaScript. Raises ValueError where there is no JSON in it.
+    Line breaks and stray backslashes in strings are escaped; NaN and infinities become null, as in JavaScript.
     """
-    try:
+    with suppress(ValueError, RecursionError):
         json.loads(text, parse_constant=_refuse)
         text.encode()
         return text
-    except (ValueError, RecursionError):
-        pass
     try:
         return dumps(json.loads(_with_escaped_backslashes(text), strict=False, parse_constant=lambda _: None))
     except RecursionError as e:
-        raise ValueError("JSON that is nested too deep") from e
+        raise ValueError("JSON is nested too deeply") from e
 
 
 def _refuse(constant: str) -> None:
@@ -168,8 +160,8 @@ def _refuse(constant: str) -> None:
 
 
 def _with_escaped_backslashes(text: str) -> str:
-    """Double each backslash that begins no escape sequence of JSON."""
-    parts = text.split("\\\\")  # pairs are escapes, whatever follows
+    """Double each backslash that does not start a JSON escape sequence."""
+    parts = text.split("\\\\")  # a pair is an escape sequence
     for i, part in enumerate(parts):
         before, *others = part.split("\\")
         for other in others:
@@ -179,7 +171,7 @@ def _with_escaped_backslashes(text: str) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """A value in which what JSON does not have, NaN and infinities, is None."""
+    """Replace NaN and infinities in a value by None."""
     if isinstance(value, dict):
         return {str(key): _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

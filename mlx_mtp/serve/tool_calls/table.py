@@ -1,4 +1,4 @@
-"""List the formats of tool calls, and find which of them a tokenizer's model writes."""
+"""List the tool-call formats, and choose the one that a tokenizer's model writes."""
 
 import dataclasses
 import json
@@ -7,142 +7,143 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..template_traits import NAME, probes
-from .call_format import CallFormat, behind_space
+from .call_format import CallFormat, skip_space
 from .gemma import GemmaCalls
-from .json_calls import JsonCalls, JsonMarks
+from .json_calls import JsonCalls
 from .pythonic import PythonicCalls
 from .schema import Tools
-from .tagged import Tagged, Tags
+from .tagged import TaggedCalls
 
 PLAIN = r"{name}(?![\w.-])"
-CODER = Tags(
+CODER = TaggedCalls(
     "<tool_call>", "</tool_call>", r"<function={name}>", r"<parameter=(?P<key>[^>\n]+)>", "</parameter>",
     "</function>", "\n",
 )  # fmt: skip
 SEED = dataclasses.replace(CODER, start="<seed:tool_call>", end="</seed:tool_call>", pad="")
-GLM = Tags(
+GLM = TaggedCalls(
     "<tool_call>", "</tool_call>", PLAIN, r"<arg_key>(?P<key>[^<]+)</arg_key>(?:\\n|\s)*<arg_value>", "</arg_value>"
 )
-LONGCAT = Tags(
+LONGCAT = TaggedCalls(
     "<longcat_tool_call>", "</longcat_tool_call>", PLAIN,
     r"<longcat_arg_key>(?P<key>[^<]+)</longcat_arg_key>(?:\\n|\s)*<longcat_arg_value>", "</longcat_arg_value>",
 )  # fmt: skip
-HY = Tags(
+HY = TaggedCalls(
     "<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>{name}<tool_sep:opensource>",
     r"<arg_key:opensource>(?P<key>[^<]+)</arg_key:opensource>\s*<arg_value:opensource>", "</arg_value:opensource>",
     "</tool_call:opensource>",
 )  # fmt: skip
-MINIMAX = Tags(
+MINIMAX = TaggedCalls(
     "<minimax:tool_call>", "</minimax:tool_call>", r'<invoke name="{name}">',
     r'<parameter name="(?P<key>[^">]+)">', "</parameter>", "</invoke>",
 )  # fmt: skip
 NAMESPACE = "]<]minimax[>["  # one token of MiniMax-M3's vocabulary
-MINIMAX_M3 = Tags(
+MINIMAX_M3 = TaggedCalls(
     f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>", rf'{re.escape(NAMESPACE)}<invoke name="{{name}}">',
     rf"{re.escape(NAMESPACE)}<(?P<key>[^<>/]+)>", f"{NAMESPACE}</{{key}}>", f"{NAMESPACE}</invoke>", nested=NAMESPACE,
 )  # fmt: skip
-MINICPM = Tags(
+MINICPM = TaggedCalls(
     "", "", r'<function name="{name}">', r'<param name="(?P<key>[^">]+)">', "</param>", "</function>", cdata=True
 )
-MUSE = Tags(
+MUSE = TaggedCalls(
     "<atem:function_calls>", "</atem:function_calls>", r'<atem:invoke [^>]*?name="{name}"[^>]*>',
     r'<atem:parameter [^>]*?name="(?P<key>[^">]+)"[^>]*>', "</atem:parameter>", "</atem:invoke>",
 )  # fmt: skip
-KIMI_K3 = Tags(
+KIMI_K3 = TaggedCalls(
     "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", r'<\|open\|>call tool="{name}"[^<]*<\|sep\|>',
     r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<type>\w+)")?[^<]*<\|sep\|>',
     "<|close|>argument<|sep|>", "<|close|>call<|sep|>",
 )  # fmt: skip
-DSML = Tags(
+DSML = TaggedCalls(
     "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", r'<｜DSML｜invoke name="{name}">',
     r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<type>true|false)">',
     "</｜DSML｜parameter>", "</｜DSML｜invoke>",
 )  # fmt: skip
 DSML_TOOLS = dataclasses.replace(DSML, start="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
-HERMES = JsonMarks("<tool_call>", "</tool_call>")
-LLAMA = JsonMarks("<|python_tag|>", "<|eom_id|>")
-MISTRAL = JsonMarks("[TOOL_CALLS]", head=r"{name}\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*")
-KIMI_K2 = JsonMarks(
+HERMES = JsonCalls("<tool_call>", "</tool_call>")
+LLAMA = JsonCalls("<|python_tag|>", "<|eom_id|>")
+MISTRAL = JsonCalls("[TOOL_CALLS]", head=r"{name}\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*")
+KIMI_K2 = JsonCalls(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     "<|tool_call_begin|>", r"(?:functions\.)?{name}(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
     r"<\|tool_call_end\|>",
 )  # fmt: skip
-DEEPSEEK = JsonMarks(
+DEEPSEEK = JsonCalls(
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     "<｜tool▁call▁begin｜>", r"(?:function<｜tool▁sep｜>)?\s*{name}\s*(?:<｜tool▁sep｜>)?\s*(?:```json\s*)?",
     r"(?:```\s*)?<｜tool▁call▁end｜>",
 )  # fmt: skip
-HUNYUAN = JsonMarks(
+HUNYUAN = JsonCalls(
     "<tool_calls>", "</tool_calls>", "<tool_call>", r"{name}<tool_sep>\s*```json\s*", r"```\s*</tool_call>"
 )
-SOLAR = JsonMarks(
+SOLAR = JsonCalls(
     "<|tool_calls|>", "<|calls|>",
     "<|tool_call:begin|>", r"[^<]*<\|tool_call:name\|>{name}<\|tool_call:args\|>\s*", r"<\|tool_call:end\|>",
 )  # fmt: skip
-# The name stands in front of the channel or behind it; a call may be in any channel.
-HARMONY = JsonMarks(
+# The name is before or after the channel; a call may be in any channel.
+HARMONY = JsonCalls(
     "<|start|>assistant", call="<|channel|>",
     head=r"(?:[a-z]+\s+)?to=(?:functions\.)?{name}(?![\w.-])\s*(?:<\|channel\|>[a-z]+\s*)?(?:<\|constrain\|>)?\s*[a-z]*\s*"
     r"<\|message\|>\s*",
     foot=r"<\|(?:call|end|return)\|>",
 )  # fmt: skip
-FUNCTIONARY = JsonMarks("<function=", head=r"{name}>\s*", foot="</function>")
-FUNCTIONARY_3_2 = JsonMarks(">>>", head=r"{name}\n")
-# Further models that write a list or a line of JSON between marks of their own.
+FUNCTIONARY = JsonCalls("<function=", head=r"{name}>\s*", foot="</function>")
+FUNCTIONARY_3_2 = JsonCalls(">>>", head=r"{name}\n")
+# Other models that write a list or a line of JSON between marks.
 PLAIN_JSON = (
     HERMES,
-    JsonMarks("<tool_calls>", "</tool_calls>"),  # Apriel, MiniMax-M1
-    JsonMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
-    JsonMarks("<|tool_call|>", "<|/tool_call|>"),  # Granite 3, Phi-4
-    JsonMarks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command-R7B, Command-A
-    JsonMarks("Action:\n```json", "```"),  # Command-R+
-    JsonMarks("<|tools_prefix|>", "<|tools_suffix|>", names_are_keys=True),  # Apertus
-    JsonMarks("<|message_sep|>\n\nfunction call<|role_sep|>"),  # GigaChat3
-    JsonMarks("<|function_call|>"),  # GigaChat3.1
+    JsonCalls("<tool_calls>", "</tool_calls>"),  # Apriel, MiniMax-M1
+    JsonCalls("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
+    JsonCalls("<|tool_call|>", "<|/tool_call|>"),  # Granite 3, Phi-4
+    JsonCalls("<|START_ACTION|>", "<|END_ACTION|>"),  # Command-R7B, Command-A
+    JsonCalls("Action:\n```json", "```"),  # Command-R+
+    JsonCalls("<|tools_prefix|>", "<|tools_suffix|>", names_are_keys=True),  # Apertus
+    JsonCalls("<|message_sep|>\n\nfunction call<|role_sep|>"),  # GigaChat3
+    JsonCalls("<|function_call|>"),  # GigaChat3.1
 )
+JSON = (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, HARMONY, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)
 TAGGED = (CODER, SEED, GLM, LONGCAT, HY, MINIMAX, MINIMAX_M3, MINICPM, MUSE, KIMI_K3, DSML, DSML_TOOLS)
 GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
 PYTHONIC = PythonicCalls("<|tool_call_start|>", "<|tool_call_end|>")
 FORMATS: tuple[CallFormat, ...] = (
-    *(Tagged(dataclasses.replace(tags, pad=pad)) for tags in TAGGED for pad in ("", "\n")),
-    *map(JsonCalls, (MISTRAL, KIMI_K2, DEEPSEEK, HUNYUAN, SOLAR, HARMONY, FUNCTIONARY, FUNCTIONARY_3_2, *PLAIN_JSON)),
+    *(dataclasses.replace(tags, pad=pad) for tags in TAGGED for pad in ("", "\n")),
+    *JSON,
     GEMMA_4,
     FUNCTION_GEMMA,
     dataclasses.replace(PYTHONIC, escaped=False),
     PYTHONIC,
-    JsonCalls(LLAMA),  # the last one, as its calls need no mark
+    LLAMA,  # last, because its calls need no mark
 )
-# By the names of mlx-lm's parsers, or their last words.
+# Keys: names of mlx-lm's parsers, or their last words.
 BY_PARSER: dict[str, CallFormat] = {
-    "coder": Tagged(CODER),
-    "glm47": Tagged(GLM),
-    "laguna": Tagged(GLM),
-    "longcat": Tagged(LONGCAT),
-    "minimax_m2": Tagged(MINIMAX),
-    "minicpm5": Tagged(MINICPM),
-    "muse_spark": Tagged(MUSE),
-    "kimi_k3": Tagged(KIMI_K3),
-    "json_tools": JsonCalls(HERMES),
-    "mistral": JsonCalls(MISTRAL),
-    "kimi_k2": JsonCalls(KIMI_K2),
+    "coder": CODER,
+    "glm47": GLM,
+    "laguna": GLM,
+    "longcat": LONGCAT,
+    "minimax_m2": MINIMAX,
+    "minicpm5": MINICPM,
+    "muse_spark": MUSE,
+    "kimi_k3": KIMI_K3,
+    "json_tools": HERMES,
+    "mistral": MISTRAL,
+    "kimi_k2": KIMI_K2,
     "gemma4": GEMMA_4,
     "function_gemma": FUNCTION_GEMMA,
     "pythonic": PYTHONIC,
 }
-# By a mark in a chat template that renders no call, the first three also in a vocabulary.
+# Keys: marks in a chat template that renders no call; the first three are also searched in the vocabulary.
 BY_MARK: dict[str, CallFormat] = {
-    "<｜DSML｜": Tagged(DSML),
-    NAMESPACE: Tagged(MINIMAX_M3),
-    "<|python_tag|>": JsonCalls(LLAMA),
-    "<|channel|>commentary": JsonCalls(HARMONY),
-    "<｜tool▁calls▁begin｜>": JsonCalls(DEEPSEEK),
-    **{marks.start: JsonCalls(marks) for marks in PLAIN_JSON},
+    "<｜DSML｜": DSML,
+    NAMESPACE: MINIMAX_M3,
+    "<|python_tag|>": LLAMA,
+    "<|channel|>commentary": HARMONY,
+    "<｜tool▁calls▁begin｜>": DEEPSEEK,
+    **{marks.start: marks for marks in PLAIN_JSON},
 }
 
 
 def format_of(tokenizer: Any) -> CallFormat | None:
-    """The format in which the chat template renders calls, else by mlx-lm's rules, else by marks; None if unknown."""
+    """Return the chat template's tool-call format, or None: as rendered, else by mlx-lm's parser, else by marks."""
     if format := _as_rendered(tokenizer):
         return format
     if tokenizer.has_tool_calling:
@@ -156,17 +157,17 @@ def format_of(tokenizer: Any) -> CallFormat | None:
 
 
 def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
-    """Why calls in answers may come back as text; None where they are read. format: the one that reads them."""
-    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
+    """Return why calls in answers may be returned as text; None if `format` reads what the template renders."""
     if format is None:
         return "the chat template names no known format of tool calls"
+    printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))
     if printed and _as_rendered(tokenizer) is None:
-        return "the chat template renders tool calls in a format that is not known"
+        return "the chat template renders tool calls in an unknown format"
     return None
 
 
 def _as_rendered(tokenizer: Any) -> CallFormat | None:
-    """The format that reads a call as it was before the template rendered it."""
+    """Return the format that recovers a call's arguments from the template's rendering; None if none does."""
     parameters = {"type": "object", "properties": {key: {"type": "string"} for key in ("text", "more")}}
     tools = Tools([{"type": "function", "function": {"name": NAME, "parameters": parameters}}])
     for text, more in (("\n <x> \n", "\n"), ("x", "y")):
@@ -179,9 +180,9 @@ def _as_rendered(tokenizer: Any) -> CallFormat | None:
 
 
 def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
-    """The arguments of the calls that begin with a mark of the format, or without one where it is Llama's."""
+    """Yield the arguments of the calls in a text; calls without a mark count only in Llama's format."""
     for match in format.opening(tools).finditer(text):
-        if not text.startswith(format.marks, behind_space(text, match.start())) and format is not FORMATS[-1]:
+        if not text.startswith(format.marks, skip_space(text, match.start())) and format is not FORMATS[-1]:
             continue
         if reading := format.read(text[match.start() :], tools, complete=False):
             yield from (json.loads(call.arguments) for call in reading.calls)

@@ -1,8 +1,9 @@
-"""Read calls whose arguments stand between tags as they are: Qwen3-Coder's, GLM's, MiniMax's and others.
+"""Read tool calls whose arguments are raw text between tags, as Qwen3-Coder, GLM, MiniMax and others write them.
 
-A value may contain any tag, so its end follows from the text behind it. Of all ways to read the text the first one
-counts in which the calls reach its end, values are as short as possible, and no parameter is given twice. Readings
-with the same white space before and behind each argument, which templates write, come before others.
+A value may contain any tag, so the text after it decides where it ends. Of several readings, one in which the calls
+reach the end of the text comes first, then one whose arguments fit the schema, then one with the same white space
+before and after each argument, as templates write it; among these the one with the shortest values. No reading
+contains a parameter twice.
 """
 
 import bisect
@@ -14,29 +15,29 @@ from typing import NamedTuple
 
 import regex
 
-from .call_format import Reading, ToolCall, any_of, behind_space
-from .nested import nested_json
+from .call_format import Reading, ToolCall, any_of, skip_space
+from .nested import NestedValues
 from .schema import Tools, dumps, untyped_as_json
 
 LITERAL = regex.compile(r"(?:[^\\.^$*+?()\[{|]|\\\W)*")
 CDATA_START = regex.compile(r"\s*<!\[CDATA\[")
 CDATA = regex.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", regex.DOTALL)
-# These bound the time that a hostile answer takes: ends of values, places that a search tries, and characters of
-# values whose types it checks.
+# Bounds on the work for a hostile answer: ends of values, places that a search tries, and characters of values whose
+# types it checks.
 MOST_ENDS, MOST_PLACES, MOST_CHECKED = 2000, 2500, 200_000
 
 
 @dataclass(frozen=True)
-class Tags:
-    """The tags of one format.
+class TaggedCalls:
+    """A format with these tags.
 
-    start, end: around all calls of a block. foot: ends one call; "" where the block's end does.
-    head: pattern of a call's beginning, with {name} for the offered names.
-    parameter: pattern of an argument's beginning, with the group `key`, and `type` where the model writes a value's
-        type ("string" or "true" is text as it is).
-    close: ends a value; with {key} where it names the argument.
-    pad: what the template puts at both ends of a value. cdata: text may be in a CDATA section.
-    nested: the mark in front of every tag, where objects and lists are written as tags inside a value.
+    start, end: around a block of calls. foot: ends one call; "" if the end of the block does.
+    head: pattern that starts a call, with {name} for the offered names.
+    parameter: pattern that starts an argument, with the group `key`, and the group `type` if the model writes the
+        value's type ("string" or "true" marks plain text).
+    close: ends a value, with {key} if it repeats the argument's name. cdata: a value may be in a CDATA section.
+    pad: white space that the template adds at both ends of a value.
+    nested: the mark before every tag, if objects and lists are nested tags inside a value; otherwise "".
     """
 
     start: str
@@ -49,19 +50,40 @@ class Tags:
     cdata: bool = False
     nested: str = ""
 
+    @functools.cached_property
+    def head_mark(self) -> str:
+        """The literal text before the name in `head`."""
+        found = LITERAL.match(self.head.partition("{name}")[0])
+        return regex.sub(r"\\(.)", r"\1", found[0]) if found else ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.start, self.head_mark) if mark)
+
+    def opening(self, tools: Tools) -> regex.Pattern[str]:
+        return _patterns(self, tuple(tools.names)).opening
+
+    def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
+        for to_the_end, declared, even in itertools.product((True, False), repeat=3):
+            if reading := TagSearch(text, self, tools, complete, declared, even).first(to_the_end):
+                return reading
+        return None
+
     def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
-        """The JSON of an argument of a function that was offered."""
-        return nested_json(text, tools, name, key, self.nested) if self.nested else tools.as_json(name, key, text)
+        """Return the JSON of argument `key` of the offered function `name`."""
+        if not self.nested:
+            return tools.as_json(name, key, text)
+        return NestedValues(self.nested, tools.parameters(name)).as_json(text, tools.properties(name).get(key))
 
     def value(self, text: str) -> str:
-        """A value without what the template puts around it."""
+        """Return a value without the padding and the CDATA marks around it."""
         text = text.removeprefix(self.pad).removesuffix(self.pad)
         inside = CDATA.fullmatch(text) if self.cdata else None
         return inside[1] if inside else text
 
 
 class Place(NamedTuple):
-    """A position in the text, and what was read up to it. inside: a block; name: of the call that is open."""
+    """A position of the search. inside: in a block of calls. name, keys: of the open call. trail: what was read."""
 
     at: int
     inside: bool
@@ -71,7 +93,7 @@ class Place(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument, and where its value begins and ends in the text. type: as written, None where none is."""
+    """An argument, and the start and end of its value in the text. type: as the model wrote it, or None."""
 
     key: str
     start: int
@@ -80,60 +102,14 @@ class Argument(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """What was read last, a call's name or an argument, and what was read before it."""
+    """A linked list of the names and arguments read so far. read: the last one. before: the rest."""
 
     before: "Trail | None"
     read: str | Argument
 
 
-class Tagged:
-    """The format of these tags."""
-
-    def __init__(self, tags: Tags):
-        self.tags = tags
-        self._head_mark = _literal(tags.head)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return tuple(mark for mark in (self.tags.start, self._head_mark) if mark)
-
-    def opening(self, tools: Tools) -> regex.Pattern[str]:
-        return _patterns(self.tags, tuple(tools.names)).opening
-
-    def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        for to_the_end, declared, even in itertools.product((True, False), repeat=3):
-            steps = Steps(text, self.tags, tools, complete, declared, even)
-            if (place := self._search(text, steps, complete, to_the_end)) is not None:
-                return Reading(Values(text, self.tags, tools).calls(place.trail), place.at)
-        return None
-
-    def _search(self, text: str, steps: "Steps", complete: bool, to_the_end: bool) -> Place | None:
-        """Return where the calls end in the first reading, depth first; None if there is none.
-
-        to_the_end: only white space may follow.
-        """
-        stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
-        while stack and len(seen) < MOST_PLACES:
-            if (place := next(stack[-1], None)) is None:
-                stack.pop()
-                continue
-            if place[:4] in seen:
-                continue
-            seen.add(place[:4])
-            closed = place.trail is not None and place.name is None and (complete or not place.inside)
-            if closed and behind_space(text, place.at) == len(text):
-                return place._replace(at=len(text))
-            following = steps.following(place)
-            if closed and not to_the_end and not place.inside:
-                if (first := next(following, None)) is None:
-                    return place
-                following = itertools.chain([first], following)
-            stack.append(following)
-        return None
-
-
-class Patterns(NamedTuple):
-    """The compiled patterns of tags and offered names."""
+class TagPatterns(NamedTuple):
+    """Compiled patterns of a format's tags and the offered names."""
 
     opening: regex.Pattern[str]
     head: regex.Pattern[str]
@@ -142,62 +118,77 @@ class Patterns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _patterns(tags: Tags, names: tuple[str, ...]) -> Patterns:
+def _patterns(tags: TaggedCalls, names: tuple[str, ...]) -> TagPatterns:
     escape = regex.escape
     head = tags.head.replace("{name}", f"(?P<name>{any_of(list(names))})")
     foot = rf"{escape(tags.foot or tags.end)}"
-    behind_head = rf"(?:{tags.parameter}|{foot})"
+    after_head = rf"(?:{tags.parameter}|{foot})"
     close = escape(tags.close).replace(escape("{key}"), "[^<>]+")
     value_end = rf"{close}(?=\s*(?:{tags.parameter}|{foot}|$))"
-    return Patterns(
-        regex.compile(rf"(?:{escape(tags.start)}\s*)?{head}\s*{behind_head}"),
+    return TagPatterns(
+        regex.compile(rf"(?:{escape(tags.start)}\s*)?{head}\s*{after_head}"),
         regex.compile(head),
         regex.compile(tags.parameter),
         regex.compile(value_end),
     )
 
 
-def _literal(pattern: str) -> str:
-    """The literal text that a head's pattern begins with, before the name."""
-    found = LITERAL.match(pattern.partition("{name}")[0])
-    return regex.sub(r"\\(.)", r"\1", found[0]) if found else ""
+class TagSearch:
+    """Searches one text for the first reading of its calls.
 
-
-class Steps:
-    """Generate the places that can follow a place in a text.
-
-    declared: arguments are the schema's parameters, of its types. even: the same white space is before and behind an
-    argument.
+    declared: arguments must be parameters of the schema, with values of its types. even: the same white space
+    precedes and follows each argument.
     """
 
-    def __init__(self, text: str, tags: Tags, tools: Tools, complete: bool, declared: bool, even: bool):
+    def __init__(self, text: str, tags: TaggedCalls, tools: Tools, complete: bool, declared: bool, even: bool):
         self.text, self.tags, self.tools = text, tags, tools
         self.complete, self.declared, self.even = complete, declared, even
         self.patterns = _patterns(tags, tuple(tools.names))
         self.checked = 0
         self.ends = [match.start() for match in self.patterns.value_end.finditer(text)][:MOST_ENDS]
 
-    def following(self, place: Place) -> Iterator[Place]:
-        """The places that may come next, the most likely first."""
-        at = behind_space(self.text, place.at)
+    def first(self, to_the_end: bool) -> Reading | None:
+        """Return the first reading, depth first. to_the_end: only white space may follow the calls."""
+        stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
+        while stack and len(seen) < MOST_PLACES:
+            if (place := next(stack[-1], None)) is None:
+                stack.pop()
+                continue
+            if place[:4] in seen:
+                continue
+            seen.add(place[:4])
+            closed = place.trail is not None and place.name is None and (self.complete or not place.inside)
+            if closed and skip_space(self.text, place.at) == len(self.text):
+                return Reading(self._trail_calls(place.trail), len(self.text))
+            following = self._following(place)
+            if closed and not to_the_end and not place.inside:
+                if (first := next(following, None)) is None:
+                    return Reading(self._trail_calls(place.trail), place.at)
+                following = itertools.chain([first], following)
+            stack.append(following)
+        return None
+
+    def _following(self, place: Place) -> Iterator[Place]:
+        """Yield the places that the search can reach next, the most likely one first."""
+        at = skip_space(self.text, place.at)
         if place.name is not None:
             yield from self._in_call(place, at)
             return
         if place.inside and self.text.startswith(self.tags.end, at):
             yield place._replace(at=at + len(self.tags.end), inside=False)
         if not place.inside and self.tags.start and self.text.startswith(self.tags.start, at):
-            yield from self._calls(place, at + len(self.tags.start))
-        elif place.inside or _literal(self.tags.head) or not place.trail:
-            yield from self._calls(place, at)
+            yield from self._after_head(place, at + len(self.tags.start))
+        elif place.inside or self.tags.head_mark or not place.trail:
+            yield from self._after_head(place, at)
 
-    def _calls(self, place: Place, at: int) -> Iterator[Place]:
-        """The place behind the head of a call, if one begins here."""
-        if head := self.patterns.head.match(self.text, behind_space(self.text, at)):
+    def _after_head(self, place: Place, at: int) -> Iterator[Place]:
+        """Yield the place after the head of a call, if one starts at `at`."""
+        if head := self.patterns.head.match(self.text, skip_space(self.text, at)):
             trail = Trail(place.trail, head["name"])
             yield Place(head.end(), True, head["name"], frozenset(), trail)
 
     def _in_call(self, place: Place, at: int) -> Iterator[Place]:
-        """The places behind this call's end and behind its next argument, the shortest value first."""
+        """Yield the place after this call's end, and those after its next argument, the shortest value first."""
         name, tags = place.name or "", self.tags
         end = tags.foot or tags.end
         if self.text.startswith(end, at):
@@ -207,42 +198,30 @@ class Steps:
         parameter = self.patterns.parameter.match(self.text, at)
         if not parameter or parameter["key"] in place.keys:
             return
-        key, written = parameter["key"], parameter.groupdict().get("type")
+        key, start, written = parameter["key"], parameter.end(), parameter.groupdict().get("type")
         close = tags.close.replace("{key}", key)
-        section = tags.cdata and CDATA_START.match(self.text, parameter.end())
-        for i in range(bisect.bisect_left(self.ends, parameter.end()), len(self.ends)):
-            end = self.ends[i]
+        section = tags.cdata and CDATA_START.match(self.text, start)
+        for end in self.ends[bisect.bisect_left(self.ends, start) :]:
+            after = end + len(close)
             if close != tags.close and not self.text.startswith(close, end):
                 continue
-            if self.even and self._space(end + len(close)) != self.text[place.at : at]:
+            if self.even and self.text[after : skip_space(self.text, after)] != self.text[place.at : at]:
                 continue
             if self.declared and self.checked > MOST_CHECKED:
                 return
-            if section and not self.text[parameter.end() : end].rstrip().endswith("]]>"):
+            if section and not self.text[start:end].rstrip().endswith("]]>"):
                 continue
-            if self.declared and not self._fits(name, key, tags.value(self.text[parameter.end() : end])):
+            if self.declared and not self._fits(name, key, tags.value(self.text[start:end])):
                 continue
-            trail = Trail(place.trail, Argument(key, parameter.end(), end, written))
-            yield Place(end + len(close), place.inside, name, place.keys | {key}, trail)
-
-    def _space(self, at: int) -> str:
-        """Return the white space at a position."""
-        return self.text[at : behind_space(self.text, at)]
+            trail = Trail(place.trail, Argument(key, start, end, written))
+            yield Place(after, place.inside, name, place.keys | {key}, trail)
 
     def _fits(self, name: str, key: str, value: str) -> bool:
         self.checked += len(value)
         return self.tools.fits(name, key, value, functools.partial(self.tags.as_json, self.tools))
 
-
-class Values(NamedTuple):
-    """What turns the parts of a text that are values into JSON."""
-
-    text: str
-    tags: Tags
-    tools: Tools
-
-    def calls(self, trail: Trail | None) -> list[ToolCall]:
-        """The calls of a trail, in their order."""
+    def _trail_calls(self, trail: Trail | None) -> list[ToolCall]:
+        """Return the calls of a trail, in the text's order."""
         calls: list[ToolCall] = []
         arguments: list[Argument] = []
         while trail:
@@ -250,14 +229,14 @@ class Values(NamedTuple):
                 arguments.append(trail.read)
             else:
                 name = trail.read
-                members = (f"{dumps(each.key)}: {self.value(name, each)}" for each in reversed(arguments))
+                members = (f"{dumps(each.key)}: {self._value(name, each)}" for each in reversed(arguments))
                 calls.append(ToolCall(name, "{" + ", ".join(members) + "}"))
                 arguments = []
             trail = trail.before
         return calls[::-1]
 
-    def value(self, name: str, argument: Argument) -> str:
-        """The JSON of an argument: text as it is, other types as they are written."""
+    def _value(self, name: str, argument: Argument) -> str:
+        """Return an argument as JSON, by the type that the model wrote, else by the schema's."""
         text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
             return self.tags.as_json(self.tools, name, argument.key, text)

@@ -108,99 +108,54 @@ template <class... B>
 struct _disjunction : bool_constant<(B::value || ...)> {};
 template <class... B>
 struct _conjunction : bool_constant<(B::value && ...)> {};
-template <class A, class B>
-struct is_same : bool_constant<__is_same(A, B)> {};
-template <class A, class B>
-constexpr bool is_same_v = __is_same(A, B);
-template <class A, class B>
-struct is_convertible : bool_constant<__is_convertible(A, B)> {};
-template <class A, class B>
-constexpr bool is_convertible_v = __is_convertible(A, B);
-template <class A, class B>
-struct is_base_of : bool_constant<__is_base_of(A, B)> {};
-template <class A, class B>
-constexpr bool is_base_of_v = __is_base_of(A, B);
+
+#define EMULATED_TRAIT(NAME, VALUE)        \
+  template <class T>                       \
+  struct NAME : bool_constant<(VALUE)> {}; \
+  template <class T>                       \
+  constexpr bool NAME##_v = VALUE;
+#define EMULATED_TRAIT2(NAME, VALUE)       \
+  template <class A, class B>              \
+  struct NAME : bool_constant<(VALUE)> {}; \
+  template <class A, class B>              \
+  constexpr bool NAME##_v = VALUE;
+#define EMULATED_TYPE(NAME, TYPE)          \
+  template <class T>                       \
+  struct NAME {                            \
+    using type = TYPE;                     \
+  };                                       \
+  template <class T>                       \
+  using NAME##_t = TYPE;
+
+EMULATED_TYPE(remove_cv, __remove_cv(T))
+EMULATED_TYPE(remove_const, __remove_const(T))
+EMULATED_TYPE(remove_reference, __remove_reference_t(T))
+EMULATED_TYPE(remove_pointer, __remove_pointer(T))
+EMULATED_TYPE(remove_addrspace, T)
+EMULATED_TYPE(decay, __decay(T))
+EMULATED_TYPE(make_unsigned, __make_unsigned(T))
+EMULATED_TYPE(make_signed, __make_signed(T))
+
+EMULATED_TRAIT2(is_same, __is_same(A, B))
+EMULATED_TRAIT2(is_convertible, __is_convertible(A, B))
+EMULATED_TRAIT2(is_base_of, __is_base_of(A, B))
+EMULATED_TRAIT(is_pointer, __is_pointer(T))
+EMULATED_TRAIT(is_class, __is_class(T))
+EMULATED_TRAIT(is_enum, __is_enum(T))
+EMULATED_TRAIT(is_floating_point, __is_same(__remove_cv(T), float) || __is_same(__remove_cv(T), half) ||
+                                      __is_same(__remove_cv(T), bfloat))
+EMULATED_TRAIT(is_integral, __is_integral(T))
+EMULATED_TRAIT(is_arithmetic, is_integral_v<T> || is_floating_point_v<T>)
+EMULATED_TRAIT(is_scalar, is_arithmetic_v<T>)
+EMULATED_TRAIT(is_unsigned, __is_unsigned(T))
+EMULATED_TRAIT(is_signed, is_arithmetic_v<T> && !is_unsigned_v<T>)
 template <class T, class... A>
 struct is_constructible : bool_constant<__is_constructible(T, A...)> {};
 template <class T, class... A>
 constexpr bool is_constructible_v = __is_constructible(T, A...);
-template <class T>
-struct is_pointer : bool_constant<__is_pointer(T)> {};
-template <class T>
-constexpr bool is_pointer_v = __is_pointer(T);
-template <class T>
-struct is_class : bool_constant<__is_class(T)> {};
-template <class T>
-constexpr bool is_class_v = __is_class(T);
-template <class T>
-struct is_enum : bool_constant<__is_enum(T)> {};
-template <class T>
-constexpr bool is_enum_v = __is_enum(T);
-
-template <class T>
-using remove_cv_t = __remove_cv(T);
-template <class T>
-struct remove_cv {
-  using type = __remove_cv(T);
-};
-template <class T>
-using remove_reference_t = __remove_reference_t(T);
-template <class T>
-struct remove_reference {
-  using type = __remove_reference_t(T);
-};
-template <class T>
-using remove_addrspace_t = T;
-template <class T>
-struct remove_addrspace {
-  using type = T;
-};
-template <class T>
-using remove_const_t = __remove_const(T);
-template <class T>
-using remove_pointer_t = __remove_pointer(T);
-template <class T>
-struct remove_pointer {
-  using type = __remove_pointer(T);
-};
-template <class T>
-using decay_t = __decay(T);
-template <class T>
-using make_unsigned_t = __make_unsigned(T);
-template <class T>
-struct make_unsigned {
-  using type = __make_unsigned(T);
-};
-template <class T>
-using make_signed_t = __make_signed(T);
-template <class T>
-struct make_signed {
-  using type = __make_signed(T);
-};
-
-template <class T>
-constexpr bool is_floating_point_v =
-    is_same_v<remove_cv_t<T>, float> || is_same_v<remove_cv_t<T>, half> || is_same_v<remove_cv_t<T>, bfloat>;
-template <class T>
-struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
-template <class T>
-constexpr bool is_integral_v = __is_integral(T);
-template <class T>
-struct is_integral : bool_constant<__is_integral(T)> {};
-template <class T>
-constexpr bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
-template <class T>
-struct is_arithmetic : bool_constant<is_arithmetic_v<T>> {};
-template <class T>
-constexpr bool is_scalar_v = is_arithmetic_v<T>;
-template <class T>
-constexpr bool is_unsigned_v = __is_unsigned(T);
-template <class T>
-struct is_unsigned : bool_constant<__is_unsigned(T)> {};
-template <class T>
-constexpr bool is_signed_v = is_arithmetic_v<T> && !is_unsigned_v<T>;
-template <class T>
-struct is_signed : bool_constant<is_signed_v<T>> {};
+#undef EMULATED_TRAIT
+#undef EMULATED_TRAIT2
+#undef EMULATED_TYPE
 
 template <class T>
 T&& declval();

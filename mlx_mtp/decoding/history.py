@@ -50,8 +50,8 @@ class Copies:
         return found
 
 
-class Text:
-    """The tokens of a sequence that the host has read, searched for repetitions."""
+class TokenHistory:
+    """The tokens of a sequence that the host has read, searchable for repetitions."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
@@ -59,7 +59,7 @@ class Text:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [N]."""
+        """All tokens, int32 [N]."""
         return self._buffer[: self._size]
 
     def extend(self, tokens: list[int]) -> None:
@@ -76,7 +76,7 @@ class Text:
         self._size = end
 
     def matched(self) -> int:
-        """Count the last tokens that have occurred before in this order: 0, or SHORTEST to LONGEST."""
+        """Return the length of the longest suffix that also occurs earlier: 0, or SHORTEST to LONGEST tokens."""
         return max((length for length, _ in self.matches(self._size)), default=0)
 
     def matches(self, size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Decode the answers of a loaded model together: a cycle of all of them is one pass over the weights."""
+"""Decode all active jobs of a loaded model in one batch: each cycle is one pass over the weights for all."""
 
 import logging
 from collections.abc import Generator
@@ -15,83 +15,83 @@ from .failures import dropped
 
 log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
-FAILED = "answers that were decoded together failed"
+FAILED = "all requests that were decoded together failed"
 
 
-class Together:
-    """The batch of a model, and of each of its answers what was said and is not told yet.
+class BatchDecoder:
+    """A batch generator with a queue of responses for each active job.
 
-    options: keyword arguments of `stream_generate` for all answers. step: tokens of a prompt that are read at a time.
+    options: keyword arguments of `stream_generate` for all jobs. step: size of a prefill chunk.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any], step: int):
         self.model, self.tokenizer, self.options, self.chunk = model, tokenizer, options, step
         self._batch: BatchGenerator | None = None
-        self._said: dict[int, list[Response]] = {}
+        self._responses: dict[int, list[Response]] = {}
         self._raised: dict[int, BaseException] = {}
 
     def step(self) -> None:
-        """Take a cycle of all answers.
+        """Run one cycle of all jobs.
 
-        An exception in reading a prompt, a sampler or a processor ends the one answer, any other one all of them.
+        An exception in the prefill, sampler or logits processor of one job ends that job, any other exception all.
         """
         batch = self._batch
-        if batch is None or not self._said:
+        if batch is None or not self._responses:
             return
         try:
             for response in batch.next()[1]:
-                if (said := self._said.get(response.uid)) is not None:
-                    said.append(response)
+                if (queue := self._responses.get(response.uid)) is not None:
+                    queue.append(response)
         except BaseException as e:
             failed, batch.failed = batch.failed, None
             if failed is None:
                 self._fail(e)
-            elif failed in self._said:
+            elif failed in self._responses:
                 self._raised[failed] = e
 
     def _fail(self, error: BaseException) -> None:
-        """End all answers, and release the batch; the next answer gets a new one."""
+        """End all jobs and release the batch; the next job creates a new one."""
         with suppress(BaseException):
             log.error(FAILED, exc_info=error)
-        with suppress(BaseException):  # what is broken may not even close
+        with suppress(BaseException):  # a broken batch may raise again
             self.close()
 
     def close(self) -> None:
-        """Release all answers and the batch."""
-        batch, self._batch, self._said, self._raised = self._batch, None, {}, {}
+        """End all jobs and release the batch."""
+        batch, self._batch, self._responses, self._raised = self._batch, None, {}, {}
         if batch:
             batch.close()
 
-    def decode(self, prompt: list[int], held: list[PromptCache], options: dict[str, Any]) -> Responses:
-        """Decode an answer with the others; yield None wherever its turn is over.
+    def decode(self, prompt: list[int], caches: list[PromptCache], options: dict[str, Any]) -> Responses:
+        """Decode one job in the batch; yield its responses, and None when it has to wait for the next cycle.
 
-        held: the cache in front of `prompt`; it is taken out of the list, and one that holds all but the last token
-        comes back. options: of `stream_generate`. Raises ValueError for what cannot be asked for.
+        caches: a list with the cache of the tokens before `prompt`. The batch removes it and appends, at the end, the
+        cache of all tokens but the last. options: of `stream_generate`. Raises ValueError for invalid options.
         """
-        stats, detokenizer, said, told = options["stats"], self.tokenizer.detokenizer, list[Response](), 0
-        uid = self._inserted(prompt, held, options)
-        self._said[uid] = said
+        stats, detokenizer, queue, count = options["stats"], self.tokenizer.detokenizer, list[Response](), 0
+        uid = self._inserted(prompt, caches, options)
+        self._responses[uid] = queue
         try:
-            while uid in self._said:
+            while uid in self._responses:
                 yield None
-                if self._said.get(uid) is not said:
+                if self._responses.get(uid) is not queue:
                     raise RuntimeError(FAILED)
                 if uid in self._raised:
                     raise self._raised.pop(uid)
-                for r in self._taken(uid, held):
-                    told += 1
+                for r in self._popped(uid, caches):
+                    count += 1
                     yield text_response(detokenizer, (r.token, r.logprobs, r.from_draft), stats, r.finish_reason)
         finally:
-            stats.generation_tokens = told
-            if self._said.get(uid) is said:  # a new batch counts from the first number again
-                del self._said[uid]
+            stats.generation_tokens = count
+            if self._responses.get(uid) is queue:  # a new batch repeats the uids
+                del self._responses[uid]
                 self._raised.pop(uid, None)
-                held += self._removed(uid)
+                caches += self._removed(uid)
 
     def _removed(self, uid: int) -> list[PromptCache]:
-        """Take an answer that has not ended out of the batch; return its cache, nothing if that cannot be copied."""
+        """Remove an unfinished job from the batch; return its cache, or nothing if that cannot be copied."""
         assert self._batch
-        with dropped("the cache of an answer was not kept"):
+        with dropped("the cache of a job was not kept"):
             return [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
         try:
             self._batch.remove([uid])
@@ -99,23 +99,23 @@ class Together:
             self._fail(e)
         return []
 
-    def _taken(self, uid: int, held: list[PromptCache]) -> list[Response]:
-        """Take what an answer has said; with the last of it, its cache."""
-        said = [*self._said[uid]]
-        self._said[uid].clear()
-        if said and said[-1].finish_reason:
-            held.append(said[-1].prompt_cache)
-            del self._said[uid]
-        return said
+    def _popped(self, uid: int, caches: list[PromptCache]) -> list[Response]:
+        """Remove the queued responses of a job and return them; append its cache to `caches` after the last one."""
+        found = [*self._responses[uid]]
+        self._responses[uid].clear()
+        if found and found[-1].finish_reason:
+            caches.append(found[-1].prompt_cache)
+            del self._responses[uid]
+        return found
 
-    def _inserted(self, prompt: list[int], held: list[PromptCache], options: dict[str, Any]) -> int:
-        """Put an answer into the batch; return the number that its responses have."""
+    def _inserted(self, prompt: list[int], caches: list[PromptCache], options: dict[str, Any]) -> int:
+        """Insert a job into the batch; return its uid."""
         batch = self._batch = self._batch or self._made()
         sampling = Sampling(**{name: options[name] for name in SAMPLING if name in options})
         (uid,) = batch.insert(
             [prompt],
             [options["max_tokens"]],
-            [held.pop()],
+            [caches.pop()],
             samplers=[sampling],
             logits_processors=[options.get("logits_processors")],
             stop_sequences=[self._stops(options)],
@@ -130,5 +130,5 @@ class Together:
         return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
 
     def _stops(self, options: dict[str, Any]) -> list[list[int]]:
-        """The sequences that end an answer, each of one token."""
+        """Return the stop sequences of a job, each of one token."""
         return [[token] for token in {*options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}]

@@ -1,12 +1,12 @@
-"""Ask models of tiny checkpoints through the server's `answer`, with a prefix tree of chunks of four tokens."""
+"""Generate with tiny models through the server's `answer`, with a prefix tree of chunks of four tokens."""
 
 import numpy as np
 from letters import Letters
 
 import mlx_mtp
-from mlx_mtp.serve.job import Ask, Begun, End, Job, Served, answer
+from mlx_mtp.serve.job import Begun, DecodeRequest, End, Job, Served, answer
 from mlx_mtp.serve.prefix_files import PrefixFiles
-from mlx_mtp.serve.prefixes import Chunking, PrefixTree
+from mlx_mtp.serve.prefixes import Chunking, PrefixTree, comparisons
 
 FIXED, LARGE = Chunking(4), 1 << 30
 
@@ -18,10 +18,10 @@ def serve(model, limit=LARGE, chunking=FIXED, files=None, drafts=2, **layout):
     return Served(model, Letters(), tree, {"num_draft_tokens": k, "adaptive": False}, None, files)
 
 
-def ask(served, prompt, n=6, turns=(), **sampling):
-    """(text, tokens of the prompt that were remembered)."""
+def generate(served, prompt, n=6, turns=(), **sampling):
+    """Return the text and the number of reused prompt tokens."""
     events = []
-    for _ in answer(served, Job(Ask(prompt, turns, n, sampling=sampling), events.append), lambda: False):
+    for _ in answer(served, Job(DecodeRequest(prompt, turns, n, sampling=sampling), events.append), lambda: False):
         pass
     (begun,) = [e for e in events if isinstance(e, Begun)]
     assert isinstance(events[-1], End)
@@ -29,16 +29,16 @@ def ask(served, prompt, n=6, turns=(), **sampling):
     return "".join(getattr(e, "text", "") for e in events), begun.cached
 
 
-def ask_two(served, prompt, **more):
-    """(a text of two tokens, tokens of the prompt that were remembered)."""
-    return ask(served, prompt, 2, **more)
+def generate_two(served, prompt, **more):
+    """Return a text of two tokens and the number of reused prompt tokens."""
+    return generate(served, prompt, 2, **more)
 
 
 def written(model, directory, *texts, turns=(18,), **layout):
-    """Answer prompts, and keep what is remembered of them in files."""
+    """Return a server that has answered prompts and stored their prefixes in files."""
     served = serve(model, files=PrefixFiles(directory, LARGE), **layout)
     for text in texts:
-        ask_two(served, text, turns=turns)
+        generate_two(served, text, turns=turns)
     served.files.save(served.tree)
     return served
 
@@ -52,7 +52,7 @@ def lines(caplog):
 
 
 def left(steps):
-    """Take all steps of an answer; return what they leave."""
+    """Run a generator to its end; return its value."""
     while True:
         try:
             next(steps)
@@ -61,7 +61,13 @@ def left(steps):
 
 
 def prompts(vocab, seed=0):
-    """Two prompts that share their first 18 tokens."""
+    """Return two prompts that share their first 18 tokens."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, vocab, 23).tolist()
     return first, [*first[:18], *rng.integers(0, vocab, 10).tolist()]
+
+
+def rows_alike(model, blank, rows):
+    """Return the result of `comparisons`."""
+    *_, found = comparisons(model, blank, rows)
+    return found

@@ -1,4 +1,4 @@
-"""State what an API's module makes of a request: what to answer, and how its client is told."""
+"""Define the interface of the APIs: parse a request body, and write the response as JSON or as server-sent events."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from ..decoding.summary import paused
 from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
-from .fields import MOST_CHOICES, Door, Refused, boolean, integer
+from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
-from .job import Ask, Begun, End, Failed
+from .job import Begun, DecodeRequest, End, Failed
 from .prompts import Prompt, encode_chat
-from .sampling_fields import asks_for
+from .sampling_fields import decode_requests
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
@@ -26,66 +26,59 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Answer(NamedTuple):
-    """All that an answer's events told: its parts, and how it ended."""
+    """The complete answer of one choice: its parts and its last event."""
 
     parts: list[Part]
     end: End
 
 
 class CallIds:
-    """The ids of the calls in a request's answers, in the form that the model's chat template takes."""
+    """Generates the ids of tool calls in a response, in the form that the chat template accepts."""
 
-    def __init__(self, door: Door, prefix: str):
+    def __init__(self, info: ModelInfo, prefix: str):
         self._prefix, self._nonce = prefix, secrets.token_hex(12)
-        self._short = traits_of(door.tokenizer).ids == "short"
+        self._short = traits_of(info.tokenizer).ids == "short"
 
     def of(self, choice: int, index: int) -> str:
-        """The id of the call with this index in an answer."""
+        """Return the id of the call with an index in a choice."""
         digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
         return digest[:9] if self._short else self._prefix + digest[:24]
 
 
-class Exchange:
-    """A request as one API reads it, and its answers as that API writes them.
+class ApiRequest:
+    """A parsed request of one API, which also writes the response; raises Refused for an unsupported body.
 
-    body: of the request, as JSON has it; raises Refused.
-    asks: one for each choice. stream: the answer is told as server-sent events, of which the methods return the
-    lines, in this order: begin, part or finish of the choices, close.
-    keep_alive: an event that says nothing, for when nothing else is said.
-    api: of `field_table.APIS`. warnings: of fields and parts of the request that have no effect.
+    api: one of `field_table.APIS`. requests: one per choice. warnings: for fields and parts that have no effect.
+    stream: the client requests server-sent events. The methods return their lines, called in this order: `begin`,
+    `part` and `finish` of the choices, `close`. keep_alive: an event without content.
     """
 
     api: str
-    asks: list[Ask]
+    requests: list[DecodeRequest]
     call_prefix = "call_"
     keep_alive = ": keep-alive\n\n"
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        self.model, self.warnings = door.called(body), check_fields(self.api, body)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        self.model, self.warnings = info.called(body), check_fields(self.api, body)
         self.stream = boolean(body, "stream")
-        self.call_ids = CallIds(door, self.call_prefix)
+        self.call_ids = CallIds(info, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
-
     def part(self, choice: int, part: Part) -> Iterable[str]: ...
-
     def finish(self, choice: int, end: End) -> Iterable[str]: ...
-
     def close(self) -> Iterable[str]: ...
-
     def failed(self, failed: Failed) -> str: ...
-
     def whole(self, answers: list[Answer]) -> dict[str, Any]: ...
 
 
-class Completion(Exchange):
-    """A request for choices, each of which is told in chunks: what OpenAI's two completions have in common."""
+class ChoicesRequest(ApiRequest):
+    """The common part of OpenAI's chat completions and completions: choices, streamed as chunks."""
 
     prefix: str  # of ids
-    kinds: tuple[str, str]  # names of the whole and of a chunk
+    kinds: tuple[str, str]  # `object` of a whole response and of a chunk
 
-    def __init__(self, body: dict[str, Any], door: Door):
-        super().__init__(body, door)
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        super().__init__(body, info)
         self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
         options = body.get("stream_options") or {}
         self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -111,14 +104,14 @@ class Completion(Exchange):
     def choice(self, index: int, answer: Answer) -> dict[str, Any]: ...
 
     def usage(self, ends: list[End]) -> dict[str, Any]:
-        """Count tokens as OpenAI does, all choices together, and beside them what the drafts did."""
-        prompt = sum(len(ask.prompt) for ask in self.asks) // self.choices
-        made, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
+        """Return OpenAI's token counts, summed over all choices, and `mlx_mtp` with the statistics of drafting."""
+        prompt = sum(len(request.prompt) for request in self.requests) // self.choices
+        generated, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
         accepted = drafts["draft_n_accepted"]
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": min((end.cached for end in ends), default=0)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
@@ -130,7 +123,7 @@ class Completion(Exchange):
 
 
 def data(event: dict[str, Any] | str) -> str:
-    """Write one server-sent event, in ASCII: some clients end a line at any of Unicode's separators."""
+    """Return a server-sent event, in ASCII: some clients end a line at any of Unicode's separators."""
     if isinstance(event, str):
         return f"data: {event}\n\n"
     named = f"event: {event['type']}\n" if "type" in event else ""
@@ -142,14 +135,14 @@ def new_id(prefix: str) -> str:
 
 
 def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Write an error as OpenAI's clients read it."""
+    """Return an error body in OpenAI's form."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def figures(ends: list[End]) -> dict[str, Any]:
-    """Say what the drafts did and how fast it went; clients ignore fields that they do not know."""
+    """Return drafting statistics and speed for a response; clients ignore unknown fields."""
     total = Stats()
     for end in ends:
         total.add(end.stats)
@@ -163,8 +156,8 @@ def figures(ends: list[End]) -> dict[str, Any]:
     }
 
 
-def asks_of(
-    door: Door,
+def chat_decode_requests(
+    info: ModelInfo,
     body: dict[str, Any],
     messages: list[Message],
     tools: list[Any] | None,
@@ -172,58 +165,58 @@ def asks_of(
     warnings: list[str],
     ids: CallIds,
     **more: Any,
-) -> list[Ask]:
-    """Make what is to be answered of a conversation, in the form that all APIs are brought to; raises Refused.
+) -> list[DecodeRequest]:
+    """Encode a conversation in OpenAI's form; return the request of each choice. Raises Refused.
 
-    messages: with texts as content. ids: of the answers' calls. more: of `asks_for`.
+    messages: their contents are strings. ids: of tool calls in the response. more: options of `decode_requests`.
     """
     how = end_of_prompt(body, messages)
-    prompt = prompt_of(door, messages, tools, template, turns=door.turns, **how)
-    if tools and not renders_tools(door.tokenizer, template):
+    prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
+    if tools and not renders_tools(info.tokenizer, template):
         warnings.append("tools are not in the prompt: the chat template has no place for them")
-    elif tools and door.unread_calls:
-        warnings.append(f"tool calls may come back as text: {door.unread_calls}")
-    known, tokens = door.tokenizer, prompt.tokens
-    thinking = known.has_thinking and known.rfind_think_start(tokens) > known.rfind_think_end(tokens)
+    elif tools and info.unread_calls:
+        warnings.append(f"tool calls may come back as text: {info.unread_calls}")
+    marks, tokens = info.tokenizer, prompt.tokens
+    thinking = marks.has_thinking and marks.rfind_think_start(tokens) > marks.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)
-    follows = partial(_next_prompt, door, messages, tools, template, ids, continues=continues)
+    follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
     more["after_tool"] = _after_tool(messages)
-    return asks_for(door, prompt, body, **more)
+    return decode_requests(info, prompt, body, **more)
 
 
 def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:
-    """How a prompt ends: within the last message, behind it, or where an answer begins; keywords of `encode_chat`."""
-    asked, prompted = (switch_of(body, name) for name in ("continue_final_message", "add_generation_prompt"))
-    if asked and prompted:
+    """Return keyword arguments of `encode_chat`: does the prompt continue the last message, or begin an answer?"""
+    continued, prompted = (switch_of(body, name) for name in ("continue_final_message", "add_generation_prompt"))
+    if continued and prompted:
         raise Refused("continue_final_message: not with add_generation_prompt", param="continue_final_message")
-    if asked and not is_begun(messages):
+    if continued and not is_begun(messages):
         why = "the last message must be the assistant's, without tool calls"
         raise Refused(f"continue_final_message: {why}", param="continue_final_message")
-    continues = asked is not False and not prompted
+    continues = continued is not False and not prompted
     return {"continues": continues, "answers": prompted is not False or (continues and is_begun(messages))}
 
 
 def _after_tool(messages: list[Message]) -> bool:
-    """Return whether a tool result follows the last answer; a client may add text of the user's behind it."""
+    """Return whether a tool result follows the last answer, also if a user message follows that result."""
     roles = [message["role"] for message in messages]
     return "tool" in roles[len(roles) - [*roles[::-1], "assistant"].index("assistant") :]
 
 
 def prompt_of(
-    door: Door, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
+    info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
 ) -> Prompt:
-    """Encode a conversation; raises Refused."""
+    """Encode a conversation; raises Refused if it is empty or the chat template refuses it."""
     if not messages:
-        raise Refused("messages: allowed is one or more", param="messages")
+        raise Refused("messages: at least one message is required", param="messages")
     try:
-        return encode_chat(door.tokenizer, door.marks, messages, tools, template, **how)
+        return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
     except ValueError as e:
         raise Refused(str(e), param="messages") from e
 
 
 def _next_prompt(
-    door: Door,
+    info: ModelInfo,
     messages: list[Message],
     tools: list[Any] | None,
     template: dict[str, Any],
@@ -232,24 +225,24 @@ def _next_prompt(
     *,
     continues: bool,
 ) -> list[int]:
-    """Encode the conversation with its answer, as the next turn will begin: with results of its calls if it has any.
+    """Encode the start of the next turn's prompt: the conversation, the answer, empty tool results or a question.
 
-    Templates drop the reasoning in front of a question, and keep that in front of a tool result.
+    Templates drop the reasoning before a question, and keep it before a tool result.
     """
     calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
-    told = finished(messages, answer) if continues else [*messages, answer]
+    turns = finished(messages, answer) if continues else [*messages, answer]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
-    asked = [*told, *(results or [{"role": "user", "content": ""}])]
-    return encode_chat(door.tokenizer, door.marks, asked, tools, template, turns=False, answers=False).tokens
+    turns += results or [{"role": "user", "content": ""}]
+    return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
 
 
 def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
-    """Write a message of a conversation as OpenAI's chat completions do; reasoning and calls where there are any."""
+    """Return a message in OpenAI's form, without reasoning or tool calls if they are empty."""
     more = {"reasoning_content": reasoning, "tool_calls": calls}
     return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Write a call of a tool as OpenAI's chat completions do."""
+    """Return a tool call in OpenAI's form."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}

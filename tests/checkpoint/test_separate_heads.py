@@ -1,4 +1,4 @@
-"""Take heads from where people have them: the released checkpoint, mlx-vlm's drafters, modelopt's 4-bit floats."""
+"""Load heads from the released checkpoint, mlx-vlm's drafters, and modelopt's 4-bit floats."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 
-PARTS = {"norm": "shared_head_norm", "head": "lm_head", "block": "mtp_block"}  # as mlx-vlm's split calls them
+PARTS = {"norm": "shared_head_norm", "head": "lm_head", "block": "mtp_block"}  # mlx-vlm's names
 
 
 def parameters(model) -> dict:
@@ -37,11 +37,11 @@ def released(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("given", ["directory", "shard"])
-def test_the_released_checkpoint_beside_a_conversion_without_heads(released, given):
+def test_heads_of_the_released_checkpoint_for_a_conversion_without(released, given):
     hub, model, new = released
-    beside = mlx_mtp.load_model(new, mtp_path=hub if given == "directory" else hub / "model.safetensors")
-    assert same(parameters(beside), parameters(model))
-    assert str(hub) in beside.report.source
+    separate = mlx_mtp.load_model(new, mtp_path=hub if given == "directory" else hub / "model.safetensors")
+    assert same(parameters(separate), parameters(model))
+    assert str(hub) in separate.report.source
 
 
 def test_a_checkpoint_that_has_no_heads_either(released):
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_has_no_heads_either(released):
 
 
 def split(model, hub: Path, path: Path) -> Path:
-    """Write heads as mlx-vlm's `split_mtp` does, of its layouts the one of the family."""
+    """Write heads as mlx-vlm's `split_mtp` does, in the family's layout."""
     config, heads = json.loads((hub / "config.json").read_text()), {}
     for name, w in parameters(model).items():
         if name.startswith("mtp.0."):
@@ -80,14 +80,12 @@ def test_drafters_of_mlx_vlm(released, tmp_path):
     assert same(parameters(mlx_mtp.load_model(new, draft_model=drafter)), parameters(model))
     assert same(parameters(mlx_mtp.load_model(new, mtp_path=drafter)), parameters(model))
     assert (
-        inspect_checkpoint(drafter)
-        .problems[0]
-        .endswith("a drafter, for --draft-model beside its target; not a model")
+        inspect_checkpoint(drafter).problems[0].endswith("a drafter, for --draft-model with its target; not a model")
     )
 
 
 def in_4_bits(w: mx.array) -> tuple[dict[str, mx.array], mx.array]:
-    """A matrix in modelopt's layout, its 4-bit floats in pairs, and what they stand for."""
+    """Return a matrix in modelopt's layout of paired 4-bit floats, and its values."""
     scale = mx.array(0.5)
     packed, scales = mx.quantize(w / scale, 16, 4, mode="nvfp4")
     plain = mx.dequantize(packed, scales, None, 16, 4, "nvfp4", dtype=mx.float32) * scale
@@ -96,7 +94,7 @@ def in_4_bits(w: mx.array) -> tuple[dict[str, mx.array], mx.array]:
 
 
 def as_float8(file: Path) -> None:
-    """Let a file's header say of groups' scales, which MLX writes as U8, that they are 8-bit floats."""
+    """Change the type of groups' scales in a file's header from MLX's U8 to 8-bit floats."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -115,13 +113,15 @@ def test_modelopts_4_bit_floats(tmp_path, where):
         wide = w.ndim == 2 and w.shape[1] % 16 == 0 and "_proj" in name and "eh_proj" not in name
         stored, plain[name] = in_4_bits(w) if wide else ({"weight": w}, w)
         packed |= {name.removesuffix("weight") + kind if wide else name: a for kind, a in stored.items()}
-    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     path = tiny.save(tmp_path / "packed", config, packed)
     as_float8(path / "model.safetensors")
     if where == "config.json":
-        (path / where).write_text(json.dumps(config | {"quantization_config": said | {"quant_method": "modelopt"}}))
+        (path / where).write_text(
+            json.dumps(config | {"quantization_config": quantization | {"quant_method": "modelopt"}})
+        )
     else:
-        (path / where).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+        (path / where).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
     model, expected = mlx_mtp.load_model(path), mlx_mtp.load_model(tiny.save(tmp_path / "plain", config, plain))
     assert same(parameters(model), parameters(expected))
 
@@ -155,7 +155,7 @@ def test_a_drafter_is_converted(tmp_path, bits):
     ],
 )
 def test_a_number_that_is_none_is_one_line(tmp_path, change, message):
-    """Also to a conversion, which computes nothing with it."""
+    """A conversion reports it too, although it computes nothing with it."""
     hub, _, _ = families.build("glm4_moe", tmp_path / "hub")
     config = json.loads((hub / "config.json").read_text())
     (hub / "config.json").write_text(json.dumps(config | change))

@@ -1,6 +1,6 @@
-"""List the tensors of heads that lie beside the target: in a sidecar, a checkpoint, or a directory of mlx-vlm's.
+"""Find MTP heads in the file or directory `mtp_path`: a sidecar, another checkpoint, or a drafter of mlx-vlm's.
 
-mlx-vlm's MTP drafters, whose model_type is a family's and `_mtp`, are that family's heads under other names (its
+mlx-vlm's MTP drafters are a family's heads under other names; their model_type ends in `_mtp` (its
 `speculative/drafters/*/split.py`).
 """
 
@@ -16,19 +16,16 @@ from .files import Header, read_header
 from .weight_files import read_stored
 from .weight_names import TRUNK_FILES
 
-# What mlx-vlm calls modules of a head that checkpoints have as a layer behind the target's.
+# mlx-vlm's names of a head's modules, and the names in checkpoints that store heads as layers after the target's.
 SPLIT = ((r"^(model\.)?(mtp_block\.|mtp\.)?", ""), (r"^shared_head_norm\.", "shared_head.norm."))
 SPLIT += ((r"^lm_head\.", "shared_head.head."),)
 
 
-def read_heads_beside(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
-    """List the heads for a target of `layers` layers in the file or directory `mtp_path`.
-
-    Of a whole checkpoint only heads are listed. Raises ValueError where there are none.
-    """
+def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
+    """Return the head tensors in `mtp_path` for a target with `layers` layers; ValueError if it contains none."""
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):
-        return {_usual(name, spec, layers): replace(t, stored=name) for name, t in _read(given).items()}
+        return {_checkpoint_name(name, spec, layers): replace(t, stored=name) for name, t in _read(given).items()}
     folder = given if given.is_dir() else given.parent
     if not (folder / "config.json").is_file() or (folder != given and not given.match(TRUNK_FILES)):
         return _read(given)
@@ -43,22 +40,22 @@ def read_heads_beside(port: ModuleType, layers: int, mtp_path: str | Path) -> He
 
 
 def is_split(path: Path) -> bool:
-    """Tell whether a directory is an MTP drafter of mlx-vlm's, by its config.json."""
+    """Return whether a directory's config.json describes MTP heads that mlx-vlm split off."""
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return json.loads((path / "config.json").read_text())["model_type"].endswith("_mtp")
     return False
 
 
 def _read(given: Path) -> Header:
-    """Read the headers of a file, or of all files of a directory."""
+    """Return the tensors of a file, or of all safetensors files of a directory; ValueError if there are none."""
     files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
     if not files or not files[0].exists():
         raise ValueError(f"mtp_path={given}: no such file, or a directory without .safetensors")
     return read_header(files)
 
 
-def _usual(name: str, spec: MTPSpec, layers: int) -> str:
-    """Write the name that a tensor of mlx-vlm's has in a checkpoint."""
+def _checkpoint_name(name: str, spec: MTPSpec, layers: int) -> str:
+    """Translate a tensor's name in mlx-vlm's drafter to its name in a checkpoint."""
     if spec.numbered != "trunk":
         return name
     for pattern, new in SPLIT:

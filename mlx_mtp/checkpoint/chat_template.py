@@ -1,0 +1,48 @@
+"""Render a checkpoint's chat template, and tokenize a prompt whose state a saved cache holds."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from ..cache.prompt_prefix import PromptPrefix, shared
+from ..machine.errors import one_line
+
+# The last runs of a prompt, whose tokens depend on what follows: a token can join a sign with the letters after it.
+LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
+PROBES = ("a", " a", "\n", ".", "1")  # texts that may follow; the template's own ending may not
+# Arguments of the template that the commands set, or that change the result's type.
+RESERVED_KEYS = {
+    *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+
+
+def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
+    """Return the chat template's text for these messages; ValueError, in one line, if the template fails."""
+    with one_line("the chat template refuses this conversation"):  # a program that may raise anything
+        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+    if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
+        raise ValueError("the prompt is not valid UTF-8 text")
+    return text
+
+
+def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a prefix's prompt followed by `text`; ValueError if the chat template fails."""
+    text = prefix.prompt + text
+    if not (prefix.template and tokenizer.has_chat_template):
+        return tokenizer.encode(text)
+    messages = [] if prefix.system_prompt is None else [{"role": "system", "content": prefix.system_prompt}]
+    messages.append({"role": "user", "content": text})
+    options = {**prefix.template_config, "add_generation_prompt": True}
+    return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
+
+
+def stable_tokens(prefix: PromptPrefix, tokenizer: Any) -> list[int]:
+    """Return the first tokens of a prefix's prompt that stay the same whatever text follows it."""
+    tokens = prompt_tokens(prefix, tokenizer, "")
+    shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))
+    kept = shared(tokens[:-1], prompt_tokens(shortened, tokenizer, ""))
+    for text in PROBES:
+        kept = shared(tokens[:kept], prompt_tokens(prefix, tokenizer, text))
+    return tokens[:kept]
