@@ -350,7 +350,9 @@ class Group:
             if self.compiled.recorder.verdict is None and self.compiled.decided():
                 remember(self.model, Fixed(0), self.compiled)
         if kept:
-            cycle.control.observe(outcome(cycle.plan, verified, kept, seconds, cycle.prefilled, cycle.matched))
+            context = max(sequence.base for sequence in cycle.rows if sequence)
+            how = cycle.prefilled, cycle.matched, context
+            cycle.control.observe(outcome(cycle.plan, verified, kept, seconds, *how))
         return responses
 
     def _copy_out(self, cycle: PoolCycle, row: int, rows: int, cache: PromptCache) -> None:
