@@ -36,7 +36,7 @@ class Controls:
         known = costs.together_replayed if self.replayed else costs.together
         if sequences not in known and known:
             known[sequences] = _estimate(known[min(known, key=lambda n: abs(n - sequences))])
-        control = Controller(max_drafts=k, known=known.get(sequences), **how)
+        control = Controller(max_drafts=k, known=known.get(sequences), growth=costs.growth, **how)
         known[sequences] = control.costs
         return control
 
@@ -45,6 +45,7 @@ def _estimate(known: Costs) -> Costs:
     """Return costs to start with, copied with little weight from those of another number of sequences."""
     costs = Costs()
     costs.levels, costs.resume, costs.row, costs.counts = known.levels, known.resume, known.row, known.counts
+    costs.octave = known.octave
     costs.weights = {plan: min(PRIOR_WEIGHT, weight) for plan, weight in known.weights.items()}
     return costs
 
@@ -56,6 +57,7 @@ def outcome(
     seconds: float | None,
     prefilled: int,
     matched: int = 0,
+    context: int = 0,
 ) -> Cycle:
     """Return a pool's cycle as the mean of its sequences. accepted: each one's accepted drafts, and their maximum."""
     n = len(accepted)
@@ -63,4 +65,4 @@ def outcome(
         (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)
         for depth in range(verified)
     )
-    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, prefilled, matched, depths)
+    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, prefilled, matched, depths, context)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
-from ..cache.ring import MAX_ROWS
+from ..cache.ring import CALL_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock
 from ..decoding.drafters import drafter_of, drafters_of
@@ -32,7 +32,7 @@ from .pool_cycle import PoolCycle, Rows, Steps
 from .rows import merged, slots_for
 from .sequence import Response, Sequence, prefill_again
 
-MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their rings hold MAX_ROWS more
+MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their rings take CALL_ROWS at once
 
 Waiting = list[tuple[Sequence, Run]]  # sequences with a cache at rest, and the row that chose the last token of each
 
@@ -211,7 +211,7 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
-        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > MAX_ROWS
+        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > CALL_ROWS
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
         """Return the number of rows, of all sequences, that the drafter must read before it drafts."""
@@ -350,7 +350,9 @@ class Group:
             if self.compiled.recorder.verdict is None and self.compiled.decided():
                 remember(self.model, Fixed(0), self.compiled)
         if kept:
-            cycle.control.observe(outcome(cycle.plan, verified, kept, seconds, cycle.prefilled, cycle.matched))
+            context = max(sequence.base for sequence in cycle.rows if sequence)
+            how = cycle.prefilled, cycle.matched, context
+            cycle.control.observe(outcome(cycle.plan, verified, kept, seconds, *how))
         return responses
 
     def _copy_out(self, cycle: PoolCycle, row: int, rows: int, cache: PromptCache) -> None:

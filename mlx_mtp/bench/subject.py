@@ -28,6 +28,7 @@ from ..decoding.prefill_chunk import prefill_chunk
 from ..demo import demo_path
 from ..layers.target import Target
 from ..session import render
+from ..tuning.costs import dense
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .random_model import random_model
@@ -47,7 +48,7 @@ class NothingRemembered:
 def reset_costs(model: Any) -> None:
     """Reset a model's measured costs and recorded cycles, and do not store new ones."""
     nothing: Any = NothingRemembered()
-    model.runtime.learned = Learned(kernels_of(model), nothing, nothing)
+    model.runtime.learned = Learned(kernels_of(model), nothing, nothing, dense)
     model.runtime.recorder = None
 
 

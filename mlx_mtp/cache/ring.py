@@ -9,11 +9,14 @@ from mlx_lm.models.base import create_causal_mask
 from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
-MAX_ROWS = 16  # maximum rows that one verify or draft call writes into a ring
+MAX_ROWS = 16  # maximum rows of a verify
+# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts. All rows but one of the previous
+# verify may be rejected too, so a ring has room for two; heads read a verify's rows a cycle later.
+CALL_ROWS = MAX_ROWS + 8
 
 
 class Ring:
-    """Geometry of a ring of `window` positions, with room to roll back two calls of MAX_ROWS rows.
+    """Geometry of a ring of `window` positions, with room to roll back two verifies of MAX_ROWS rows.
 
     The first `keep` positions belong to every window and are never overwritten; later ones share the other slots. All
     layers of a model share one Ring, so that functions of the position are computed once per forward pass.
@@ -144,7 +147,7 @@ class SlidingKVCache(LinearKVCache):
     def update_and_fetch(self, *arrays: mx.array):
         rows = arrays[0].shape[2]
         if not isinstance(self.offset, int) or rows == 1:
-            assert rows <= MAX_ROWS, "more rows than a ring can take back"
+            assert rows <= CALL_ROWS, "more rows than a ring can take back"
             return super().update_and_fetch(*arrays)
         # Prefill: attend to the past in order, then to the chunk; the ring may keep only the chunk's end.
         new = self._encode(*arrays)

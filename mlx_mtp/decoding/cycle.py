@@ -284,6 +284,7 @@ def observe(d: Decoder, flight: Flight) -> None:
         seconds = d.compiled.observe(flight.plan, flight.run.size, flight.replayed, seconds)
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
-        d.control.observe(Cycle(flight.plan, verified, flight.accepted, seconds, flight.prefilled, flight.matched))
+        outcome = verified, flight.accepted, seconds, flight.prefilled, flight.matched
+        d.control.observe(Cycle(flight.plan, *outcome, context=flight.base))
     if isinstance(d.control, (Controller, Agreement)):
         d.stats.note_pause(d.control.paused)

@@ -1,4 +1,8 @@
-"""Keep the tokens of a sequence that the host has read, and find earlier copies of the last ones."""
+"""Store the tokens of a sequence that the host has read, and find earlier copies of the last ones.
+
+Every position points to the newest earlier one at which the same n tokens end, for a few n (as in the match finder of
+a compressor: Deutsch, "DEFLATE", RFC 1951, section 4). A token costs the same however long the sequence is.
+"""
 
 from collections.abc import Sequence
 
@@ -6,9 +10,44 @@ import numpy as np
 
 from ..tuning.plan import SHORTEST
 
-LONGEST = 8  # maximum length of a match, in tokens
-WIDTH = 21  # bits per token in the key of a run of tokens
-CANDIDATES = 64  # number of earlier occurrences, the newest, whose match length is computed
+LONGEST = 32  # tokens of a match that are compared
+RUNS = (24, 8, SHORTEST)  # lengths of the runs of tokens that are indexed
+CANDIDATES = 32  # newest copies of a run that are compared
+FACTOR = 0x9E3779B97F4A7C15  # base of the polynomial: odd, so no token's share becomes zero
+
+
+class Copies:
+    """The newest earlier end of the same run of `length` tokens, for every position.
+
+    A run's number is a polynomial in its tokens, modulo 2**64; `matches` compares the tokens themselves.
+    """
+
+    def __init__(self, length: int, tokens: np.ndarray):
+        self.length, self._power = length, pow(FACTOR, length, 2**64)
+        self._earlier, numbers = np.full(tokens.size, -1, np.int32), _numbers(tokens, length)
+        order = np.argsort(numbers, kind="stable")
+        same = np.flatnonzero(numbers[order][1:] == numbers[order][:-1])
+        self._earlier[order[same + 1]] = order[same]
+        self._newest = dict(zip(numbers.tolist(), range(tokens.size), strict=True))
+        self._number = int(numbers[-1]) if tokens.size else 0
+
+    def reserve(self, size: int) -> None:
+        """Have room for `size` positions."""
+        if size > self._earlier.size:
+            self._earlier = np.concatenate([self._earlier, np.full(size, -1, np.int32)])
+
+    def append(self, position: int, token: int, oldest: int) -> None:
+        """Add a token; oldest: the one that leaves the run, `length` positions before it, 0 for none."""
+        number = (self._number * FACTOR + token - oldest * self._power) & (2**64 - 1)
+        self._earlier[position] = self._newest.get(number, -1)
+        self._newest[number], self._number = position, number
+
+    def before(self, position: int, count: int) -> list[int]:
+        """Return up to `count` earlier ends of the run that ends at `position`, the newest first."""
+        found: list[int] = []
+        while len(found) < count and (position := int(self._earlier[position])) >= 0:
+            found.append(position)
+        return found
 
 
 class TokenHistory:
@@ -16,7 +55,7 @@ class TokenHistory:
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
-        self._runs = _runs(self._buffer)
+        self._copies: list[Copies] = []  # from the first search on: plain decoding needs none
 
     @property
     def tokens(self) -> np.ndarray:
@@ -27,28 +66,43 @@ class TokenHistory:
         start, end = self._size, self._size + len(tokens)
         if end > self._buffer.size:
             self._buffer = np.concatenate([self.tokens, np.zeros(end, np.int32)])
-            self._runs = np.concatenate([self._runs[:start], np.zeros(end, np.int64)])
         self._buffer[start:end] = tokens
-        run = int(self._runs[start - 1]) if start else 0
-        for i, token in enumerate(tokens, start):
-            self._runs[i] = run = (run >> WIDTH) | token << (SHORTEST - 1) * WIDTH
+        for copies in self._copies:
+            copies.reserve(end)
+            oldest = self._buffer[max(start - copies.length, 0) : max(end - copies.length, 0)].tolist()
+            leaving = [0] * (len(tokens) - len(oldest)) + oldest
+            for i, token in enumerate(tokens):
+                copies.append(start + i, token, leaving[i])
         self._size = end
 
     def matched(self) -> int:
         """Return the length of the longest suffix that also occurs earlier: 0, or SHORTEST to LONGEST tokens."""
-        if self._size <= SHORTEST:
-            return 0
-        runs = self._runs[SHORTEST - 1 : self._size]
-        ends = np.flatnonzero(runs[:-1] == runs[-1])[-CANDIDATES:] + SHORTEST
-        if not ends.size:
-            return 0
-        last = self.tokens[: -LONGEST - 1 : -1]
-        before = ends[:, None] - np.arange(1, last.size + 1)
-        same = (self.tokens[before] == last) & (before >= 0)
-        return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
+        return max((length for length, _ in self.matches(self._size)), default=0)
+
+    def matches(self, size: int) -> list[tuple[int, int]]:
+        """Find earlier copies of the last of the first `size` tokens: (length, index of the token after it) of each.
+
+        The longest come first, of equal length the newest. A length is from SHORTEST to LONGEST.
+        """
+        if not size:
+            return []
+        self._copies = self._copies or [Copies(length, self.tokens) for length in RUNS]
+        ends = {end: None for copies in self._copies for end in copies.before(size - 1, CANDIDATES)}
+        if not ends:
+            return []
+        after = np.fromiter(ends, np.int64, len(ends)) + 1
+        last = self._buffer[:size][: -LONGEST - 1 : -1]
+        before = after[:, None] - np.arange(1, last.size + 1)
+        same = (self._buffer[before] == last) & (before >= 0)
+        lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        order = np.lexsort((-after, -lengths))
+        return [(int(lengths[i]), int(after[i])) for i in order if lengths[i] >= SHORTEST]
 
 
-def _runs(tokens: np.ndarray) -> np.ndarray:
-    """Return at each position a key of the last SHORTEST tokens, int64 [N]; no vocabulary has 2**WIDTH tokens."""
-    padded = np.concatenate([np.zeros(SHORTEST - 1, np.int64), tokens])
-    return sum((padded[i : i + tokens.size] << WIDTH * i for i in range(SHORTEST)), np.zeros(tokens.size, np.int64))
+def _numbers(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Number the run of `length` tokens that ends at each position, uint64 [N]; before the first token are zeros."""
+    padded = np.concatenate([np.zeros(length - 1, np.uint64), tokens.astype(np.uint64)])
+    numbers = np.zeros(tokens.size, np.uint64)
+    for i in range(length):
+        numbers = numbers * np.uint64(FACTOR) + padded[i : i + tokens.size]
+    return numbers

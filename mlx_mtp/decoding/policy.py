@@ -6,18 +6,19 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
+from ..layers.experts import expert_counts
 from ..layers.target import Target
 from ..machine.remembered import digest
 from ..tuning.controller import Controller
 from ..tuning.cost_file import RememberedCosts
-from ..tuning.costs import Costs
+from ..tuning.costs import Costs, Growth, dense, mixture
 from ..tuning.plan import Fixed, Plan
 from ..tuning.replay_choice import CompileChoice
 from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
-LOOKUP_DRAFTS = 7  # maximum, because 8 rows have the bits of one row (kernels/README.md)
+LOOKUP_DRAFTS = 15  # maximum: kernels and rings take 16 rows (kernels/README.md)
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
@@ -32,11 +33,12 @@ class Learned:
     """The measured costs of a model's cycles on this machine, of built (False) and of replayed cycles (True).
 
     kernels: the report's lines of the kernels that are on; other kernels have other costs.
+    growth: how the cost of a cycle grows with its drafts.
     together, together_replayed: the costs of cycles of several sequences, by their number.
     """
 
-    def __init__(self, kernels: tuple[str, ...], built: RememberedCosts, replayed: RememberedCosts):
-        self.kernels = kernels
+    def __init__(self, kernels: tuple[str, ...], built: RememberedCosts, replayed: RememberedCosts, growth: Growth):
+        self.kernels, self.growth = kernels, growth
         self.remembered = {False: built, True: replayed}
         self.costs: dict[bool, Costs | None] = {}
         self.together: dict[int, Costs] = {}
@@ -66,7 +68,8 @@ def learned(model: Target) -> Learned:
     if runtime.learned is None or runtime.learned.kernels != lines:
         shapes, kernels = shapes_of(model), "; ".join(lines)
         built, replayed = (RememberedCosts(shapes, k) for k in (kernels, f"{kernels}; replayed cycles"))
-        runtime.learned = Learned(lines, built, replayed)
+        counts = expert_counts(model.modules())
+        runtime.learned = Learned(lines, built, replayed, mixture(*counts) if counts else dense)
     return runtime.learned
 
 
@@ -75,8 +78,9 @@ def control_for(
 ) -> Controller | Fixed:
     """Return the control of a generation with at most k drafts, or max_lookup of a lookup, per cycle."""
     if adaptive and (k or max_lookup):
-        known = learned(model).recall(replayed=_replayed(compiled))
-        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, source=source_of(model))
+        costs = learned(model)
+        known, how = costs.recall(replayed=_replayed(compiled)), {"source": source_of(model), "growth": costs.growth}
+        return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
 
 

@@ -1,17 +1,20 @@
 """Run a mixture of experts, from its router's logits on, in three launches instead of mlx-lm's modules."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from ..kernels import Experts, Routing, moe_splits, route_ref, verify_moe, verify_moe_ref
 from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 UNGATED = ("fc1", "fc2")  # with a squared ReLU
+SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
+PER_TOKEN = ("top_k", "num_experts_per_tok", "moe_top_k")  # the number of experts per token in mlx-lm's routers
 SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
@@ -26,6 +29,14 @@ def routing_of(block: Any) -> Routing:
     groups = {"n_group": gate.n_group, "topk_group": gate.topk_group} if hasattr(gate, "n_group") else {}
     norm = gate.norm_topk_prob and (gate.top_k > 1 or not groups)
     return Routing("sigmoid", gate.top_k, **groups, norm=norm, eps=1e-20, scale=gate.routed_scaling_factor)
+
+
+def expert_counts(modules: Iterable[Any]) -> tuple[int, int] | None:
+    """Return the number of experts of a model's mixtures, and how many a token uses; None without mixtures."""
+    modules = list(modules)
+    experts = next((m.num_experts for m in modules if isinstance(m, SWITCHES)), None)
+    used = next((n for m in modules for name in PER_TOKEN if isinstance(n := getattr(m, name, None), int)), None)
+    return (experts, used) if experts and used else None
 
 
 def projections(switch: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import copy
 import math
 from itertools import chain, islice, repeat, zip_longest
 
-from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs
+from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
@@ -21,7 +21,8 @@ class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
     max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. p_min: whether to try plans
-    that read the drafter's confidence. known: costs measured in earlier sequences; they are copied.
+    that read the drafter's confidence. known: costs measured in earlier sequences; they are copied. growth: how the
+    cost of a cycle grows with its drafts, for lengths that were not measured.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class Controller:
         p_min: bool = False,
         known: Costs | None = None,
         source: str = "heads",
+        growth: Growth = dense,
     ):
         self.costs = copy.deepcopy(known) or Costs()
+        self.costs.growth = growth
         self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
-        self.lookups = [Plan("lookup", k) for k in ladder(max_lookup) if k in (3, 7) or k == max_lookup]
+        self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
         self._began = False  # whether the first cycle has finished, which is always slow
@@ -65,6 +68,7 @@ class Controller:
     def observe(self, cycle: Cycle) -> None:
         """Update costs, acceptance counts and the budget from a finished cycle."""
         costs, plan = self.costs, cycle.plan
+        costs.reach(cycle.context)
         did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
         seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
@@ -93,11 +97,12 @@ class Controller:
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
             rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
             choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
-        if matched >= SHORTEST and self.lookups:
-            choices += self._expect(self.lookups[0].kind(matched), self.lookups)
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
-        shortest = self.lookups[:1]
-        return [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2) or c.plan in shortest]
+        choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
+        if matched >= SHORTEST and self.lookups:
+            copied = self._expect(self.lookups[0].kind(matched), self.lookups)
+            choices += [c for c in copied if c.plan.k <= max(3, longest + 1)]  # 3, 7, 15: twice the rows
+        return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
         """Estimate tokens and plain steps of plans; a depth without counts is accepted as often as the one before."""

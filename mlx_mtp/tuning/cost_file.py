@@ -55,33 +55,51 @@ class RememberedCosts:
 
 def to_json(costs: Costs) -> dict[str, Any]:
     """Return costs as JSON values that `from_json` reads."""
-    seconds = [[p.source, p.k, math.exp(level + (costs.pace or 0.0))] for p, level in costs.levels.items()]
+    every = {**{octave: levels for octave, (levels, _) in costs.octaves.items()}, costs.octave: costs.levels}
+    octaves = {str(octave): _seconds(levels, costs.pace or 0.0) for octave, levels in every.items()}
     kept = {"counts": costs.counts, "budget": costs.budget, "elapsed": costs.elapsed, "again": costs.retry_at}
-    return {"seconds": seconds, "wake": costs.resume, "catch_up": costs.row, **kept}
+    return {"octaves": octaves, "wake": costs.resume, "catch_up": costs.row, **kept}
+
+
+def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
+    return [[plan.source, plan.k, math.exp(level + pace)] for plan, level in levels.items()]
 
 
 def from_json(kept: Any) -> Costs:
     """Return the costs that `to_json` wrote; ValueError if `kept` is anything else."""
     costs = Costs()
     try:
-        spent = {Plan(source, k): seconds for source, k, seconds in kept["seconds"]}
-        costs.levels = {plan: math.log(seconds / spent[PLAIN]) for plan, seconds in spent.items()}
+        octaves = {int(octave): _levels(seconds) for octave, seconds in kept["octaves"].items()}
+        costs.octaves = {octave: (levels, _weights(levels)) for octave, levels in octaves.items()}
+        every = [(plan, level) for levels in octaves.values() for plan, level in levels.items()]
         costs.row, costs.counts = float(kept["catch_up"]), kept.get("counts", {})
         costs.resume = float(kept.get("wake", RESUME_ROWS * costs.row))
         costs.elapsed, costs.retry_at = float(kept.get("elapsed", 0.0)), dict(kept.get("again", {}))
         costs.budget = float(kept.get("budget", ALLOWANCE))
-        good = all(isinstance(p.source, str) and type(p.k) is int and 0 <= p.k <= 64 for p in costs.levels)
+        good = all(isinstance(p.source, str) and type(p.k) is int and 0 <= p.k <= 64 for p, _ in every)
         pairs = [pair for kind in costs.counts.values() for pair in kind]
         good = good and all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in pairs)
         scalars = (costs.resume, costs.row, costs.budget, costs.elapsed)
-        numbers = (*scalars, *costs.retry_at.values(), *costs.levels.values())
-        good = good and all(map(math.isfinite, numbers)) and min(*spent.values(), costs.row) > 0 <= costs.resume
+        numbers = (*scalars, *costs.retry_at.values(), *(level for _, level in every))
+        good = good and bool(octaves) and all(map(math.isfinite, numbers)) and costs.row > 0 <= costs.resume
         # A plan with such a cost would never be tried again.
-        good = good and all(costs.steps(plan) <= MAX_ROW_STEPS * (plan.k + 1) for plan in spent)
-        if not good:
+        if not good or any(math.exp(level) > MAX_ROW_STEPS * (plan.k + 1) for plan, level in every):
             raise ValueError
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise ValueError(f"no costs: {kept!r}") from e
-    costs.weights = dict.fromkeys(costs.levels, 0.2)  # of another process; plain steps measure the pace
+    costs.octave = min(octaves)
+    costs.levels, costs.weights = costs.octaves.pop(costs.octave)
     costs.plain_first = 2
     return costs
+
+
+def _levels(seconds: list[Any]) -> dict[Plan, float]:
+    """Return the logarithms of plain steps of [source, k, seconds] each."""
+    spent = {Plan(source, k): value for source, k, value in seconds}
+    if min(spent.values()) <= 0:
+        raise ValueError(f"seconds={seconds}")
+    return {plan: math.log(value / spent[PLAIN]) for plan, value in spent.items()}
+
+
+def _weights(levels: dict[Plan, float]) -> dict[Plan, float]:
+    return dict.fromkeys(levels, 0.2)  # of another process; plain steps measure the pace

@@ -1,11 +1,15 @@
 """Estimate the costs of cycles in plain steps from their measured seconds, across sequences.
 
 The logarithm of a cycle's seconds is the machine's pace (that of a plain step) plus the level of its plan. A level is
-a decaying mean; the pace takes a share of each deviation. The cost per draft of a plan without measurements is that
-of the nearest measured plan. Resuming a paused drafter costs a constant and an amount per row.
+a decaying mean; the pace takes a share of each deviation. The drafts of a plan without measurements cost what those
+of the nearest measured plan do, per unit of `Growth`. Resuming a paused drafter costs a constant and as much per row.
+
+The cost of a row depends on the context, so each doubling of it, an octave, has its own levels. At first they are
+those of the octave before; each plan measured in the new one moves the plans that are not.
 """
 
 import math
+from collections.abc import Callable
 
 from .plan import PLAIN, Plan
 
@@ -15,7 +19,21 @@ RESUME_ROWS = 10  # rows whose cost is the initial cost of resuming
 DECAY = 0.98  # factor of all weights and counts per cycle
 PACE_SHARE = 0.15  # share of a deviation that is attributed to the pace
 PRIOR_WEIGHT = 0.5  # cycles, or drafts, that an estimate without measurements counts as
+OCTAVE = 4096  # positions below which all contexts cost alike
 OUTLIER = 1.0  # deviation of a logarithm above which a cycle was disturbed, as by a compilation
+
+Growth = Callable[[int], float]  # number of drafts -> what they cost, in any unit
+
+
+def dense(drafts: int) -> float:
+    """Growth of a model whose rows all read the same weights: what a row adds is the same for each."""
+    return float(drafts)
+
+
+def mixture(experts: int, per_token: int) -> Growth:
+    """Growth of a mixture of experts: the expected number of experts that the rows use in addition to the first's."""
+    unused = 1 - per_token / experts
+    return lambda drafts: unused * (1 - unused**drafts)
 
 
 class Costs:
@@ -24,6 +42,10 @@ class Costs:
     def __init__(self):
         self.levels = {PLAIN: 0.0}  # logarithms of plain steps
         self.weights = {PLAIN: 0.0}  # decayed number of measured cycles per plan
+        self.octave = 0  # of the context that levels and weights belong to
+        self.octaves: dict[int, tuple[dict[Plan, float], dict[Plan, float]]] = {}  # levels and weights of the others
+        self.growth: Growth = dense
+        self._carried: set[Plan] = set()  # plans whose level is that of a shorter context
         self.pace: float | None = None  # logarithm of seconds; None before the first measurement
         self.pace_at_plain = 0.0  # the pace after the last plain step
         self.excess = 0.0  # plain steps above the estimates that drafting took since the last plain step
@@ -44,8 +66,26 @@ class Costs:
         if not plan.k:
             return 1.0
         near = min(self.levels, key=lambda p: (not p.k, p.source != plan.source, abs(p.k - plan.k)))
-        slope = math.expm1(self.levels[near] - self.levels[PLAIN]) / near.k if near.k else DRAFT_STEPS
-        return 1 + max(slope * plan.k, ROW_STEPS)
+        near_steps = self._excess(near) if near.k else DRAFT_STEPS
+        share = self.growth(plan.k) / self.growth(near.k or 1)
+        return 1 + max(near_steps * share, ROW_STEPS)
+
+    def _excess(self, plan: Plan) -> float:
+        """Return the plain steps of a measured plan above one."""
+        return math.expm1(self.levels[plan] - self.levels[PLAIN])
+
+    def reach(self, context: int) -> None:
+        """Continue with the costs of a context of this number of positions."""
+        octave = (context // OCTAVE).bit_length()
+        if octave == self.octave:
+            return
+        self.octaves[self.octave] = self.levels, self.weights
+        if octave in self.octaves:
+            (self.levels, self.weights), self._carried = self.octaves.pop(octave), set()
+        else:
+            self.levels, self._carried = dict(self.levels), {plan for plan in self.levels if plan.k}
+            self.weights = {plan: min(weight, PRIOR_WEIGHT) for plan, weight in self.weights.items()}
+        self.octave = octave
 
     def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, update: bool = True) -> float:
         """Add a measured cycle; return its plain steps, capped for outliers.
@@ -94,5 +134,15 @@ class Costs:
         self.weights = {p: DECAY * weight for p, weight in {plan: PRIOR_WEIGHT / DECAY, **self.weights}.items()}
         gain = 1 / (1 + self.weights[plan])
         self.weights[plan] += 1 - share
+        before = steps - 1
         self.levels[plan] = math.log(steps) + self.levels[PLAIN] + (1 - share) * gain * surprise
+        self._carried.discard(plan)
+        if plan.k:
+            self._carry((self._excess(plan) - before) / self.growth(plan.k))
         self.pace += (1 - share) * (1 - gain) * PACE_SHARE * surprise
+
+    def _carry(self, change: float) -> None:
+        """Move the plans that are not measured at this context by a change per unit of growth."""
+        for plan in self._carried:
+            excess = max(self._excess(plan) + change * self.growth(plan.k), ROW_STEPS)
+            self.levels[plan] = math.log1p(excess) + self.levels[PLAIN]

@@ -57,7 +57,7 @@ class Cycle:
     verified: number of drafts verified; fewer than plan.k if p_min cut them or the sequence ends. accepted: number
     of accepted drafts, in a batch the mean. seconds: None if not measured. prefilled: pending rows that the drafter
     read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: in a batch, per depth the
-    shares of sequences whose draft was accepted, and whose earlier drafts all were.
+    shares of sequences whose draft was accepted, and whose earlier drafts all were. context: positions before it.
     """
 
     plan: Plan
@@ -67,6 +67,7 @@ class Cycle:
     prefilled: int = 0
     matched: int = 0
     depths: tuple[tuple[float, float], ...] = ()
+    context: int = 0
 
 
 class Fixed:

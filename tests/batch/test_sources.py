@@ -8,6 +8,7 @@ import mlx_mtp
 from mlx_mtp.batch import pool_cycle
 from mlx_mtp.cache.pool import Pool
 from mlx_mtp.decoding import step
+from mlx_mtp.decoding.policy import LOOKUP_DRAFTS
 from mlx_mtp.kernels import KernelRefused
 from mlx_mtp.layers.lm_head import LMHeadSite, place_heads
 from mlx_mtp.tuning.plan import Fixed, Plan
@@ -60,7 +61,7 @@ def test_lookups_in_a_pool(subject, verified, name, options):
         texts, stats = together(model, num_draft_tokens=k, prompt_lookup=True, **options)
         assert texts == alone(model, **options)
         looked_up = [drafts for plan, drafts in verified if plan.source == "lookup"]
-        assert set(looked_up) <= {7}
+        assert set(looked_up) <= {LOOKUP_DRAFTS}
         assert stats.lookups >= len(looked_up)
         if not options:  # what is drawn repeats itself by chance only
             assert looked_up

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.growing import STEP, LinearKVCache
 from mlx_mtp.cache.kinds import make_cache, make_caches
-from mlx_mtp.cache.ring import MAX_ROWS, Ring
+from mlx_mtp.cache.ring import CALL_ROWS, Ring
 
 B, H, D = 1, 2, 32
 
@@ -166,4 +166,4 @@ def test_a_call_larger_than_a_ring_can_roll_back_is_refused():
     cache = make_cache(8)
     cache.seek(mx.array([0]), 0)
     with pytest.raises(AssertionError, match="more rows than a ring can take back"):
-        cache.update_and_fetch(*mx.zeros((2, 1, H, MAX_ROWS + 1, D)))
+        cache.update_and_fetch(*mx.zeros((2, 1, H, CALL_ROWS + 1, D)))

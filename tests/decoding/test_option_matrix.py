@@ -14,6 +14,7 @@ from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.clock import Clock
+from mlx_mtp.decoding.policy import LOOKUP_DRAFTS
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.demo import demo_path
@@ -98,7 +99,7 @@ def assert_adds_up(stats: Stats, case: dict) -> None:
     assert stats.lookup_accepted <= stats.lookup_drafted
     assert stats.lookups + drafted[0] <= cycles <= stats.waits <= 2 * cycles
     assert (stats.waits == cycles) or case["draft_p_min"]
-    assert 0 <= cycles + sum(stats.accepted) + stats.lookup_accepted - (stats.generation_tokens - 1) <= 7
+    assert 0 <= cycles + sum(stats.accepted) + stats.lookup_accepted - (stats.generation_tokens - 1) <= LOOKUP_DRAFTS
     assert stats.built_late == {}
     if not case["adaptive"] and case["num_draft_tokens"]:
         assert stats.waits == 2 * cycles - stats.lookups if case["draft_p_min"] else stats.waits == cycles
@@ -131,7 +132,7 @@ def test_lookups_are_made_and_kept(subjects, sampling):
     case = {"kv_bits": None, "sampling": sampling, "draft_vocab": False, "prompt_lookup": True, "adaptive": False}
     stats = subjects.assert_same({**case, "num_draft_tokens": 1, "draft_p_min": 0.0, "draft_sampling": "coupled"})
     assert stats.lookups > 0
-    assert stats.lookup_drafted == 7 * stats.lookups
+    assert stats.lookup_drafted == LOOKUP_DRAFTS * stats.lookups
     assert stats.lookup_accepted > 0
     assert stats.drafted[0] > 0
 

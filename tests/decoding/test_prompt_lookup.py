@@ -1,12 +1,14 @@
-"""Compare `TokenHistory.matched` with a plain search."""
+"""Compare `TokenHistory.matched`, and the drafts of a lookup, with a plain search."""
 
 import time
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.decoding.drafters.lookup import TRIED, continued
 from mlx_mtp.decoding.history import LONGEST, TokenHistory
 from mlx_mtp.tuning.plan import SHORTEST
 
@@ -31,6 +33,39 @@ def test_matches_are_those_of_a_plain_search(prompt, runs):
         known += run
         assert text.tokens.tolist() == known
         assert text.matched() == longest(known)
+
+
+def copies(text: list[int]) -> list[int]:
+    """Indices of the tokens that followed earlier copies of the last SHORTEST; the longest first, then the newest."""
+    found = []
+    for start in range(SHORTEST, len(text)):
+        n = 0
+        while n < min(LONGEST, start) and text[start - 1 - n] == text[-1 - n]:
+            n += 1
+        if n >= SHORTEST:
+            found.append((-n, -start))
+    return [-start for _, start in sorted(found)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_drafts_follow_the_first_copy_that_the_unread_tokens_continue(data):
+    """Tokens behind the last accepted one do not count; a copy that reaches the end repeats itself."""
+    run = data.draw(st.lists(st.sampled_from([0, 1, 2]), min_size=SHORTEST, max_size=12))
+    known = [*data.draw(TOKENS), *run, *data.draw(TOKENS), *run]
+    starts = copies(known)[:TRIED]
+    follow = data.draw(st.sampled_from(starts))
+    rows = [*(known[follow:] * 6)[: data.draw(st.integers(0, 6))], data.draw(st.sampled_from([0, 1, 2]))]
+    last, k = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(1, 15))
+    text = TokenHistory(known)
+    assert [start for _, start in text.matches(len(known))][:TRIED] == starts
+    whole = known + rows[: last + 1]
+    best = next((s for s in starts if all(whole[s + j] == rows[j] for j in range(last + 1))), starts[0])
+    expected = list(whole)
+    for _ in range(k):
+        expected.append(expected[best - len(known)])
+    drafts = continued(text, len(known), starts, mx.array(rows), mx.array([last]), k)
+    assert drafts.tolist() == expected[len(whole) :]
 
 
 @pytest.mark.timing

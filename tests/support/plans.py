@@ -11,7 +11,7 @@ class Script:
 
     paused = ""
 
-    def __init__(self, seed: int, *, max_drafts: int, max_lookup: int = 7, p_min: bool = False):
+    def __init__(self, seed: int, *, max_drafts: int, max_lookup: int = 15, p_min: bool = False):
         self.random, self.max_drafts, self.max_lookup = random.Random(seed), max_drafts, max_lookup
         self.p_min = p_min
         self.cycles: list = []

@@ -68,7 +68,8 @@ class Machine:
     resuming paused heads per pending row, and its constant part. read: cost of reading the heads' confidence.
     drift: (share of the run 0..1, rows) -> factor. slow_first: factor of the first cycle of a shape. prompt: pending
     rows at the start. begin: factor of the first cycle of a sequence. busy: whether other processes slow the machine
-    down for a while, by up to 2, and the noise has heavy tails.
+    down for a while, by up to 2, and the noise has heavy tails. contexts: positions at the start and the end of the
+    run. row_context: cost of each further row of a verify per 1,024 positions, in plain steps at the start.
     """
 
     table: Sequence[float]
@@ -85,6 +86,13 @@ class Machine:
     prompt: int = 0
     begin: float = 1.0
     busy: bool = False
+    contexts: tuple[int, int] = (0, 0)
+    row_context: float = 0.0
+
+    def context(self, at: float) -> int:
+        """Return the number of positions at a share 0..1 of the run."""
+        first, last = self.contexts
+        return int(first + at * (last - first))
 
     def verify(self, rows: int) -> float:
         if rows <= len(self.table):
@@ -143,7 +151,7 @@ def known_costs(machine: Machine, longest: int, wrong: str) -> Costs:
     for k in ladder(longest):
         steps = others * (1 + beyond * (machine.verify(k + 1) + machine.depth * k - 1))
         arms.append(["heads", k, steps * machine.second])
-    return from_json({"seconds": arms, "catch_up": machine.row})
+    return from_json({"octaves": {"0": arms}, "catch_up": machine.row})
 
 
 @dataclass
@@ -192,7 +200,9 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
     for i in range(tokens):
         verified, accepted = _verify(text, plan, pos, tokens, p_min)
         prefilled, backlog = (backlog, 0) if _drafts(plan) else (0, backlog + run)
-        steps = _cost(machine, plan, verified, prefilled) * noise[i] * machine.drift(pos / tokens, verified + 1)
+        context = machine.context(pos / tokens)
+        steps = _cost(machine, plan, verified, prefilled) + machine.row_context * verified * context / 1024
+        steps *= noise[i] * machine.drift(pos / tokens, verified + 1)
         shape = (plan.source, plan.k, verified)
         steps *= 1 if shape in shapes else machine.slow_first
         steps += machine.pause[1] * (i == machine.pause[0])
@@ -201,7 +211,7 @@ def replay(machine: Machine, text: Text, controller, tokens: int, seed: int, p_m
         outcome.steps += steps
         outcome.ks[plan.source, plan.k] = outcome.ks.get((plan.source, plan.k), 0) + 1
         seconds = None if missing[i] else steps * machine.second
-        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched)
+        cycle = Cycle(plan, verified, accepted, seconds, prefilled, matched, context=context)
         matched = _matched(text, pos)  # the host has the tokens before this cycle
         following = controller.plan(matched, backlog)
         controller.observe(cycle)

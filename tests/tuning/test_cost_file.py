@@ -46,6 +46,19 @@ def test_kept_costs_are_recalled(directory):
     assert len(list(directory.iterdir())) == 1
 
 
+def test_costs_of_every_context_are_recalled():
+    costs = measured()
+    costs.reach(32_000)
+    for _ in range(20):
+        costs.observe(Plan("heads", 1), 0.03)
+    RememberedCosts("m", "auto").keep(costs)
+    known = RememberedCosts("m", "auto").recall()
+    for context in (0, 32_000, 0):
+        costs.reach(context)
+        known.reach(context)
+        assert math.isclose(known.steps(Plan("heads", 1)), costs.steps(Plan("heads", 1)), rel_tol=1e-3)
+
+
 def test_without_a_file_there_are_no_costs():
     assert RememberedCosts("m", "auto").recall() is None
 
@@ -73,7 +86,7 @@ def changed(**values):
 
 
 def costs(seconds, catch_up=0.01):
-    return changed(costs={"seconds": seconds, "catch_up": catch_up})
+    return changed(costs={"octaves": {"0": seconds}, "catch_up": catch_up})
 
 
 @pytest.mark.parametrize(

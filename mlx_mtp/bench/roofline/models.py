@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ...layers.experts import PER_TOKEN, SWITCHES
 from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
 from ...layers.mla import AbsorbedMLA
@@ -17,8 +17,6 @@ from ...layers.port import Port
 from ...layers.sparse_mla import SparseMLA
 from .ops import AttentionOp, DraftHeadOps, ExpertsOp, LatentOp, LayerOps, LinearOp, ModelOps, Op, StateOp
 
-TOP = ("top_k", "num_experts_per_tok", "moe_top_k")  # names of the number of experts per token in mlx-lm's routers
-SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 OUTSIDE = ("head", "embed_tokens")  # modules of a draft head that are not in its block
 
 
@@ -87,9 +85,9 @@ def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     total, n, k = shapes[0]
     assert {total * n * k} == {math.prod(shape) for shape in shapes}, "matrices of several sizes"
     owners = (block, block.get("gate"))
-    tops = [top for owner in owners for name in TOP if isinstance(top := getattr(owner, name, None), int)]
+    tops = [top for owner in owners for name in PER_TOKEN if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
-        raise ValueError(f"config.json: {' or '.join(TOP)} must state the number of experts per token")
+        raise ValueError(f"config.json: {' or '.join(PER_TOKEN)} must state the number of experts per token")
     return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made))
 
 

@@ -1,20 +1,24 @@
-"""Draft the tokens that followed an earlier copy of the sequence's last tokens (prompt lookup).
+"""Draft from the sequence's own past: the tokens that followed an earlier copy of the last ones (prompt lookup).
 
-The search runs on the device and includes tokens that the host has not read, so that the cycle can be built ahead.
-The host's own search (`TokenHistory.matched`) only decides whether a lookup is worthwhile. Source: Saxena, "Prompt
-Lookup Decoding" (2023).
+The host finds the copies of the tokens that it has read. Those of the cycle that is still running are compared on the
+device, so such a cycle is built ahead like any other. Source of the idea: Saxena, "Prompt Lookup Decoding" (2023).
 """
 
 import mlx.core as mx
+import numpy as np
 
-from ...tuning.plan import SHORTEST
-from ..history import LONGEST, TokenHistory
+from ..history import TokenHistory
 from ..run import Drafts, Run
 from .drafter import Drafter, Frame
 
+TRIED = 8  # copies that are compared with the tokens that the host has not read
+
 
 class Lookup(Drafter):
-    """Drafts the tokens that followed the longest match of each sequence's last tokens. It has no caches."""
+    """Drafts what followed the longest copy of each sequence's last tokens; has no caches.
+
+    most: maximum drafts of a cycle.
+    """
 
     source = "lookup"
     in_step = False
@@ -23,31 +27,35 @@ class Lookup(Drafter):
         self.most = most
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        blank, found = mx.zeros(k, mx.int32), []
+        found = []
         for i, member in enumerate(frame.members):
-            kept = run.last[i : i + 1] + 1
-            free = member is None
-            found.append(blank if free else continued(member.history, member.base + 1, run.tokens[i], kept, k))
+            copies = [] if member is None else member.history.matches(member.base + 1)[:TRIED]
+            if member is None or not copies:
+                found.append(mx.zeros(k, mx.int32))
+                continue
+            starts = [start for _, start in copies]
+            found.append(continued(member.history, member.base + 1, starts, run.tokens[i], run.last[i : i + 1], k))
         return Drafts(mx.stack(found))
 
 
-def continued(history: TokenHistory, end: int, tokens: mx.array, kept: mx.array, k: int) -> mx.array:
-    """Return the k tokens that followed the newest of the longest matches of a sequence's suffix, int32 [k].
+def continued(
+    history: TokenHistory, size: int, starts: list[int], tokens: mx.array, last: mx.array, k: int
+) -> mx.array:
+    """Draft int32 [k] behind the first `size` tokens of a history and the first last + 1 of `tokens` [R].
 
-    The sequence is the first `end` tokens of the history and the first `kept` of `tokens` [R] (int32 [1], on the
-    device). A continuation that reaches the end repeats itself. Without a match the drafts are arbitrary.
+    starts: indices of the tokens that followed earlier copies, best first. The first copy that `tokens` also continue
+    is used, or the first of all where none is. last: int32 [1] on the device. A copy that reaches the end repeats.
     """
-    blank = mx.full((LONGEST,), -1, mx.int32)
-    padded = mx.concatenate([blank, mx.array(history.tokens[:end]), tokens])
-    size, length = padded.size - LONGEST, end + kept
-    same = mx.ones((size,), mx.int32)
-    matched = mx.zeros((size,), mx.int32)
-    for i in range(LONGEST):  # end e: the i-th token before it is padded[LONGEST + e - 1 - i]
-        first = LONGEST - 1 - i
-        same = same * (padded[first : first + size] == mx.take(padded, length + first))
-        matched = matched + same
-    ends = mx.arange(size)
-    found = (ends < length) & (matched >= SHORTEST)
-    source = mx.argmax(mx.where(found, matched * size + ends, -1), keepdims=True)
-    ahead = mx.arange(k) % mx.maximum(length - source, 1)
-    return mx.take(padded, LONGEST + source + ahead)
+    rows, starts_of = tokens.size, np.array(starts, np.int32)[:, None]
+    known = history.tokens[np.minimum(starts_of + np.arange(rows + k), size - 1)]
+    each = mx.concatenate([mx.array(known), mx.broadcast_to(tokens, (len(starts), rows))], axis=1)
+    period = mx.array(size - starts_of)
+    follow = _at(each, mx.broadcast_to(mx.arange(rows), (len(starts), rows)), period, rows + k) == tokens
+    whole = mx.take(mx.cumprod(follow.astype(mx.int32), axis=1), last, axis=1)
+    best = mx.argmax(whole, axis=0)  # the first of equal ones
+    return mx.take(_at(each, last + 1 + mx.arange(k) % period, period, rows + k), best, axis=0)[0]
+
+
+def _at(each: mx.array, offset: mx.array, period: mx.array, width: int) -> mx.array:
+    """Return the tokens at offsets [C, n] from each start; from `period` [C, 1] on they follow the first `width`."""
+    return mx.take_along_axis(each, mx.where(offset < period, offset, width + offset - period), axis=1)
