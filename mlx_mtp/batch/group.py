@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..cache.mark import Mark
 from ..cache.pool import Pool
-from ..cache.prompt_cache import SPILL, PromptCache
+from ..cache.prompt_cache import SPILL, PromptCache, is_chained
 from ..cache.ring import MAX_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock
@@ -207,7 +207,8 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
-        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > MAX_ROWS
+        depths = len(pool.heads) if is_chained(self.model) else 1
+        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + depths > MAX_ROWS
 
     def _behind(self, pool: Pool, there: list[Sequence]) -> int:
         """Count the rows that the drafter has to read before it drafts, of all texts."""

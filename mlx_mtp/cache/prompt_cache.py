@@ -101,8 +101,9 @@ class PromptCache(StepCache, ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Make an empty cache of the same layout; what has been quantized begins so."""
-        heads = [{**c.empty_config, "start": depth * bool(self.kept)} for depth, c in enumerate(self.heads)]
-        kept = [self.model.no_hidden() for _ in self.kept]
+        chained = bool(self.kept) and is_chained(self.model)
+        heads = [{**c.empty_config, "start": depth * chained} for depth, c in enumerate(self.heads)]
+        kept = no_kept(self.model, len(heads))
         layers = from_configs([c.empty_config for c in self.layers])
         new = PromptCache(self.model, layers, from_configs(heads), self.reach, kept)
         new.quantizing = self.quantizing
@@ -145,7 +146,8 @@ class PromptCache(StepCache, ListOfOne):
         """Add hidden rows for the heads to read later; those that they will not read are dropped."""
         if not self.heads:
             return
-        self.backlog.append(hidden)
+        drafter = getattr(self.model, "drafter", None)
+        self.backlog.append(drafter.pending(hidden) if drafter else hidden)
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
         excess = self._waiting - (self.reach or math.inf)
@@ -338,9 +340,9 @@ def make_prompt_cache(
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
         min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
-        if all(isinstance(w, int) for w in heads)
+        if reads_hidden(model) and all(isinstance(w, int) for w in heads)
         else None,
-        [model.no_hidden() for _ in heads[1:] if chained],
+        no_kept(model, len(heads)),
     )
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
@@ -350,3 +352,15 @@ def make_prompt_cache(
 def is_chained(model: Any) -> bool:
     """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
     return getattr(getattr(model, "drafter", None), "chained", True)
+
+
+def reads_hidden(model: Any) -> bool:
+    """Return whether the model's drafter reads hidden rows (`Drafter.reads_hidden`)."""
+    return getattr(getattr(model, "drafter", None), "reads_hidden", True)
+
+
+def no_kept(model: Any, heads: int) -> list[mx.array]:
+    """Return `kept` of a cache with so many caches of a drafter, before the first row."""
+    if is_chained(model):
+        return [model.no_hidden() for _ in range(heads - 1)]
+    return model.drafter.no_kept() if heads else []

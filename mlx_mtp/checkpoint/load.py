@@ -33,11 +33,12 @@ from .adapters import load_adapters as _adapted
 from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
-from .files import read_config, resolve
+from .files import read_config
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .heads_beside import is_split
 from .load_plain import load_plain
+from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()
@@ -199,19 +200,24 @@ def _load(path: Path, config: dict, options: Options) -> Any:
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
-    port = find_port(config)
+    port, small = find_port(config), None
     if port is None:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} has no port; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
     else:
-        if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
+        drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
+        if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
+        elif drafter and is_small_model(drafter):
+            small, drafting = drafter, instead_of_heads(drafting)
         model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
         if mx.default_device() == mx.cpu:
             share_angles(model)
         cut_experts(model)
         number_rows(model.modules())
+        if small:
+            attach_small_model(model, small, budget, lazy=lazy)
         if drafting.heads and not model.mtp:
             warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
@@ -221,6 +227,7 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: Options) -> None:
     """Test the first head, reduce the draft vocabulary, switch kernels on, wire the weights and choose the prefill
     chunk; the report notes what came of it."""
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
+    check_tokens(model, path, tokenizer, load_tokenizer)
     if not lazy:
         _test_or_defer(model, path, tokenizer, defer=vocab is None and is_large(model))
     if vocab is not None:
