@@ -1,6 +1,7 @@
 """Load a small model as the drafter of a target that has the same tokens."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from .report import quantization, size
 from .sort_tensors import Drafting
 
 NO_HEADS = Drafting(mtp=False, mtp_path=None, mtp_overrides={}, draft_model=None)
-OF_DRAFTERS = ("fc.weight", "hidden_norm.weight", "d2t")  # ends of tensors' names that no whole model has
+OF_DRAFTERS = re.compile(r"(model\.)?(fc\.weight|(.*\.)?hidden_norm\.weight|d2t)")  # tensors that no whole model has
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
 
 
@@ -32,7 +33,7 @@ def is_small_model(path: Path) -> bool:
             return False
         names = read_header(sorted(path.glob("*.safetensors"))).keys()
         embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)
-        foreign = any(name.endswith(OF_DRAFTERS) for name in names)
+        foreign = any(OF_DRAFTERS.fullmatch(name) for name in names)
         return embedded and not foreign and all(kind.refuses(config, names) for kind in drafter_kinds())
     return False
 
