@@ -1,5 +1,7 @@
 """Draft with a small model: the text is that of plain decoding, drafts are those of its forward over the whole text."""
 
+import sys
+
 import drafters
 import families
 import mlx.core as mx
@@ -16,13 +18,15 @@ from mlx_mtp.tuning.plan import Plan
 
 PROMPTS = [[1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2], [3, 3, 1], [2]]  # the last: nothing is read before the first draft
 TARGETS = ["qwen3_5", "llama_sliding", "nemotron_h"]
-SMALL = ["nemotron_h", "qwen3_5", "gemma3_text"]
+SMALL = ["nemotron_h", "qwen3_5", "llama_sliding"]
 EVERY = sorted({*families.FAMILIES, *drafters.HEADLESS})
 PAIRS = paired(sampled(TARGETS, EVERY), sampled(SMALL, EVERY))
 
 
 def written(name, path, seed=0, **changes):
     """(checkpoint directory, mlx-lm's plain model)"""
+    if name == "gemma3_text":
+        changes["sliding_window_pattern"] = 3
     if name in drafters.HEADLESS:
         return families.headless(path, {**drafters.HEADLESS[name], **changes}, seed)
     directory, _, plain = families.build(name, path, seed, **changes)
@@ -176,14 +180,32 @@ def test_trimmed_caches_go_on(made):
         assert drafts == scratch(plain, known, 3)
 
 
-@pytest.mark.parametrize("options", [{"kv_bits": 8}, {"mtp_kv_bits": 8}, {"draft_p_min": 0.5}, {"max_kv_size": 12}])
-def test_other_mechanisms(made, options):
-    model, _ = made("llama_sliding", "qwen3_5")
-    more = {} if "draft_p_min" in options else {"kv_group_size": 32 if model.args.head_dim % 32 == 0 else None}
-    if model.args.head_dim % 32 and set(options) & {"kv_bits", "mtp_kv_bits"}:
-        pytest.skip("a head size that nothing quantizes")
-    plain = alone(model, PROMPTS[0], 0, **options, **more)
-    assert alone(model, PROMPTS[0], 4, **options, **more) == plain
+@pytest.mark.parametrize(
+    "options", [{"kv_bits": 8, "mtp_kv_bits": 4}, {"kv_bits": 4, "quantized_kv_start": 16}, {"max_kv_size": 12}]
+)
+def test_other_forms_of_keys_and_values(wide, options):
+    options = {"kv_group_size": 32, **options} if "kv_bits" in options else options
+    plain = alone(wide, PROMPTS[0], 0, **options)
+    assert alone(wide, PROMPTS[0], 4, **options) == plain
+    assert together(wide, 4, prompts=PROMPTS[:1], **options) == [plain]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model and its small one whose head sizes can be quantized."""
+    path = tmp_path_factory.mktemp("wide")
+    small = written("llama_sliding", path / "small", 1, head_dim=32)[0]
+    return mlx_mtp.load_model(written("qwen3", path / "target", head_dim=32)[0], draft_model=small)
+
+
+def test_drafts_that_it_is_unsure_of_are_not_verified(made):
+    model, _ = made(*PAIRS[1])
+    plain = alone(model, PROMPTS[0], 0)
+    all_of, sure = mlx_mtp.Stats(), mlx_mtp.Stats()
+    assert alone(model, PROMPTS[0], 6, stats=all_of) == plain
+    assert alone(model, PROMPTS[0], 6, stats=sure, draft_p_min=0.5) == plain
+    assert sum(sure.drafted) < sum(all_of.drafted)
+    assert together(model, 6, draft_p_min=0.5) == [alone(model, p, 0) for p in PROMPTS]
 
 
 def test_the_target_as_its_own_small_model_is_always_right(tmp_path):
@@ -211,7 +233,7 @@ def test_rows_that_one_vocabulary_lacks(tmp_path, vocab_size):
 
 def test_a_server_reuses_beginnings(made, monkeypatch):
     model, _ = made("qwen3_5", "nemotron_h")
-    monkeypatch.setattr("mlx_mtp.generate.TokenizerWrapper", Letters)
+    monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
     first, second = prefix_asks.prompts(model.vocab_size)
     fresh = prefix_asks.ask(prefix_asks.serve(model), second)
     served = prefix_asks.serve(model)
