@@ -146,13 +146,17 @@ class PromptCache(StepCache, ListOfOne):
         """Add hidden rows for the heads to read later; those that they will not read are dropped."""
         if not self.heads:
             return
-        drafter = getattr(self.model, "drafter", None)
-        self.backlog.append(drafter.pending(hidden) if drafter else hidden)
+        self.backlog.append(self.pending(hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
         excess = self._waiting - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
+
+    def pending(self, hidden: mx.array) -> mx.array:
+        """Return what of hidden rows waits for the drafter (`Drafter.pending`)."""
+        drafter = getattr(self.model, "drafter", None)
+        return drafter.pending(hidden) if drafter else hidden
 
     def pop_row(self) -> None:
         """Take the newest row out of the backlog: it is under way in a run, and comes back with `push`."""

@@ -38,7 +38,7 @@ def nbytes(tree: Any) -> int:
 def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Give an empty cache the buffers that it has at `context` positions, when `rows` rows are verified at a time.
 
-    Returns the bytes of one of the target's hidden rows.
+    Returns the bytes of what waits of one of the target's hidden rows.
     """
     cache.reserve(context)
     read = max(1, len(cache.heads))  # the last depth's first row is there
@@ -49,7 +49,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
             _read(model, cache, read)
         cache.to_device()
         model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
-    return hidden.nbytes // hidden.shape[1]
+    return cache.pending(hidden).nbytes // hidden.shape[1]
 
 
 def shaped(blank: PromptCache) -> PromptCache:

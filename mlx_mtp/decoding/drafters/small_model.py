@@ -44,7 +44,7 @@ class SmallModel(Drafter):
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Read the run, and draft k tokens, each from what the small model gives for the one before."""
         cache, newest = frame.cache, run.newest()
-        rows = self._read(mx.concatenate([cache.kept[0][:, 0], run.tokens], axis=1), cache.heads)
+        rows = self.outputs(mx.concatenate([cache.kept[0][:, 0], run.tokens], axis=1), cache.heads)
         cache.kept = [newest[:, None]]
         choices = self._drafts(frame, rows_at(rows, run.last + 1), k) if k else []
         cache.heads_follow()
@@ -57,13 +57,13 @@ class SmallModel(Drafter):
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # behind the newest token
         choices = [choose(_Output(self, 0, row), offset + 1)]
         for depth in range(1, k):
-            row = self._read(choices[-1].token, cache.heads)
+            row = self.outputs(choices[-1].token, cache.heads)
             choices.append(choose(_Output(self, depth, row), offset + 1 + depth))
         for state, parts in states:
             state.parts = parts
         return choices
 
-    def _read(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+    def outputs(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Read tokens [n, L] into the caches: the small model's outputs [n, L, H]. Rings take MAX_ROWS at once."""
         own = self.small.vocab_size
         if own < self.vocab_size:
@@ -73,12 +73,12 @@ class SmallModel(Drafter):
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
     def logits(self, rows: mx.array) -> mx.array:
-        """Compute logits [n, V] in the target's vocabulary: -infinity for tokens that the small model lacks."""
-        logits = self.small.logits(rows)[:, 0, : self.vocab_size]
+        """Compute logits [..., V] in the target's vocabulary: -infinity for tokens that the small model lacks."""
+        logits = self.small.logits(rows)[..., : self.vocab_size]
         lacking = self.vocab_size - logits.shape[-1]
         if not lacking:
             return logits
-        return mx.pad(logits, [(0, 0), (0, lacking)], constant_values=mx.array(-mx.inf, logits.dtype))
+        return mx.concatenate([logits, mx.full((*logits.shape[:-1], lacking), -mx.inf, logits.dtype)], axis=-1)
 
     def pending(self, hidden: mx.array) -> mx.array:
         """Count rows: the tokens that wait to be read are the text's."""
@@ -125,4 +125,4 @@ class _Output(HeadOutput):
         return None
 
     def logits(self) -> mx.array:
-        return self.model.logits(self.rows)
+        return self.model.logits(self.rows)[:, 0]
