@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..cache.drafting import is_chained
 from ..cache.mark import Mark
 from ..cache.pool import Pool
-from ..cache.prompt_cache import SPILL, PromptCache, is_chained
+from ..cache.prompt_cache import SPILL, PromptCache
 from ..cache.ring import MAX_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock

@@ -21,10 +21,11 @@ from mlx.utils import tree_flatten
 from ..machine.errors import first_line, naming
 from ..machine.memory import check_room
 from ..machine.stream import in_turn
+from .drafting import no_kept
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
 from .mark import Quantizing
-from .prompt_cache import PromptCache, no_kept
+from .prompt_cache import PromptCache
 from .prompt_prefix import PromptPrefix
 
 FORMAT = 2

@@ -44,9 +44,8 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
     for config in configs:
         window, keep = config["window"], config.get("keep", 0)
         if isinstance(window, str):
-            caches.append(
-                BY_NAME[window](**{name: value for name, value in config.items() if name not in ("window", "start")})
-            )
+            own = {name: value for name, value in config.items() if name not in ("window", "start")}
+            caches.append(BY_NAME[window](**own))
             continue
         if isinstance(window, int):
             window = rings.setdefault((window, keep), Ring(window, keep))

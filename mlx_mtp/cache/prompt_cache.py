@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
+from .drafting import is_chained, no_kept, pending, reads_hidden
 from .kinds import from_configs, make_caches
 from .kv_format import check_layout, group_size_for
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
@@ -146,17 +147,12 @@ class PromptCache(StepCache, ListOfOne):
         """Add hidden rows for the heads to read later; those that they will not read are dropped."""
         if not self.heads:
             return
-        self.backlog.append(self.pending(hidden))
+        self.backlog.append(pending(self.model, hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
         excess = self._waiting - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
-
-    def pending(self, hidden: mx.array) -> mx.array:
-        """Return what of hidden rows waits for the drafter (`Drafter.pending`)."""
-        drafter = getattr(self.model, "drafter", None)
-        return drafter.pending(hidden) if drafter else hidden
 
     def pop_row(self) -> None:
         """Take the newest row out of the backlog: it is under way in a run, and comes back with `push`."""
@@ -351,20 +347,3 @@ def make_prompt_cache(
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
-
-
-def is_chained(model: Any) -> bool:
-    """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
-    return getattr(getattr(model, "drafter", None), "chained", True)
-
-
-def reads_hidden(model: Any) -> bool:
-    """Return whether the model's drafter reads hidden rows (`Drafter.reads_hidden`)."""
-    return getattr(getattr(model, "drafter", None), "reads_hidden", True)
-
-
-def no_kept(model: Any, heads: int) -> list[mx.array]:
-    """Return `kept` of a cache with so many caches of a drafter, before the first row."""
-    if is_chained(model):
-        return [model.no_hidden() for _ in range(heads - 1)]
-    return model.drafter.no_kept() if heads else []

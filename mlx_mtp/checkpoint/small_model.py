@@ -73,14 +73,17 @@ def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, rea
     """
     if not isinstance(drafter := model.drafter, SmallModel):
         return
-    if tokenizer is None and not (_has_tokenizer(path) and _has_tokenizer(drafter.path)):
+    assert drafter.path
+    there = _has_tokenizer(drafter.path)
+    if tokenizer is None and not (there and _has_tokenizer(path)):
         return
+    if not there:
+        raise ValueError(f"{drafter.path}: no usable tokenizer; a drafter's tokens are compared with the target's")
     tokenizers = tokenizer or read(path), read(drafter.path)
     if differing := first_difference(*map(_by_number, tokenizers)):
         number, (wanted, found) = differing
-        raise ValueError(
-            f"{drafter.path}: a drafter needs the target's tokens; token {number} is {found!r}, the target's {wanted!r}"
-        )
+        said = f"token {number} is {found!r}, the target's {wanted!r}"
+        raise ValueError(f"{drafter.path}: a drafter needs the target's tokens; {said}")
 
 
 def first_difference(

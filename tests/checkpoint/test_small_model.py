@@ -45,7 +45,7 @@ def test_its_weights_and_caches_are_the_models(tmp_path, target):
     assert isinstance(model.drafter, SmallModel)
     assert model.max_draft_tokens == 15
     assert str(small) in str(model.report)
-    assert [kind for kind in model.head_windows()] == [None, 8, 8, 8, 8]
+    assert model.head_windows() == [None, 8, 8, 8, 8]
     names = {name for name, _ in tree_flatten(model.parameters())}
     assert "drafter.model.layers.4.mlp.up_proj.weight" in names
     model.drafter = None

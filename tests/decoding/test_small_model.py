@@ -1,4 +1,4 @@
-"""Draft with a small model: the text is that of plain decoding, drafts are those of its forward over the whole text."""
+"""Draft with a small model: the text is that of plain decoding, drafts are those of its forward over all tokens."""
 
 import sys
 

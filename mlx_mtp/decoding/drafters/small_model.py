@@ -1,13 +1,13 @@
 """Draft with a small model that has the target's tokens: k small forward passes, each of which reads the last draft.
 
-The small model reads tokens alone, in caches of its own that stand where the target's do. A call reads the token of the
-run's first row again, and the tokens behind all rows; states keep what these rows do to them (`RecurrentCache`), so
-that the rejected ones are taken back as the target's are. Sources: Leviathan et al. (arXiv 2211.17192); mlx_lm's
+The small model reads tokens alone, in caches of its own that stand where the target's do. A call reads the token of
+the run's first row again, and the tokens behind all rows; states keep what these rows do to them (`RecurrentCache`),
+so that the rejected ones are taken back as the target's are. Sources: Leviathan et al. (arXiv 2211.17192); mlx_lm's
 `--draft-model`.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -55,10 +55,10 @@ class SmallModel(Drafter):
         cache, choose = frame.cache, Choosers(frame.members, confidence=frame.plan.p_min > 0)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # behind the newest token
-        choices = [choose(_Output(self, 0, row), offset + 1)]
+        choices = [choose(_Output(cast(Any, self), 0, row), offset + 1)]
         for depth in range(1, k):
             row = self.outputs(choices[-1].token, cache.heads)
-            choices.append(choose(_Output(self, depth, row), offset + 1 + depth))
+            choices.append(choose(_Output(cast(Any, self), depth, row), offset + 1 + depth))
         for state, parts in states:
             state.parts = parts
         return choices
