@@ -1,4 +1,4 @@
-"""What a prompt cache asks of the drafter whose caches it holds (`decoding/drafters/drafter.py`)."""
+"""Answer for a prompt cache what the drafter whose caches it holds needs (`decoding/drafters/drafter.py`)."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def no_kept(model: Any, heads: int) -> list[mx.array]:
     """Return `kept` of a cache with so many caches of a drafter, before the first row."""
     if is_chained(model):
         return [model.no_hidden() for _ in range(heads - 1)]
-    return model.drafter.no_kept() if heads else []
+    return [*model.drafter.no_kept] if heads else []
 
 
 def pending(model: Any, hidden: mx.array) -> mx.array:

@@ -102,11 +102,9 @@ class PromptCache(StepCache, ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Make an empty cache of the same layout; what has been quantized begins so."""
-        chained = bool(self.kept) and is_chained(self.model)
-        heads = [{**c.empty_config, "start": depth * chained} for depth, c in enumerate(self.heads)]
-        kept = no_kept(self.model, len(heads))
+        heads = [{**c.empty_config, "start": depth * is_chained(self.model)} for depth, c in enumerate(self.heads)]
         layers = from_configs([c.empty_config for c in self.layers])
-        new = PromptCache(self.model, layers, from_configs(heads), self.reach, kept)
+        new = PromptCache(self.model, layers, from_configs(heads), self.reach, no_kept(self.model, len(heads)))
         new.quantizing = self.quantizing
         return new
 

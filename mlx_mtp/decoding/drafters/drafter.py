@@ -46,7 +46,7 @@ class Drafter(Protocol):
              `frame.cache.heads`.
     chained: each of its caches begins one position behind the one before, and `frame.cache.kept` has a row for each
              but the last: those of MTP heads that read each other's outputs.
-    reads_hidden: it reads the target's hidden rows; if not, it reads tokens alone, from the text's first one on.
+    no_kept: `frame.cache.kept` before the first row, if not chained. reads_hidden: False reads tokens alone, all.
     reads:   numbers of layers of the target. A hidden row is the residual stream before the final norm, which
              `Target.normed` applies; behind it, along the same axis, comes the stream after so many layers each.
              Keys and values of the target's layers are in `frame.cache.layers`.
@@ -57,12 +57,9 @@ class Drafter(Protocol):
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
     chained: bool = False
+    no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     reads: tuple[int, ...] = ()
-
-    def no_kept(self) -> list[mx.array]:
-        """Return what `frame.cache.kept` is before the first row, if `chained` does not state it."""
-        return []
 
     def pending(self, hidden: mx.array) -> mx.array:
         """Return what of hidden rows [1, r, H] waits in the backlog until it reads them: r rows."""

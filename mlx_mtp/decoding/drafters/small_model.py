@@ -31,15 +31,13 @@ class SmallModel(Drafter):
     """
 
     most = MOST
+    no_kept = (mx.array([[[0]]], mx.int32),)
     reads_hidden = False
 
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
         """Take a loaded port. path: the directory that it came from."""
         self.small, self.vocab_size, self.path, self.windows = small, vocab_size, path, tuple(small.windows())
         self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
-
-    def no_kept(self) -> list[mx.array]:
-        return [mx.array([[[0]]], mx.int32)]
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Read the run, and draft k tokens, each from what the small model gives for the one before."""
