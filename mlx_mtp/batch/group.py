@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..cache.drafting import is_chained
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
@@ -211,7 +212,8 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
-        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + len(pool.heads) > CALL_ROWS
+        depths = len(pool.heads) if is_chained(self.model) else 1
+        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + depths > CALL_ROWS
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
         """Return the number of rows, of all sequences, that the drafter must read before it drafts."""

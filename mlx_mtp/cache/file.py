@@ -21,10 +21,11 @@ from mlx.utils import tree_flatten
 from ..machine.errors import first_line, naming
 from ..machine.memory import check_room
 from ..machine.stream import in_turn
+from .drafting import no_kept
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
 from .mark import Quantizing
-from .prompt_cache import PromptCache, is_chained
+from .prompt_cache import PromptCache
 from .prompt_prefix import PromptPrefix
 
 FORMAT = 2
@@ -149,7 +150,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
         c.parts = tuple(arrays[name] for name in names)
-    kept = [arrays[f"kept.{i}"] for i in range(max(0, len(heads) - 1) * is_chained(model))]
+    kept = [arrays[f"kept.{i}"] for i in range(len(no_kept(model, len(heads))))]
     cache = PromptCache(model, caches[: len(layers)], caches[len(layers) :], state["reach"], kept)
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []

@@ -45,7 +45,8 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
     for config in configs:
         window, keep = config["window"], config.get("keep", 0)
         if isinstance(window, str):
-            caches.append(BY_NAME[window](**{name: value for name, value in config.items() if name != "window"}))
+            own = {name: value for name, value in config.items() if name not in ("window", "start")}
+            caches.append(BY_NAME[window](**own))
             continue
         if isinstance(window, int):
             window = rings.setdefault((window, keep), Ring(window, keep))
@@ -65,7 +66,9 @@ def check_layout(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
+        part = model
+        if name == "mtp_kv_bits":
+            part = model.mtp[0] if model.mtp else getattr(model, "drafter", None) or model
         if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
             raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
         head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim

@@ -124,7 +124,7 @@ class Pool(StepCache):
     def _copy_out_heads(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, base: int) -> None:
         cache.primed = base - len(mark.missed)
         for c, target, arrays in zip(self.heads, cache.heads, mark.arrays[len(self.layers) :], strict=True):
-            target.parts = c.copied(arrays, slot, cache.primed)
+            target.parts = c.copied(arrays, row) if c.is_state else c.copied(arrays, slot, cache.primed)
         cache.kept = [mx.contiguous(each[row : row + 1]) for each in mark.kept]
         cache.backlog = []
         if mark.missed:

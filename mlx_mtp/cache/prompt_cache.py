@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
+from .drafting import is_chained, no_kept, pending, reads_hidden
 from .kinds import check_layout, from_configs, group_size_for, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
@@ -99,10 +100,9 @@ class PromptCache(StepCache, ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Return an empty cache of the same layout; layers that have been quantized start quantized."""
-        heads = [{**c.empty_config, "start": depth * bool(self.kept)} for depth, c in enumerate(self.heads)]
-        kept = [self.model.no_hidden() for _ in self.kept]
+        heads = [{**c.empty_config, "start": depth * is_chained(self.model)} for depth, c in enumerate(self.heads)]
         layers = from_configs([c.empty_config for c in self.layers])
-        new = PromptCache(self.model, layers, from_configs(heads), self.reach, kept)
+        new = PromptCache(self.model, layers, from_configs(heads), self.reach, no_kept(self.model, len(heads)))
         new.quantizing = self.quantizing
         return new
 
@@ -142,7 +142,7 @@ class PromptCache(StepCache, ListOfOne):
         """Append hidden rows that the heads have not read; drop older ones that they will not read."""
         if not self.heads:
             return
-        self.backlog.append(hidden)
+        self.backlog.append(pending(self.model, hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
         excess = self._pending - (self.reach or math.inf)
@@ -335,15 +335,10 @@ def make_prompt_cache(
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
         min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
-        if all(isinstance(w, int) for w in heads)
+        if reads_hidden(model) and all(isinstance(w, int) for w in heads)
         else None,
-        [model.no_hidden() for _ in heads[1:] if chained],
+        no_kept(model, len(heads)),
     )
     if later and kv_bits:
         cache.quantizing = Quantizing(quantized_kv_start, kv_bits, kv_group_size)
     return cache
-
-
-def is_chained(model: Any) -> bool:
-    """Return whether the drafter's heads read each other's outputs (`Drafter.chained`)."""
-    return getattr(getattr(model, "drafter", None), "chained", True)

@@ -32,11 +32,12 @@ from .adapters import load_adapters as _adapted
 from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
-from .files import read_config, resolve
+from .files import read_config
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .load_plain import load_plain
 from .separate_heads import is_split
+from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
 
 WEIGHTS_ALONE = Budget()
@@ -77,8 +78,8 @@ def load(
     mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
         a family's wiring.
-    draft_model: directory or hub name of an external drafter (EAGLE-3, or MTP heads that mlx-vlm split off) that
-        replaces the checkpoint's heads.
+    draft_model: directory or hub name of an external drafter that replaces the checkpoint's heads: EAGLE-3, MTP heads
+        that mlx-vlm split off, or a small model with the target's tokens.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
@@ -185,19 +186,24 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
-    port = find_port(config)
+    port, small = find_port(config), None
     if port is None:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} has no port; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
     else:
-        if drafting.draft_model is not None and is_split(drafter := resolve(drafting.draft_model)):
+        drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
+        if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
+        elif drafter and is_small_model(drafter):
+            small, drafting = drafter, instead_of_heads(drafting)
         model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
         if mx.default_device() == mx.cpu:
             share_angles(model)
         cut_experts(model)
         number_rows(model.modules())
+        if small:
+            attach_small_model(model, small, budget, lazy=lazy)
         if drafting.heads and not model.mtp:
             warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
@@ -206,6 +212,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
 def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> None:
     """Test the heads, reduce the draft vocabulary, enable kernels, wire weights and choose the prefill chunk."""
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
+    check_tokens(model, path, tokenizer, load_tokenizer)
     if not lazy:
         _test_or_defer(model, path, tokenizer, defer=vocab is None and is_large(model))
     if vocab is not None:

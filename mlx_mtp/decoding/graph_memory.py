@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.drafting import pending
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..cache.prompt_cache import PromptCache
 from ..kernels import KernelRefused
@@ -46,7 +47,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
             _prefill_drafter(model, cache, read)
         cache.to_device()
         model.hidden(mx.zeros((1, rows), mx.int32), cache.layers)
-    return hidden.nbytes // hidden.shape[1]
+    return pending(model, hidden).nbytes // hidden.shape[1]
 
 
 def shaped(blank: PromptCache) -> PromptCache:

@@ -82,7 +82,7 @@ def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> 
 
     model: also lazy or without weights. layout: arguments of `make_prompt_cache`, whose ValueError is raised.
     """
-    cache, heads = make_prompt_cache(model, **layout), nbytes(model.get("mtp", []))
+    cache, heads = make_prompt_cache(model, **layout), nbytes([model.get("mtp", []), model.get("drafter", {})])
     sizes = _caches_and_scratch(model, cache, context, min(chunk, context)) if context else ()
     return Needs(nbytes(model.parameters()) - heads, heads, *sizes)
 

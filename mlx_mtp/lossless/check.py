@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 from ..checkpoint.head_self_test import MIN_AGREEMENT
+from ..decoding.drafters.small_model import SmallModel
 from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, Known, Rights, kept, right, shares, suspicions
 from .prompts import Prompt, built_in, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
+from .small_model import right_small
 from .wirings import Better, diagnose
 
 Progress = Callable[[str, int, int], None]  # receives a stage, the items done and their number
@@ -101,6 +103,10 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
         passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
         own = examine(model, [Known.of(p.tokens, p.hidden, p.predicted) for p in passes], settings, verdict, progress)
         verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
+    elif isinstance(small := model.drafter, SmallModel) and settings.drafts:
+        texts = [Known.of(p.tokens, p.hidden, p.predicted) for p in (r.one_pass for r in references)]
+        own = [right_small(small, text) for text in with_progress(texts, "small model", progress)]
+        verdict.agreement, verdict.kept = shares(own), _kept(references, own, verdict.greedy[:3], 1)
     conclude(model, verdict)
     return verdict
 
@@ -188,6 +194,7 @@ def conclude(model: Target, verdict: Verdict) -> None:
     for depth, share in enumerate(agreement[: max(1, report.heads)], 1):
         if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
+            head = head if report.heads else "the drafter"
             broken.append(f"{head} predicts the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:

@@ -137,7 +137,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     model, tokenizer, _, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
-    blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
+    blank = make_prompt_cache(model, num_draft_tokens=k, **layout)
     largest, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
     step, ranks = settings.step or min(largest, default_chunk(model)), model.ranks
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)

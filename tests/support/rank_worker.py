@@ -89,6 +89,16 @@ def texts(path: str, group, *, few: bool = False) -> dict:
     }
 
 
+def drafted(path: str, group, drafter: str) -> dict:
+    """Texts with a small model as drafter, and how many of its drafts were accepted."""
+    model, found, stats = mlx_mtp.load_model(path, draft_model=drafter, tensor_group=group), {}, mlx_mtp.Stats()
+    for kind, options in (("plain", {}), ("seeded", {"temp": 1.0, "seed": 7})):
+        found[kind] = generated(model, num_draft_tokens=0, **options)
+        for k in (1, 4):
+            found[f"{kind} {k}"] = generated(model, num_draft_tokens=k, stats=stats, **options)
+    return {"texts": found, "drafted": stats.drafted, "accepted": stats.accepted}
+
+
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:
     """Decode with all kernels on, of which `ranks` refuse one; return equality of tokens, kernels and warnings."""
     plain = mlx_mtp.load_model(path, tensor_group=group)

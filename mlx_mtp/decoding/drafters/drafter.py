@@ -45,6 +45,8 @@ class Drafter(Protocol):
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
     chained: each cache starts one position later than the one before it, and `frame.cache.kept` has one row per cache
              but the last, as MTP heads that read each other's outputs need.
+    no_kept: `frame.cache.kept` before the first row, unless chained.
+    reads_hidden: False for a drafter that reads only tokens, all of them.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that), followed along the same axis by the stream after each of these numbers of layers.
              Keys and values of the target's layers are in `frame.cache.layers`.
@@ -55,7 +57,13 @@ class Drafter(Protocol):
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
     chained: bool = False
+    no_kept: tuple[mx.array, ...] = ()
+    reads_hidden: bool = True
     reads: tuple[int, ...] = ()
+
+    def pending(self, hidden: mx.array) -> mx.array:
+        """Return what of hidden rows [1, r, H] waits in the backlog until it reads them: r rows."""
+        return hidden
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Return k drafts after each sequence's newest token, `run.newest()`; for k = 0 read only, return NO_DRAFTS.

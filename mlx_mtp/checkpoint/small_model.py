@@ -1,0 +1,107 @@
+"""Load a small model as the drafter of a target that has the same tokens."""
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoding.drafters.small_model import SmallModel
+from ..decoding.graph_memory import nbytes
+from ..decoding.memory_needs import Budget
+from ..layers.expert_rows import cut_experts, number_rows
+from ..layers.shared_rope import share_angles
+from ..models import drafter_kinds, find_port
+from .build import load_port
+from .files import read_config, read_header
+from .report import quantization, size
+from .sort_tensors import Drafting
+
+NO_HEADS = Drafting(mtp=False, mtp_path=None, mtp_overrides={}, draft_model=None)
+OF_DRAFTERS = re.compile(r"(model\.)?(fc\.weight|(.*\.)?hidden_norm\.weight|d2t)")  # tensors that no whole model has
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
+
+
+def is_small_model(path: Path) -> bool:
+    """Return whether a directory holds a whole model of a family with a port, and no drafter of another kind."""
+    with suppress(ValueError, OSError, KeyError, TypeError, RecursionError):
+        if find_port(config := json.loads((path / "config.json").read_text())) is None:
+            return False
+        names = read_header(sorted(path.glob("*.safetensors"))).keys()
+        embedded = any("embed" in name.rpartition(".weight")[0].rpartition(".")[2] for name in names)
+        foreign = any(OF_DRAFTERS.fullmatch(name) for name in names)
+        return embedded and not foreign and all(kind.refuses(config, names) for kind in drafter_kinds())
+    return False
+
+
+def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) -> None:
+    """Let the model in a directory draft for `model`, which has read its weights; ValueError if it cannot.
+
+    budget: what there must be memory for. The target's layout of keys and values is not the small model's.
+    """
+    config, bits = read_config(path), budget.layout.get("mtp_kv_bits")
+    own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)
+    port: Any = find_port(config)
+    small = load_port(port, path, config, NO_HEADS, own, lazy=lazy)
+    if mx.default_device() == mx.cpu:
+        share_angles(small)
+    cut_experts(small)
+    number_rows(small.modules())
+    small.eval()
+    model.drafter = SmallModel(small, model.vocab_size, path)
+    model["drafter"] = small  # beside the attribute: its parameters are among the model's
+    facts = f"{size(nbytes(small.parameters()))}, {quantization(dict(small.named_modules()))}"
+    source = f"none; drafts by {path}, {config['model_type']} of {len(small.layers)} layers, {facts}"
+    model.runtime.note(source=source, declared=None, ignored=(*model.report.ignored, *small.report.ignored))
+
+
+def instead_of_heads(drafting: Drafting) -> Drafting:
+    """Return what to load of the target beside a small model; ValueError for options that only heads have."""
+    if drafting.mtp_overrides:
+        raise ValueError(f"mtp_overrides={drafting.mtp_overrides}: not together with a small model as draft_model")
+    return NO_HEADS
+
+
+def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, read: Callable[[Path], Any]) -> None:
+    """Raise ValueError where a small model that drafts for `model`, loaded from `path`, has other tokens.
+
+    tokenizer: the target's; None compares only if both directories have one. read: loads a directory's tokenizer.
+    """
+    if not isinstance(drafter := model.drafter, SmallModel):
+        return
+    assert drafter.path
+    there = _has_tokenizer(drafter.path)
+    if tokenizer is None and not (there and _has_tokenizer(path)):
+        return
+    if not there:
+        raise ValueError(f"{drafter.path}: no usable tokenizer; a drafter's tokens are compared with the target's")
+    tokenizers = tokenizer or read(path), read(drafter.path)
+    if differing := first_difference(*map(_by_number, tokenizers)):
+        number, (wanted, found) = differing
+        said = f"token {number} is {found!r}, the target's {wanted!r}"
+        raise ValueError(f"{drafter.path}: a drafter needs the target's tokens; {said}")
+
+
+def first_difference(
+    target: list[str | None], small: list[str | None]
+) -> tuple[int, tuple[str | None, str | None]] | None:
+    """Return the first number whose tokens differ, and both; either list may have more tokens at the end."""
+    pairs = enumerate(zip(target, small, strict=False))
+    return next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), None)
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in TOKENIZERS)
+
+
+def _by_number(tokenizer: TokenizerWrapper) -> list[str | None]:
+    """List a tokenizer's tokens by number; None for numbers without a token."""
+    vocab = tokenizer.get_vocab()
+    tokens: list[str | None] = [None] * (max(vocab.values()) + 1)
+    for token, number in vocab.items():
+        tokens[number] = token
+    return tokens
