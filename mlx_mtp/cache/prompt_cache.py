@@ -22,6 +22,7 @@ from .step_cache import StepCache, seek
 
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
 AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
+MOST_UNREAD = 64  # rows that a drafter that absorbs rows leaves in the backlog
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -148,6 +149,8 @@ class PromptCache(StepCache, ListOfOne):
         self.backlog.append(hidden)
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
+        if self._waiting > MOST_UNREAD and is_absorbing(self.model):
+            self.model.drafter.absorb(self)  # type: ignore[attr-defined]
         excess = self._waiting - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
@@ -338,7 +341,7 @@ def make_prompt_cache(
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
         min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
-        if all(isinstance(w, int) for w in heads)
+        if all(isinstance(w, int) for w in heads) and not is_absorbing(model)
         else None,
         [model.no_hidden() for _ in heads[1:] if chained],
     )
@@ -350,3 +353,8 @@ def make_prompt_cache(
 def is_chained(model: Any) -> bool:
     """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
     return getattr(getattr(model, "drafter", None), "chained", True)
+
+
+def is_absorbing(model: Any) -> bool:
+    """Return whether the model's drafter reads pending rows while it does not draft (`Drafter.absorbs`)."""
+    return getattr(getattr(model, "drafter", None), "absorbs", False)

@@ -21,6 +21,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from ..decoding.memory_needs import Budget
+from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..machine.errors import first_line, one_line
@@ -29,6 +30,7 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
+from .block_drafter import attach_block
 from .check_files import check_complete
 from .files import MOST_LAYERS, Header, dequantized, read_header, read_tensors, resolve, weights_apart
 from .head_self_test import blaming_config
@@ -253,6 +255,8 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     path = resolve(path_or_hf_repo)
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
     _, drafter, contents = _open_drafter(path, layers, size, overrides)
+    if isinstance(drafter.mtp[0], BlockNetwork):
+        return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
     _check_drafter_fits(model, drafter.mtp[0], path)
     drafter.set_dtype(model.model.norm.weight.dtype)
@@ -324,9 +328,9 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
         raise ValueError(f"{path}: no *.safetensors in it; {accepted}")
     header = read_header(files)
     for kind in kinds:
-        reason = kind.refuses(config, header.keys())
-        if reason is None:
+        if (refusal := kind.refuses(config, header.keys())) is None:
             return config, header, kind
+        reason = reason or refusal
     raise ValueError(f"{path}: {reason}; {accepted}")
 
 

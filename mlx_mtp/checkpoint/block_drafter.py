@@ -1,0 +1,80 @@
+"""Attach a block drafter to its target: check that both match, and choose the type of its activations."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.drafters.block import Block
+from ..layers.block_drafter import BlockNetwork
+from ..machine.device import has_bfloat16
+from .parameters import check_numbers, named, origin, same
+
+OWN = (("head", "lm_head"), ("embed_tokens", "embed_tokens"))
+
+
+def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
+    """Let `model` draft with a block drafter that was opened; return where it came from, for the report.
+
+    Raises ValueError for one that was made for another target.
+    """
+    net = drafter.mtp[0]
+    _check_fits(model, net, path)
+    if net.shape.frozen_embedding and net.shape.draft_vocab == net.shape.vocab:
+        net.pop("head", None)
+    if net.shape.frozen_embedding:
+        net.pop("embed_tokens", None)
+    check_numbers(named(drafter), partial(origin, drafter, contents))
+    _tie(model, net)
+    net.set_dtype(_activations(model, net))
+    net.eval()
+    set_drafter(model, net)
+    return f"{path}, reading the target after layers {', '.join(map(str, net.shape.taps))}"
+
+
+def set_drafter(model: Any, net: BlockNetwork) -> None:
+    """Let `model` draft with a network whose parameters are then the model's."""
+    model.drafter = Block(net)
+    model["drafter"] = net  # the attribute above is no module
+
+
+def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
+    """Choose the type of a drafter's activations: the target's, but float32 where that would be float16.
+
+    float16 overflows in drafters that were trained in bfloat16, and quantized ones accept nothing.
+    """
+    dtype = model.model.norm.weight.dtype
+    quantized = any("scales" in module for module in net.modules())
+    narrow = dtype == mx.float16 or (dtype == mx.bfloat16 and quantized and not has_bfloat16())
+    return mx.float32 if narrow else dtype
+
+
+def _tie(model: Any, net: BlockNetwork) -> None:
+    """Drop an own LM head or embedding that only repeats the target's."""
+    shape = net.shape
+    for name, shared in OWN:
+        theirs = model.language.get("lm_head") if name == "head" else None
+        theirs = model.model.embed_tokens if theirs is None else theirs
+        plain = name == "head" or shape.embed_scale == 1
+        if name in net and plain and "d2t" not in net and same(named(net[name]), named(theirs)):
+            net.pop(name)
+
+
+def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
+    """Raise ValueError where sizes, layers or tokens of drafter and target do not match."""
+    shape, size, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
+    layers = model.args.num_hidden_layers
+    if shape.hidden_size != size and not {"embed_tokens", "head"} <= net.keys():
+        needed = "an embedding and an LM head of its own"
+        raise ValueError(f"{path}: hidden_size {shape.hidden_size} needs {needed}; the target's is {size}")
+    if shape.layers not in (None, layers):
+        raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
+    needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
+    if shape.mask_token >= vocab or (needs_all and shape.vocab < vocab):
+        raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}")
+    if "head" in net:
+        tokens = net.token(mx.arange(shape.draft_vocab))
+        low, high = tokens.min().item(), tokens.max().item()
+        if low < 0 or high >= vocab:
+            raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab - 1}")
