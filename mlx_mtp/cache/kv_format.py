@@ -1,5 +1,7 @@
 """Check in what form a model's keys and values can be kept."""
 
+from typing import Any
+
 from .layer_cache import CachedModel
 from .mlx_lm_caches import MlxLmCaches
 
@@ -15,7 +17,7 @@ def check_layout(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = model.mtp[0] if model.mtp and name == "mtp_kv_bits" else model
+        part = _drafting(model) if name == "mtp_kv_bits" else model
         if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
             raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
         head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
@@ -25,6 +27,12 @@ def check_layout(
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
     if max_kv_size is not None and MlxLmCaches in model.windows():
         raise ValueError(f"max_kv_size={max_kv_size}: not with {model.NO_KV_BITS}; allowed is None")
+
+
+def _drafting(model: Any) -> Any:
+    """Return the module whose keys and values a drafter's caches hold; the model itself if it has none."""
+    net = getattr(getattr(model, "drafter", None), "net", None)
+    return net if net is not None else model.mtp[0] if model.mtp else model
 
 
 def group_size_for(model: CachedModel) -> int:

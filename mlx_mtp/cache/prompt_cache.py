@@ -166,6 +166,11 @@ class PromptCache(StepCache, ListOfOne):
         return min(self._waiting, self.reach or self._waiting)
 
     @property
+    def most_unread(self) -> int | None:
+        """Rows that wait in the backlog at most; None: all of a pause."""
+        return MOST_UNREAD if is_absorbing(self.model) else self.reach
+
+    @property
     def _waiting(self) -> int:
         return sum(rows.shape[1] for rows in self.backlog)
 

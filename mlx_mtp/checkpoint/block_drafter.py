@@ -29,14 +29,14 @@ def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     _tie(model, net)
     net.set_dtype(_activations(model, net))
     net.eval()
-    set_drafter(model, net)
+    set_drafter(model, Block(net))
     return f"{path}, reading the target after layers {', '.join(map(str, net.shape.taps))}"
 
 
-def set_drafter(model: Any, net: BlockNetwork) -> None:
-    """Let `model` draft with a network whose parameters are then the model's."""
-    model.drafter = Block(net)
-    model["drafter"] = net  # the attribute above is no module
+def set_drafter(model: Any, drafter: Block) -> None:
+    """Let `model` draft with a drafter, whose parameters are then the model's."""
+    model.drafter = drafter
+    model["drafter"] = drafter.net  # the attribute above is no module
 
 
 def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:

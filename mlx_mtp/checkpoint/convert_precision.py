@@ -28,7 +28,9 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx-lm's
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_BITS = 8
 UNQUANTIZED = 16  # bits of heads that stay as they are
-KEPT = re.compile(r"(^|\.)(eh_proj|fc|gate|shared_expert_gate)$")  # of a head: what fuses its inputs, and routers
+# Of a head: what fuses its inputs, and routers; of a block drafter what its convolutions, selector and heads read.
+WIDE = "kernel_projection|hidden_projection|markov_w1|markov_head.gate_proj|joint_proj|confidence_head.proj"
+KEPT = re.compile(rf"(^|\.)(eh_proj|fc|gate|shared_expert_gate|{WIDE})$")
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,

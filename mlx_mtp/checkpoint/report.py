@@ -15,6 +15,7 @@ from .files import DECLARED
 FEW = 0.4  # right guesses of a text, which most trained heads have more of
 ADVICE = "mlx-mtp verify-lossless tells whether it is wired or converted wrongly"
 LISTED = 8  # names of tensors that are not used
+DRAFTING = ("mtp", "drafter")  # parts of a model that draft
 COLUMNS = 100  # of the report, where a line of it can be broken
 
 
@@ -30,6 +31,7 @@ class Report:
     ranks: how many share the target, whose bytes are then this one's.
     kernels: which Metal kernels are on, a line each; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk that the load chose; None on a CPU.
+    drafter: what drafts instead of heads, "" for nothing; head_bytes and head_quantization are then its own.
     """
 
     family: str
@@ -53,6 +55,7 @@ class Report:
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
     prefill_chunk: int | None = None
+    drafter: str = ""
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
@@ -66,8 +69,9 @@ class Report:
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
-            ("MTP heads", f"{found}, {self.source}"),
-            ("heads", self.heads and f"{size(self.head_bytes)}, {self.head_quantization}"),
+            ("drafter", self.drafter and f"{self.drafter}, {self.source}"),
+            ("MTP heads", not self.drafter and f"{found}, {self.source}"),
+            ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and f"{size(self.head_bytes)}, {self.head_quantization}"),
             ("LM heads", self.heads and self.lm_head),
             ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
@@ -104,9 +108,9 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
     load: what of Report only the load knows, `source` and `norms` at least.
     """
     modules = dict(model.named_modules())
-    heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
+    heads = {path: m for path, m in modules.items() if path.startswith(tuple(f"{name}." for name in DRAFTING))}
     target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = nbytes(model.get("mtp", []))
+    head_bytes = nbytes([model.get(name, []) for name in DRAFTING])
     return Report(
         family=config.get("model_type", "a drafter"),
         layers=len(model.layers),
@@ -117,13 +121,14 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
         head_bytes=head_bytes,
         head_quantization=quantization(heads),
         lm_head=_lm_heads(model.mtp),
+        drafter=getattr(getattr(model, "drafter", None), "summary", ""),
         **load,
     )
 
 
 def with_heads(report: Report, model: Any) -> Report:
     """Renew what a report says of the heads' modules, some of which may be gone."""
-    return replace(report, head_bytes=nbytes(model.get("mtp", [])), lm_head=_lm_heads(model.mtp))
+    return replace(report, head_bytes=nbytes([model.get(name, []) for name in DRAFTING]), lm_head=_lm_heads(model.mtp))
 
 
 def declared_heads(config: dict) -> int | None:

@@ -86,7 +86,7 @@ def needs(model: Target, context: int, *, step: int = STEP, **layout: Any) -> Ne
     model:  loaded, or with `lazy=True`, or built from a configuration: only shapes and types are looked at.
     layout: `make_prompt_cache`'s arguments. Raises its ValueError.
     """
-    cache, heads = make_prompt_cache(model, **layout), nbytes(model.get("mtp", []))
+    cache, heads = make_prompt_cache(model, **layout), nbytes([model.get("mtp", []), model.get("drafter", [])])
     beside = _beside(model, cache, context, min(step, context)) if context else ()
     return Needs(nbytes(model.parameters()) - heads, heads, *beside)
 
@@ -135,7 +135,7 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
         before = cache.like_new()
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
-    waiting = hidden * min(context, cache.reach or context) if cache.heads else 0
+    waiting = hidden * min(context, cache.most_unread or context) if cache.heads else 0
     return full, kv, max(head_kv, waiting)
 
 

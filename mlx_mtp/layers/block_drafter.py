@@ -129,8 +129,7 @@ class BlockLayer(nn.Module):
 class BlockNetwork(nn.Module):
     """A block drafter's weights. parts: optional ones that its checkpoint has: "embed_tokens", "head", "d2t"."""
 
-    window: int | None = None
-    NO_KV_BITS: str | None = None
+    NO_KV_BITS: str | None = None  # its attention supports quantized caches even if the target's does not
 
     def __init__(self, shape: BlockShape, parts: set[str]):
         super().__init__()
@@ -154,6 +153,10 @@ class BlockNetwork(nn.Module):
             self.head = nn.Linear(width, shape.draft_vocab, bias=False)
         if "d2t" in parts:
             self.d2t = mx.zeros((shape.draft_vocab,), mx.int64)
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape.head_dim
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -140,7 +140,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     model, tokenizer, _, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
-    blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.mtp)), **layout)
+    blank = make_prompt_cache(model, num_draft_tokens=min(k, len(model.head_windows())), **layout)
     most, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
     step, ranks = settings.step or min(most, default_step(model)), model.ranks
     tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from block_scratch import drafts as from_scratch
 from plans import Listed, follow
-from sweep import sampled
+from sweep import paired, sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint.block_drafter import set_drafter
@@ -80,13 +80,14 @@ def test_drafts_equal_a_forward_from_scratch(made, kind, k):
     for prompt in PROMPTS[:2]:
         text = prompt + ours(model, prompt, 0, 60)
         at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
-        model.drafter = forced = Forced(own.net, text, {*at.tolist()})
+        forced = Forced(own.net, text, {*at.tolist()})
+        set_drafter(model, forced)
         stats = mlx_mtp.Stats()
         assert ours(model, prompt, k, 60, stats=stats, prefill_step_size=16) == text[len(prompt) :]
         assert stats.accepted[0] > 0
         calls = [(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls]
         check(calls, text, plain, w, config, least=4 if k > 12 else 5)
-    set_drafter(model, own.net)
+    set_drafter(model, own)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +95,8 @@ def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
     texts = [p + ours(model, p, 0, 90) for p in PROMPTS]
-    model.drafter = forced = Forced(own.net, texts[0], {*range(0, 200, 5)})
+    forced = Forced(own.net, texts[0], {*range(0, 200, 5)})
+    set_drafter(model, forced)
     with monkeypatch.context() as patch:
         plans = [Plan("block", 3), *[Plan()] * 40, Plan("block", 6), Plan("lookup", 2), Plan("block", 1)]
         follow(patch, Listed(plans))
@@ -115,14 +117,15 @@ def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
             if getattr(member, "uid", None) == uid
         ]
         check(rows, text, plain, w, config)
-    set_drafter(model, own.net)
+    set_drafter(model, own)
 
 
 def test_confidence_is_the_confidence_heads(made):
     model, plain, w, config = made("dspark")
     own, prompt = model.drafter, PROMPTS[2]
     text = prompt + ours(model, prompt, 0)
-    model.drafter = forced = Forced(own.net, text, {*range(0, 99, 4)})
+    forced = Forced(own.net, text, {*range(0, 99, 4)})
+    set_drafter(model, forced)
     assert ours(model, prompt, 5, draft_p_min=0.3) == text[len(prompt) :]
     found = [(at.item(), drafts) for at, _, drafts in forced.calls if at.item() < len(text)]
     assert len(found) > 5
@@ -130,33 +133,30 @@ def test_confidence_is_the_confidence_heads(made):
         tokens, sure = from_scratch(plain, w, config, text[: position + 1], 5)
         assert drafts.tokens.tolist()[0] == tokens
         np.testing.assert_allclose(drafts.confidence.tolist()[0], sure, atol=1e-4)
-    set_drafter(model, own.net)
+    set_drafter(model, own)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_draws_do_not_depend_on_drafts(made, kind):
-    """Drafts drawn with the target's noise are right more often than others."""
-    model = made(kind)[0]
-    for options in ({"temp": 1.0}, {"temp": 0.8, "top_k": 4}, {"temp": 1.0, "top_p": 0.7}):
-        for k in (1, 6):
-            texts = {
-                tuple(ours(model, PROMPTS[2], n, seed=5, compile_cycles=replay, **options))
-                for n in (0, k)
-                for replay in (False, True)
-            }
-            assert len(texts) == 1
+FILTERS = [{"temp": 1.0}, {"temp": 0.8, "top_k": 4}, {"temp": 1.0, "top_p": 0.7}]
 
 
-def test_coupled_drafts_are_accepted_more_often(made):
-    model = made("dflash2")[0]
-    accepted = {}
+@pytest.mark.parametrize(("kind", "options"), paired(KINDS, FILTERS))
+def test_draws_do_not_depend_on_drafts(made, kind, options):
+    model, texts = made(kind)[0], set()
+    for k, replay in ((0, False), (3, True), (2, False)):
+        texts.add(tuple(ours(model, PROMPTS[2], k, 24, seed=5, compile_cycles=replay, **options)))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
+    """At a high temperature the noise decides: drafts drawn with it are right far more often than one in V."""
+    model, accepted = made(kind)[0], {}
     for mode in ("coupled", "greedy"):
-        accepted[mode] = 0
-        for seed in range(4):
-            stats = mlx_mtp.Stats()
-            ours(model, PROMPTS[2], 1, 80, temp=3.0, seed=seed, draft_sampling=mode, stats=stats)
-            accepted[mode] += stats.accepted[0]
-    assert accepted["coupled"] > 1.5 * accepted["greedy"]
+        stats = mlx_mtp.Stats()
+        ours(model, PROMPTS[2], 4, 100, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
+        accepted[mode] = stats.accepted[0] / stats.drafted[0]
+    assert accepted["coupled"] > (0.9 if kind == "dflash" else 0.25)
+    assert accepted["greedy"] < 0.3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,8 +166,8 @@ def test_replayed_cycles_draft_the_same(made, kind):
         found = []
         for replay in (False, True):
             stats = mlx_mtp.Stats()
-            found.append((ours(model, PROMPTS[0], k, 120, stats=stats, compile_cycles=replay), stats.accepted))
-            assert not replay or stats.replayed > 10
+            found.append((ours(model, PROMPTS[0], k, 40, stats=stats, compile_cycles=replay), stats.accepted))
+            assert not replay or stats.compiled_cycles > 10
         assert found[0] == found[1]
 
 
@@ -180,7 +180,8 @@ def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
     first = ours(model, prompt, k, n, prompt_cache=cache)
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     snapshot = cache.snapshot()
-    model.drafter = forced = Forced(own.net, text, {*range(0, 99, 3)})
+    forced = Forced(own.net, text, {*range(0, 99, 3)})
+    set_drafter(model, forced)
     loaded = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
     for i, each in enumerate((cache, loaded, cache)):
         if i == 2:
@@ -188,7 +189,7 @@ def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
         forced.calls.clear()
         assert first + ours(model, first[-1:], 5, 12, prompt_cache=each) == text[37 : 37 + n + 12]
         check([(at.item(), d.tokens.tolist()[0]) for at, _, d in forced.calls], text, plain, w, config, least=3)
-    set_drafter(model, own.net)
+    set_drafter(model, own)
 
 
 def test_few_rows_wait_while_drafting_is_paused(made):
