@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
+from .absorb import absorb, reach_of
 from .kinds import from_configs, make_caches
 from .kv_format import check_layout, group_size_for
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
@@ -21,8 +22,6 @@ from .ring import Ring
 from .step_cache import StepCache, seek
 
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm's does: much attention goes there (arXiv 2309.17453)
-AT_FIRST = 24  # rows that heads with windows read before they draft: more hardly better their drafts, and take time
-MOST_UNREAD = 64  # rows that a drafter that absorbs rows leaves in the backlog
 SPILL = 16  # the backlog is joined and cut at about this many rows, not at each one
 
 
@@ -57,7 +56,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
-    reach:   how many last rows heads read that have been idle, AT_FIRST or all that their windows can see; None
+    reach:   how many last rows heads read that have been idle, see `reach_of`; None
              where a head attends to everything.
     model:   whose state it is.
     prefix:  the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
@@ -149,8 +148,7 @@ class PromptCache(StepCache, ListOfOne):
         self.backlog.append(hidden)
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
-        if self._waiting > MOST_UNREAD and is_absorbing(self.model):
-            self.model.drafter.absorb(self)  # type: ignore[attr-defined]
+        absorb(self)
         excess = self._waiting - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
@@ -164,11 +162,6 @@ class PromptCache(StepCache, ListOfOne):
     def behind(self) -> int:
         """Rows that heads have to read when they are needed, at the end of the backlog."""
         return min(self._waiting, self.reach or self._waiting)
-
-    @property
-    def most_unread(self) -> int | None:
-        """Rows that wait in the backlog at most; None: all of a pause."""
-        return MOST_UNREAD if is_absorbing(self.model) else self.reach
 
     @property
     def _waiting(self) -> int:
@@ -345,9 +338,7 @@ def make_prompt_cache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
-        min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
-        if all(isinstance(w, int) for w in heads) and not is_absorbing(model)
-        else None,
+        reach_of(model, heads),
         [model.no_hidden() for _ in heads[1:] if chained],
     )
     if later and kv_bits:
@@ -358,8 +349,3 @@ def make_prompt_cache(
 def is_chained(model: Any) -> bool:
     """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
     return getattr(getattr(model, "drafter", None), "chained", True)
-
-
-def is_absorbing(model: Any) -> bool:
-    """Return whether the model's drafter reads pending rows while it does not draft (`Drafter.absorbs`)."""
-    return getattr(getattr(model, "drafter", None), "absorbs", False)

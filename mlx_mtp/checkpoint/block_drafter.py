@@ -7,11 +7,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.drafters.block import Block
+from ..decoding.graph_memory import nbytes
 from ..layers.block_drafter import BlockNetwork
 from ..machine.device import has_bfloat16
 from .parameters import check_numbers, named, origin, same
+from .report import size
 
-OWN = (("head", "lm_head"), ("embed_tokens", "embed_tokens"))
+OWN = ("head", "embed_tokens")
 
 
 def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
@@ -53,7 +55,7 @@ def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
 def _tie(model: Any, net: BlockNetwork) -> None:
     """Drop an own LM head or embedding that only repeats the target's."""
     shape = net.shape
-    for name, shared in OWN:
+    for name in OWN:
         theirs = model.language.get("lm_head") if name == "head" else None
         theirs = model.model.embed_tokens if theirs is None else theirs
         plain = name == "head" or shape.embed_scale == 1
@@ -63,11 +65,11 @@ def _tie(model: Any, net: BlockNetwork) -> None:
 
 def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
     """Raise ValueError where sizes, layers or tokens of drafter and target do not match."""
-    shape, size, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
+    shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
     layers = model.args.num_hidden_layers
-    if shape.hidden_size != size and not {"embed_tokens", "head"} <= net.keys():
+    if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
         needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {shape.hidden_size} needs {needed}; the target's is {size}")
+        raise ValueError(f"{path}: hidden_size {shape.hidden_size} needs {needed}; the target's is {width}")
     if shape.layers not in (None, layers):
         raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
     needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
@@ -75,6 +77,18 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
         raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}")
     if "head" in net:
         tokens = net.token(mx.arange(shape.draft_vocab))
-        low, high = tokens.min().item(), tokens.max().item()
+        low, high = int(tokens.min().item()), int(tokens.max().item())
         if low < 0 or high >= vocab:
             raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab - 1}")
+
+
+def block_facts(net: BlockNetwork) -> str:
+    """Describe a block drafter and its memory in words."""
+    shape, kind = net.shape, "quantized" if any("scales" in module for module in net.modules()) else str(net.dtype)
+    row = 2 * shape.kv_heads * shape.head_dim * net.dtype.size
+    full = sum(reach.before is None for reach in shape.reaches) * row * 1000
+    windows = sum((reach.before or 0) * row for reach in shape.reaches)
+    kv = [f"{size(full)} of KV with 1,000 tokens"] if full else []
+    kv += [f"{size(windows)} of KV in windows"] if windows else []
+    weights = f"{size(nbytes(net.parameters()))} of weights, {kind.rpartition('.')[2]}"
+    return f"{shape}; {', '.join([weights, *kv])}"

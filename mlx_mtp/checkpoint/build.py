@@ -296,9 +296,11 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         size = size or kind.features(header) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
+        raise ValueError(
+            f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {first_line(e)})"
+        ) from e
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+        raise ValueError(f"{path}: {first_line(e)}") from e
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents

@@ -60,6 +60,7 @@ class Report:
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
+        parts = f"{size(self.head_bytes)}, {self.head_quantization}"
         left, before = self.drafted_from or (0, 0)
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
         few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < FEW else ""
@@ -71,7 +72,7 @@ class Report:
             ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("drafter", self.drafter and f"{self.drafter}, {self.source}"),
             ("MTP heads", not self.drafter and f"{found}, {self.source}"),
-            ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and f"{size(self.head_bytes)}, {self.head_quantization}"),
+            ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and parts),
             ("LM heads", self.heads and self.lm_head),
             ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
@@ -128,7 +129,9 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
 
 def with_heads(report: Report, model: Any) -> Report:
     """Renew what a report says of the heads' modules, some of which may be gone."""
-    return replace(report, head_bytes=nbytes([model.get(name, []) for name in DRAFTING]), lm_head=_lm_heads(model.mtp))
+    return replace(
+        report, head_bytes=nbytes([model.get(name, []) for name in DRAFTING]), lm_head=_lm_heads(model.mtp)
+    )
 
 
 def declared_heads(config: dict) -> int | None:

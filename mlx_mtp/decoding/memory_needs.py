@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.absorb import most_unread
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
 from ..machine import memory
@@ -135,7 +136,7 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
         before = cache.like_new()
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
-    waiting = hidden * min(context, cache.most_unread or context) if cache.heads else 0
+    waiting = hidden * min(context, most_unread(cache) or context) if cache.heads else 0
     return full, kv, max(head_kv, waiting)
 
 

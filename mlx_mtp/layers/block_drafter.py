@@ -61,6 +61,10 @@ class BlockShape:
     layers: int | None = None
     frozen_embedding: bool = False
 
+    def __str__(self) -> str:
+        kind = "DFlash2" if self.selector else "DSpark" if self.markov else "DFlash"
+        return f"{kind}, {len(self.reaches)} layers, blocks of {self.drafts} drafts"
+
 
 class BlockAttention(nn.Module):
     """Attention of a block's rows to the context in a cache and to the block."""

@@ -1,7 +1,7 @@
 """Compute what DFlash2 and DSpark add to a block drafter: convolutions, a candidate selector, Markov and confidence
 heads.
 
-Sources: z-lab/dflash (DFlash2), speculators `models/dflash2` and `models/dspark`, whose tensor names are used here.
+Sources: z-lab's DFlash2, and DSpark in the package `speculators`, whose tensor names are used here.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class DynamicConv(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of each row's likeliest tokens, given the token before: logit + <pred[before] * project(h), succ[token]>.
+    """Scores of each row's likeliest tokens: logit + <predecessor[token before] * project(h), successor[token]>.
 
     top: candidates of a row. The codebooks [V, rank] are arrays, which no conversion quantizes.
     """
@@ -58,7 +58,7 @@ class CandidateSelector(nn.Module):
         return tokens.astype(mx.int32), values.astype(mx.float32)
 
     def edges(self, projected: mx.array, before: mx.array, tokens: mx.array) -> mx.array:
-        """Score candidates [n, top] of one row behind tokens `before` [n, 1]; projected: `hidden_projection` [n, r]."""
+        """Score candidates [n, top] of one row, `hidden_projection` of which is [n, r], behind tokens [n, 1]."""
         context = (self.predecessor_codebook[before[:, 0]] * projected)[:, None]
         return (context * self.successor_codebook[tokens]).sum(axis=-1).astype(mx.float32)
 
@@ -81,10 +81,8 @@ class MarkovHead(nn.Module):
         if kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
-    def __call__(
-        self, before: mx.array, row: mx.array, state: mx.array | None
-    ) -> tuple[mx.array, mx.array | None]:
-        """Return the bias [n, V] for `markov_w1` of the tokens before, [n, r], and rows [n, H]; and the next state."""
+    def __call__(self, before: mx.array, row: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """Return the bias [n, V] for `markov_w1` of the tokens before, [n, r], and rows [n, H]; the next state."""
         if self.kind == "gated":
             before = mx.sigmoid(self.gate_proj(mx.concatenate([row, before], axis=-1))) * before
         if self.kind == "rnn":

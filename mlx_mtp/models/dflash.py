@@ -7,6 +7,7 @@ Sources: z-lab/dflash, transformers `muse_glimmer_assistant`, speculators `model
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..layers.block_drafter import BlockNetwork, BlockShape
@@ -21,6 +22,8 @@ ACCEPTED = (
 )
 IGNORED = ("t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+NAMED_CODEBOOKS = tuple((f"{name}.weight", name) for name in CODEBOOKS)  # as others convert them
+ENCODER = (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm"))
 SPEC = MTPSpec(
     capture=(),  # set from config.json
     head="shared_or_own",
@@ -28,9 +31,8 @@ SPEC = MTPSpec(
     prefix=r"(?:model\.)?",
     numbered="zero",
     tensors=(
-        ("encoder.fc", "fc"),
-        ("encoder.output_norm_enc", "hidden_norm"),
-        *((f"{name}.weight", name) for name in CODEBOOKS),
+        *ENCODER,
+        *NAMED_CODEBOOKS,
         *((n, n) for n in ("fc", "hidden_norm", "layers", "norm", "candidate_selector", "markov_head")),
         *((n, n) for n in ("confidence_head", "embed_tokens", "d2t")),
         ("lm_head", "head"),
@@ -46,8 +48,13 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
     """Return None for the config.json and tensors of a block drafter, else what they are instead."""
     own = {name.removeprefix("model.") for name in names}
     declared = [config.get(SPECULATORS), config.get("model_type"), *_list(config.get("architectures"))]
-    named = any(kind in str(name).lower() for kind in ("dflash", "dspark", "muse_glimmer_assistant") for name in declared)
-    fused = {"fc.weight", "hidden_norm.weight"} <= own or {"encoder.fc.weight", "encoder.output_norm_enc.weight"} <= own
+    named = any(
+        kind in str(name).lower() for kind in ("dflash", "dspark", "muse_glimmer_assistant") for name in declared
+    )
+    fused = {"fc.weight", "hidden_norm.weight"} <= own or {
+        "encoder.fc.weight",
+        "encoder.output_norm_enc.weight",
+    } <= own
     if not (named or fused or "dflash_config" in config):
         return f"no block drafter, model_type {config.get('model_type')!r}"
     return None
@@ -76,24 +83,30 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     paths = [place[1] for name in names if (place := SPEC.locate(name, 0))]
     if "d2t" in paths and "head.weight" not in paths:
         raise ValueError("tensor lm_head.weight is missing; d2t requires the drafter's own LM head")
-    return replace(SPEC.resolve(paths), capture=capture)
+    own = {name.removeprefix("model.") for name in names}
+    other = ENCODER if not any(name.startswith("encoder.") for name in own) else [("fc", "fc"), ("hidden_norm",) * 2]
+    other = [*other, *(pair for pair in NAMED_CODEBOOKS if pair[0] not in own)]
+    spelled = tuple(pair for pair in SPEC.tensors if pair not in other)  # messages name what this form has
+    return replace(SPEC.resolve(paths), capture=capture, tensors=spelled)
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> BlockNetwork:
     """Create the network for these tensors; `captured` is the target's hidden_size. Raises ValueError."""
     own = {name.removeprefix("model.").partition(".")[0].replace("lm_head", "head") for name in names}
-    layer, vocab = _layer_config(config), _layer_config(config)["vocab_size"]
-    known = config.get("draft_vocab_size") or vocab
+    layer = _layer_config(config)
+    size = partial(_number, layer)
+    vocab, width, heads = size("vocab_size"), size("hidden_size"), size("num_attention_heads")
+    known = _number(config, "draft_vocab_size", vocab)
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     rope = Rope({"rope_theta": 10000.0, **layer}).main
     shape = BlockShape(
-        hidden_size=layer["hidden_size"],
+        hidden_size=width,
         captured=captured,
-        intermediate_size=layer["intermediate_size"],
-        heads=layer["num_attention_heads"],
-        kv_heads=layer.get("num_key_value_heads") or layer["num_attention_heads"],
-        head_dim=layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
+        intermediate_size=size("intermediate_size"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", width // heads),
         eps=layer.get("rms_norm_eps", 1e-6),
         vocab=vocab,
         draft_vocab=known,
@@ -102,7 +115,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         reaches=_reaches(config, layer, assistant="encoder" in own),
         rope_theta=rope.get("rope_theta", 10000.0),
         rope=rope if scaled(rope) else None,
-        positions=layer.get("max_position_embeddings", 2048),
+        positions=size("max_position_embeddings", 2048),
         interleaved=not _option(config, "rope_is_neox_style", True),
         bias=bool(layer.get("attention_bias")),
         layers=_option(config, "num_target_layers"),
@@ -115,27 +128,31 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _output(config: dict, own: set[str]) -> dict[str, Any]:
-    """Read what the drafter does with its rows, and how many of them draft."""
+    """Read what the drafter does with its rows, and the number of drafts."""
     spark = "markov_head" in own or config.get(SPECULATORS) == "dspark"
     anchored, size = bool(_option(config, "sample_from_anchor", spark)), _number(config, "block_size", 16)
     counts_drafts = anchored or (spark and SPECULATORS not in config)
     drafts = size - (not counts_drafts or bool(_option(config, "dspark_bonus_anchor", False)))
     if drafts < 1:
         raise ValueError(f"block_size={size}: no drafts; allowed is {size + 1 - drafts} or more")
-    found: dict[str, Any] = {"drafts": drafts, "anchored": anchored, "softcap": _option(config, "final_logit_softcapping")}
+    found: dict[str, Any] = {
+        "drafts": drafts,
+        "anchored": anchored,
+        "softcap": _option(config, "final_logit_softcapping"),
+    }
     found["scale"] = float(_option(config, "output_multiplier", 1.0))
     found["embed_scale"] = float(_option(config, "input_embedding_scale", 1.0))
     if "candidate_selector" in own or _kind(config) == "dflash2":
         found["conv"] = _number(config, "conv_kernel_size", 2), _number(config, "conv_group_size", 16)
         found["selector"] = _number(config, "selector_rank", 256), _number(config, "selector_top_k", 16)
-        width = _layer_config(config)["hidden_size"]
+        width = _number(_layer_config(config), "hidden_size")
         if width % found["conv"][1]:
             raise ValueError(f"conv_group_size={found['conv'][1]}: allowed are divisors of hidden_size {width}")
-    if spark and (rank := _option(config, "markov_rank", 256)):
+    if spark and _option(config, "markov_rank", 256):
         kind = _option(config, "markov_head_type", "vanilla")
         if kind not in MarkovHead.KINDS:
             raise ValueError(f"markov_head_type={kind!r}: allowed are {', '.join(MarkovHead.KINDS)}")
-        found["markov"] = kind, rank
+        found["markov"] = kind, _number(config, "markov_rank", 256)
     found["confidence"] = "confidence_head" in own or bool(_option(config, "enable_confidence_head", False))
     found["with_markov"] = bool(_option(config, "confidence_head_with_markov", True))
     return found
@@ -143,7 +160,10 @@ def _output(config: dict, own: set[str]) -> dict[str, Any]:
 
 def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]:
     """Read what each layer attends to; the readers of the three forms differ in windows and in causal blocks."""
-    count, window = layer["num_hidden_layers"], _option(config, "swa_window_size", layer.get("sliding_window"))
+    count, window = (
+        _number(layer, "num_hidden_layers"),
+        _option(config, "swa_window_size", layer.get("sliding_window")),
+    )
     kinds = layer.get("layer_types") or [LAYERS[assistant]] * count
     if len(kinds) != count or set(kinds) - {*LAYERS}:
         raise ValueError(f"layer_types={kinds}: allowed are {count} of {', '.join(LAYERS)}")
@@ -162,7 +182,7 @@ def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]
 
 
 def _kind(config: dict) -> str:
-    """Return which of KINDS a config.json declares; DFlash if none."""
+    """Return the one of KINDS that a config.json declares; DFlash if none."""
     declared = " ".join(map(str, [config.get(SPECULATORS), *_list(config.get("architectures"))])).lower()
     return next((kind for kind in reversed(KINDS) if kind in declared), KINDS[0])
 
@@ -201,7 +221,7 @@ def _option(config: dict, name: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
-def _number(config: dict, name: str, default: int) -> int:
+def _number(config: dict, name: str, default: int | None = None) -> int:
     value = _option(config, name, default)
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r}: allowed are positive integers")

@@ -57,9 +57,7 @@ def made(tmp_path_factory):
 
 
 def ours(model, prompt, k, n=40, **options):
-    steps = mlx_mtp.generate_step(
-        prompt, model, max_tokens=n, num_draft_tokens=k, **{"adaptive": False, **options}
-    )
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **{"adaptive": False, **options})
     return [token for token, _, _ in steps]
 
 

@@ -3,7 +3,6 @@
 import block_drafters
 import mlx.core as mx
 import numpy as np
-
 from eagle_scratch import rms, rope, streams
 
 

@@ -33,9 +33,7 @@ class Block(Drafter):
     @property
     def summary(self) -> str:
         """Describe it for the report, in words."""
-        shape = self.net.shape
-        kind = "DFlash2" if shape.selector else "DSpark" if shape.markov else "DFlash"
-        return f"{kind}, {len(shape.reaches)} layers, blocks of {shape.drafts} drafts"
+        return str(self.net.shape)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
         """Append all R rows of the run to the context; draft from those that are accepted.

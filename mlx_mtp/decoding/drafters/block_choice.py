@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from ...layers.block_drafter import BlockNetwork
 from ...layers.lm_head import Rows, head_on, logits_of
-from ...layers.target import Target
 from ..draft_sampling import Choice, Choosers, joined
 from ..members import Members
 from ..run import Drafts
@@ -51,7 +50,14 @@ class BlockChoice:
     drafts; confidence: whether each draft's probability is needed."""
 
     def __init__(
-        self, model: Target, net: BlockNetwork, members: Members, newest: mx.array, first: mx.array, *, confidence: bool
+        self,
+        model: Any,
+        net: BlockNetwork,
+        members: Members,
+        newest: mx.array,
+        first: mx.array,
+        *,
+        confidence: bool,
     ):
         self.model, self.net, self.newest, self.first = model, net, newest, first
         self.confidence = confidence

@@ -46,8 +46,7 @@ class Drafter(Protocol):
              `frame.cache.heads`.
     chained: each of its caches begins one position behind the one before, and `frame.cache.kept` has a row for each
              but the last: those of MTP heads that read each other's outputs.
-    absorbs: it reads pending rows while it does not draft too, so that few wait and none are skipped: for a drafter
-             whose `read_rows` costs little and needs no tokens.
+    absorbs: it reads pending rows while it does not draft, too: `read_rows` needs no tokens, and no row is skipped.
     reads:   numbers of layers of the target. A hidden row is the residual stream before the final norm, which
              `Target.normed` applies; behind it, along the same axis, comes the stream after so many layers each.
              Keys and values of the target's layers are in `frame.cache.layers`.
@@ -92,11 +91,6 @@ class Drafter(Protocol):
             hi = min(lo + step, end)
             self.read_rows(model, cache, rows[:, lo - first : hi - first], tokens[lo + 1 : hi + 1], lo)
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
-
-    def absorb(self, cache: PromptCache) -> None:
-        """Read all pending rows but the newest."""
-        end = cache.primed + sum(rows.shape[1] for rows in cache.backlog) - 1
-        self.read(cache.model, cache, range(end + 1), cache.primed, end, step=end)  # type: ignore[arg-type]
 
     def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
         """Empty the caches, which then read `rows` rows from position `first` on."""
