@@ -56,8 +56,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target, cycle by cycle; otherwise hidden rows wait in the backlog.
     backlog: the target's hidden rows [1, r, H] that they have not read yet, ending at the last position held.
     kept:    for depths 1.., the previous depth's output [1, 1, H] at position primed - 1.
-    reach:   how many last rows heads read that have been idle, see `reach_of`; None
-             where a head attends to everything.
+    reach:   the number of last rows that heads read after a pause (`reach_of`); None for all.
     model:   whose state it is.
     prefix:  the text whose tokens it holds, where `mlx-mtp cache-prompt` made it.
     """

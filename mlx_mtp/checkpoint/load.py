@@ -78,8 +78,8 @@ def load(
     mtp_path: file or directory to take the heads from, the released checkpoint's too, instead of its own.
     mtp_overrides: values of MTPSpec's topology, capture, feedback, fuse and head to use in place of the family's,
         for an A/B of what only trained weights can settle.
-    draft_model: directory or hub name of a drafter to draft with, instead of heads of the checkpoint's: EAGLE-3, or
-        MTP heads that mlx-vlm split off.
+    draft_model: directory or hub name of a drafter to draft with, instead of heads of the checkpoint's: EAGLE-3,
+        DFlash, DFlash2, DSpark, or MTP heads that mlx-vlm split off.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, that the heads choose their drafts from.
     kernels: "off", "exact" or "fast" Metal kernels in place of MLX's own ("fast" has products by matrices, too,
         whose bits are not MLX's); None is MLX_MTP_KERNELS, and where that is not set those that a trial here finds

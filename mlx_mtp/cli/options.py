@@ -141,7 +141,8 @@ model_options = options(
     option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
-        "--draft-model", help="Directory or Hugging Face repository of a drafter: EAGLE-3 or mlx-vlm's MTP heads."
+        "--draft-model",
+        help="Directory or Hugging Face repository of a drafter: DFlash(2), DSpark, EAGLE-3 or mlx-vlm's MTP heads.",
     ),
     option("--draft-vocab", help="File of the tokens to draft, from `mlx-mtp draft-vocab`."),
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),

@@ -86,6 +86,16 @@ def texts(path: str, group, *, few: bool = False) -> dict:
     }
 
 
+def blocks(path: str, group, drafter: str) -> dict:
+    """Texts with a block drafter, plain, drafted and seeded; and the drafter's bytes."""
+    model = mlx_mtp.load_model(path, tensor_group=group, draft_model=drafter)
+    stats, found = mlx_mtp.Stats(), []
+    for options in ({}, {"temp": 1.0, "seed": 7}):
+        found.append([generated(model, num_draft_tokens=k, stats=stats, **options) for k in (0, 3, 15)])
+    sizes = [array.nbytes for _, array in tree_flatten(model["drafter"].parameters())]
+    return {"texts": found, "bytes": sum(sizes), "accepted": sum(stats.accepted)}
+
+
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:
     """Texts with all kernels on, of which these ranks are refused one; what is off in the end, and was warned of."""
     plain = mlx_mtp.load_model(path, tensor_group=group)
