@@ -75,9 +75,13 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
     needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
     if shape.mask_token >= vocab or (needs_all and shape.vocab < vocab):
         raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}")
+    if "d2t" in net and not mx.issubdtype(net.d2t.dtype, mx.integer):
+        raise ValueError(f"{path}: tensor d2t has type {net.d2t.dtype}; expected integers")
     if "head" in net:
         tokens = net.token(mx.arange(shape.draft_vocab))
-        low, high = int(tokens.min().item()), int(tokens.max().item())
+        low, high = (value.item() for value in (tokens.min(), tokens.max()))
+        assert isinstance(low, int)
+        assert isinstance(high, int)
         if low < 0 or high >= vocab:
             raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab - 1}")
 

@@ -319,7 +319,7 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     if not file.exists():
         raise ValueError(f"{file}: not found; {accepted}")
-    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
+    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads(file.read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected an object")
@@ -339,7 +339,9 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
     """Fill the module with the tensors; each of both must have its partner, of the same shape."""
     weights, names = {}, {}
-    stored = read_tensors(contents.heads)
+    check_types({name: tensor for name, tensor in contents.heads.items() if not name.endswith("d2t")})
+    with one_line(f"{path}: its tensors cannot be read", (RuntimeError,)):
+        stored = read_tensors(contents.heads)
     for name, tensor in contents.heads.items():
         if model.spec.locate(name, 0) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")

@@ -40,6 +40,8 @@ SPEC = MTPSpec(
 )
 SPECULATORS = "speculators_model_type"
 KINDS = ("dflash", "dflash2", "dspark")
+LARGEST = 1 << 24  # of numbers in config.json
+MOST_LAYERS, LONGEST = 1000, 1 << 17  # of a drafter; a window's rows are allocated at once
 LAYERS = ("full_attention", "sliding_attention")
 FOREIGN = ("layer_scalar", "pre_feedforward_layernorm", "attention_sink_bias", "self_attn.sinks")
 
@@ -96,7 +98,11 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     layer = _layer_config(config)
     size = partial(_number, layer)
     vocab, width, heads = size("vocab_size"), size("hidden_size"), size("num_attention_heads")
-    known = _number(config, "draft_vocab_size", vocab)
+    known, kv_heads = _number(config, "draft_vocab_size", vocab), size("num_key_value_heads", heads)
+    head_dim = size("head_dim", max(1, width // heads))
+    if heads % kv_heads or head_dim % 2:
+        found = f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}"
+        raise ValueError(f"{found}: allowed are heads in whole groups, of an even size")
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     rope = Rope({"rope_theta": 10000.0, **layer}).main
@@ -105,15 +111,15 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
         captured=captured,
         intermediate_size=size("intermediate_size"),
         heads=heads,
-        kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", width // heads),
-        eps=layer.get("rms_norm_eps", 1e-6),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=_real(layer, "rms_norm_eps", 1e-6),
         vocab=vocab,
         draft_vocab=known,
         taps=spec.capture,  # type: ignore[arg-type] - numbers of layers
         mask_token=_token(config, vocab),
         reaches=_reaches(config, layer, assistant="encoder" in own),
-        rope_theta=rope.get("rope_theta", 10000.0),
+        rope_theta=_theta(rope),
         rope=rope if scaled(rope) else None,
         positions=size("max_position_embeddings", 2048),
         interleaved=not _option(config, "rope_is_neox_style", True),
@@ -135,13 +141,10 @@ def _output(config: dict, own: set[str]) -> dict[str, Any]:
     drafts = size - (not counts_drafts or bool(_option(config, "dspark_bonus_anchor", False)))
     if drafts < 1:
         raise ValueError(f"block_size={size}: no drafts; allowed is {size + 1 - drafts} or more")
-    found: dict[str, Any] = {
-        "drafts": drafts,
-        "anchored": anchored,
-        "softcap": _option(config, "final_logit_softcapping"),
-    }
-    found["scale"] = float(_option(config, "output_multiplier", 1.0))
-    found["embed_scale"] = float(_option(config, "input_embedding_scale", 1.0))
+    found: dict[str, Any] = {"drafts": drafts, "anchored": anchored}
+    found["softcap"] = _real(config, "final_logit_softcapping", None)
+    found["scale"] = _real(config, "output_multiplier", 1.0)
+    found["embed_scale"] = _real(config, "input_embedding_scale", 1.0)
     if "candidate_selector" in own or _kind(config) == "dflash2":
         found["conv"] = _number(config, "conv_kernel_size", 2), _number(config, "conv_group_size", 16)
         found["selector"] = _number(config, "selector_rank", 256), _number(config, "selector_top_k", 16)
@@ -160,15 +163,13 @@ def _output(config: dict, own: set[str]) -> dict[str, Any]:
 
 def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]:
     """Read what each layer attends to; the readers of the three forms differ in windows and in causal blocks."""
-    count, window = (
-        _number(layer, "num_hidden_layers"),
-        _option(config, "swa_window_size", layer.get("sliding_window")),
-    )
+    count = _number(layer, "num_hidden_layers", most=MOST_LAYERS)
+    window = _option(config, "swa_window_size", layer.get("sliding_window"))
     kinds = layer.get("layer_types") or [LAYERS[assistant]] * count
-    if len(kinds) != count or set(kinds) - {*LAYERS}:
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in LAYERS for kind in kinds):
         raise ValueError(f"layer_types={kinds}: allowed are {count} of {', '.join(LAYERS)}")
-    if LAYERS[1] in kinds and not (type(window) is int and window > 0):
-        raise ValueError(f"sliding_window={window!r}: allowed is a positive integer, for sliding_attention")
+    if LAYERS[1] in kinds and not (type(window) is int and 1 < window <= LONGEST):
+        raise ValueError(f"sliding_window={window!r}: allowed are 2 to {LONGEST:,}, for sliding_attention")
     causal = _option(config, "causal", _option(config, "is_causal", config.get("dflash_query_causal")))
     if assistant:
         full, sliding = Reach(), Reach(window, bounded=True)
@@ -176,7 +177,8 @@ def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]
         both_ways = config.get("sliding_window_non_causal", _kind(config) == "dflash2")
         full, sliding = Reach(), Reach(window, from_anchor=True, causal=not both_ways)
     else:
-        sliding = Reach(window and window - 1, causal=_kind(config) != "dflash2" if causal is None else bool(causal))
+        one_way = _kind(config) != "dflash2" if causal is None else bool(causal)
+        sliding = Reach(window - 1 if LAYERS[1] in kinds else None, causal=one_way)
         full = Reach(causal=bool(causal))
     return tuple(full if kind == LAYERS[0] else sliding for kind in kinds)
 
@@ -193,11 +195,21 @@ def _taps(config: dict) -> tuple[int, ...]:
         return tuple(config.get("aux_hidden_state_layer_ids") or ())
     if ids := _option(config, "target_layer_ids"):
         return tuple(i + 1 for i in ids)
-    layers, count = _option(config, "num_target_layers"), _layer_config(config)["num_hidden_layers"]
+    layers, count = (
+        _option(config, "num_target_layers"),
+        _number(_layer_config(config), "num_hidden_layers", most=MOST_LAYERS),
+    )
     if layers is None:
         raise ValueError("target_layer_ids is missing; it lists the layers at which the target is read")
     spread = (layers - 4) / max(count - 1, 1)  # as the trainer's default: from layer 1 to the last but two
     return tuple(round(1 + i * spread) + 1 for i in range(count)) if count > 1 else (layers // 2 + 1,)
+
+
+def _theta(rope: dict) -> float:
+    theta = rope.get("rope_theta", 10000.0)
+    if type(theta) not in (int, float) or not 0 < theta < float("inf"):
+        raise ValueError(f"rope_theta={theta!r}: allowed are positive numbers")
+    return float(theta)
 
 
 def _token(config: dict, vocab: int) -> int:
@@ -221,10 +233,17 @@ def _option(config: dict, name: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
-def _number(config: dict, name: str, default: int | None = None) -> int:
+def _number(config: dict, name: str, default: int | None = None, most: int = LARGEST) -> int:
     value = _option(config, name, default)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: allowed are positive integers")
+    if type(value) is not int or not 0 < value <= most:
+        raise ValueError(f"{name}={value!r}: allowed are positive integers up to {most:,}")
+    return value
+
+
+def _real(config: dict, name: str, default: float | None) -> Any:
+    value = _option(config, name, default)
+    if value is not None and (type(value) not in (int, float) or not abs(value) < LARGEST):
+        raise ValueError(f"{name}={value!r}: allowed are numbers up to {LARGEST:,}")
     return value
 
 
