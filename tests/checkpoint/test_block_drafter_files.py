@@ -52,7 +52,7 @@ CONFIGS = {
     "block of text": (C, {**C, "block_size": "x"}, "block_size='x': allowed are positive integers"),
     "kinds": (C, {**C, "layer_types": ["full_attention", "x"]}, "layer_types=.*: allowed are 2 of full_attention"),
     "count": (C, {**C, "num_hidden_layers": 3}, "layer_types=.*: allowed are 3 of"),
-    "window": (C, {**C, "sliding_window": None}, "sliding_window=None: allowed is a positive integer"),
+    "window": (C, {**C, "sliding_window": None}, "sliding_window=None: allowed are 2 to 131,072"),
     "width": (C, {**C, "intermediate_size": 41}, r"mlp\.\w+_proj\.weight has shape .*; config\.json expects"),
     "sizes": (C, {**C, "hidden_size": None}, "hidden_size=None: allowed are positive integers"),
     "rope": (C, {**C, "rope_scaling": {"type": "x"}}, "rope_scaling: type 'x' is unknown"),
