@@ -140,7 +140,7 @@ def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     """Return the bytes of weights that every pass of the target reads, and that k drafts of its heads read."""
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
-    target = sum(own_bytes(m) for name, m in modules if not name.startswith("mtp."))
+    target = sum(own_bytes(m) for name, m in modules if not name.startswith(("mtp.", "drafter.")))
     target += own_bytes(unembedding) if isinstance(unembedding, EMBEDDINGS) else 0
     heads, drafts = 0, k if len(model.mtp) == 1 else 1
     for depth, head in enumerate(model.mtp[:k]):

@@ -113,7 +113,7 @@ def twin(model: Any) -> Any:
     quantized = {path: {"group_size": m.group_size, "bits": m.bits, "mode": m.mode} for path, m in modules}
     nn.quantize(theirs, class_predicate=lambda path, _: quantized.get(path, False))
     try:
-        theirs.load_weights([(name, array) for name, array in arrays if not name.startswith("mtp.")])
+        theirs.load_weights([(name, array) for name, array in arrays if not name.startswith(("mtp.", "drafter."))])
         theirs.eval()
         theirs(mx.zeros((1, 1), mx.int32), cache=mlx_lm_make_prompt_cache(theirs))  # builds the graph only
     except Exception as e:  # mlx-lm raises many types

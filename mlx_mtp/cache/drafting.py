@@ -1,4 +1,4 @@
-"""Answer for a prompt cache what the drafter whose caches it holds needs (`decoding/drafters/drafter.py`)."""
+"""Return what a prompt cache requires of the model's drafter (`decoding/drafters/drafter.py`)."""
 
 from typing import Any
 
@@ -16,13 +16,19 @@ def reads_hidden(model: Any) -> bool:
 
 
 def no_kept(model: Any, heads: int) -> list[mx.array]:
-    """Return `kept` of a cache with so many caches of a drafter, before the first row."""
+    """Return `PromptCache.kept` before the first row. heads: number of the drafter's caches."""
     if is_chained(model):
         return [model.no_hidden() for _ in range(heads - 1)]
     return [*model.drafter.no_kept] if heads else []
 
 
 def pending(model: Any, hidden: mx.array) -> mx.array:
-    """Return what of hidden rows waits for the model's drafter (`Drafter.pending`)."""
+    """Return the part of hidden rows that is stored until the model's drafter reads it (`Drafter.pending`)."""
     drafter = getattr(model, "drafter", None)
     return drafter.pending(hidden) if drafter else hidden
+
+
+def drafting_part(model: Any) -> Any:
+    """Return the object that states the form of the drafter's keys and values; the model itself without a drafter."""
+    drafter = getattr(model, "drafter", None)
+    return getattr(drafter, "net", drafter) or (model.mtp[0] if model.mtp else model)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .drafting import drafting_part
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
 from .mlx_lm_caches import MlxLmCaches
@@ -66,9 +67,7 @@ def check_layout(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = model
-        if name == "mtp_kv_bits":
-            part = model.mtp[0] if model.mtp else getattr(model, "drafter", None) or model
+        part = drafting_part(model) if name == "mtp_kv_bits" else model
         if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
             raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
         head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim

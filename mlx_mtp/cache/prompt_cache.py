@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
-from .drafting import is_chained, no_kept, pending, reads_hidden
+from .absorb import absorb, reach_of
+from .drafting import is_chained, no_kept, pending
 from .kinds import check_layout, from_configs, group_size_for, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
@@ -21,7 +22,6 @@ from .ring import Ring
 from .step_cache import StepCache, seek
 
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm does; they get much attention (arXiv 2309.17453)
-AT_FIRST = 24  # rows that heads with windows read before they draft; more take time for hardly better drafts
 SPILL = 16  # rows after which the backlog is joined and cut; doing so at each row is slower
 
 
@@ -56,7 +56,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
     backlog: the target's hidden rows [1, r, H] that the heads have not read, up to the last position held.
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1.
-    reach:   number of last rows that heads read after a pause, at most AT_FIRST; None if a head has no window.
+    reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
     """
@@ -145,6 +145,7 @@ class PromptCache(StepCache, ListOfOne):
         self.backlog.append(pending(self.model, hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
+        absorb(self)
         excess = self._pending - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
@@ -334,9 +335,7 @@ def make_prompt_cache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
         make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
-        min(AT_FIRST, sum(w for w in heads if isinstance(w, int)))
-        if reads_hidden(model) and all(isinstance(w, int) for w in heads)
-        else None,
+        reach_of(model, heads),
         no_kept(model, len(heads)),
     )
     if later and kv_bits:

@@ -20,6 +20,7 @@ from mlx_lm.utils import infer_quant_config
 
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
+from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..machine.errors import first_line, one_line
@@ -28,6 +29,7 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
+from .block_drafter import attach_block
 from .check_files import check_complete
 from .files import MAX_LAYERS, Header, dequantized, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
@@ -244,6 +246,8 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     path = resolve(path_or_hf_repo)
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
     _, drafter, contents = _open_drafter(path, layers, size, overrides)
+    if isinstance(drafter.mtp[0], BlockNetwork):
+        return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
     _check_drafter_fits(model, drafter.mtp[0], path)
     drafter.set_dtype(model.model.norm.weight.dtype)
@@ -283,9 +287,11 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         size = size or kind.features(header) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {e})") from e
+        raise ValueError(
+            f"{path}/config.json: no drafter can be built from it ({type(e).__name__}: {first_line(e)})"
+        ) from e
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+        raise ValueError(f"{path}: {first_line(e)}") from e
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents
@@ -304,7 +310,7 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     if not file.exists():
         raise ValueError(f"{file}: not found; {accepted}")
-    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError)):
+    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads(file.read_text())
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected an object")
@@ -315,16 +321,18 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
         raise ValueError(f"{path}: no *.safetensors in it; {accepted}")
     header = read_header(files)
     for kind in kinds:
-        reason = kind.refuses(config, header.keys())
-        if reason is None:
+        if (refusal := kind.refuses(config, header.keys())) is None:
             return config, header, kind
+        reason = reason or refusal
     raise ValueError(f"{path}: {reason}; {accepted}")
 
 
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
     """Load a drafter's tensors; ValueError unless tensors and parameters match one to one in name and shape."""
     weights, names = {}, {}
-    stored = read_tensors(contents.heads)
+    check_types({name: tensor for name, tensor in contents.heads.items() if not name.endswith("d2t")})
+    with one_line(f"{path}: its tensors cannot be read", (RuntimeError,)):
+        stored = read_tensors(contents.heads)
     for name, tensor in contents.heads.items():
         if model.spec.locate(name, 0) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")

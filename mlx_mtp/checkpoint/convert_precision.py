@@ -28,7 +28,9 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx-lm's
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_BITS = 8
 UNQUANTIZED = 16  # bits of heads that stay unchanged
-KEPT = re.compile(r"(^|\.)(eh_proj|fc|gate|shared_expert_gate)$")  # a head's fusion of its inputs, and routers
+# A head's fusion of its inputs, and routers; of a block drafter the inputs of its convolutions, selector and heads.
+WIDE = "kernel_projection|hidden_projection|markov_w1|markov_head.gate_proj|joint_proj|confidence_head.proj"
+KEPT = re.compile(rf"(^|\.)(eh_proj|fc|gate|shared_expert_gate|{WIDE})$")
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,

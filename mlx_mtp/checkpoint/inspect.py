@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, islice
@@ -21,11 +22,13 @@ from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import CONVERSATION, LEAST_CHUNK, Buffers, count_buffers
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import kv_bytes, largest_context, needs
+from ..layers.block_drafter import BlockNetwork
 from ..machine.errors import first_line, with_type
 from ..machine.memory import METAL_BUFFERS, available
 from ..models import find_port
 from ..ranks.split import Share, take_part
-from .build import check_vectors, is_drafter, read_args
+from .block_drafter import block_facts
+from .build import check_vectors, is_drafter, open_drafter, read_args
 from .files import Header, read_config, read_header
 from .load import load_model
 from .norm_conventions import conventions, mean
@@ -136,7 +139,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         tried(check_vectors, model, contents)
         messages += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
-        problems.insert(0, f"{path}: a drafter, for --draft-model with its target; not a model")
+        problems.insert(0, f"{path}: a drafter, for --draft-model with its target; not a model{_drafter_facts(path)}")
     parts, longest = _parts(contents, model), _number(config, "max_position_embeddings")
     part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
     return Inspection(
@@ -168,6 +171,14 @@ def _try(problems: list[str], function: Callable, *args: Any, **options: Any) ->
         return function(*args, **options)
     except Exception as e:
         problems.append(first_line(e) if isinstance(e, ValueError) else with_type(e))
+
+
+def _drafter_facts(path: Path) -> str:
+    """Describe a block drafter's directory, in brackets; "" for other drafters, and where it cannot be opened."""
+    with suppress(ValueError):
+        net = open_drafter(path)[1].mtp[0]
+        return f" ({block_facts(net)})" if isinstance(net, BlockNetwork) else ""
+    return ""
 
 
 def _repeated(model: Any, path: Path) -> list[str]:

@@ -154,7 +154,9 @@ def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
     found = next((n for n in names if n in modules or n.startswith("mtp.")), None)
     if found is None:
         before, layers, tail = names[-1].rpartition("layers.")
-        same = [path for path in modules if path.endswith(f"layers.{tail}") and not path.startswith("mtp.")]
+        same = [
+            path for path in modules if path.endswith(f"layers.{tail}") and not path.startswith(("mtp.", "drafter."))
+        ]
         if not layers or len(same) != 1 or not {*before.split(".")} <= WRAPPERS:
             raise ValueError(f"{weights}: the model has no module {name}, which the adapters are for")
         found = same[0]

@@ -15,6 +15,7 @@ from .files import DECLARED
 USUAL_AGREEMENT = 0.4  # most trained heads reach more
 ADVICE = "mlx-mtp verify-lossless tests whether it is wired or converted wrongly"
 LISTED = 8  # names of tensors in a line
+DRAFTING = ("mtp", "drafter")  # the parts of a model that draft
 COLUMNS = 100  # of a line that can be wrapped
 
 
@@ -30,6 +31,7 @@ class Report:
     ranks: number of ranks that share the target; target_bytes are one rank's.
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
+    drafter: description of a drafter that replaces heads, else ""; head_bytes and head_quantization are then its own.
     """
 
     family: str
@@ -53,10 +55,12 @@ class Report:
     kernels: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
     prefill_chunk: int | None = None
+    drafter: str = ""
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
         shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
+        parts = f"{size(self.head_bytes)}, {self.head_quantization}"
         left, before = self.drafted_from or (0, 0)
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
         few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < USUAL_AGREEMENT else ""
@@ -66,8 +70,9 @@ class Report:
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
-            ("MTP heads", f"{found}, {self.source}"),
-            ("heads", self.heads and f"{size(self.head_bytes)}, {self.head_quantization}"),
+            ("drafter", self.drafter and f"{self.drafter}, {self.source}"),
+            ("MTP heads", not self.drafter and f"{found}, {self.source}"),
+            ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and parts),
             ("LM heads", self.heads and self.lm_head),
             ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
@@ -104,9 +109,9 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
     load: Report's other fields, at least `source` and `norms`.
     """
     modules = dict(model.named_modules())
-    heads = {path: m for path, m in modules.items() if path.startswith("mtp.")}
+    heads = {path: m for path, m in modules.items() if path.startswith(tuple(f"{name}." for name in DRAFTING))}
     target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = nbytes(model.get("mtp", []))
+    head_bytes = nbytes([model.get(name, []) for name in DRAFTING])
     return Report(
         family=config.get("model_type", "a drafter"),
         layers=len(model.layers),
@@ -117,6 +122,7 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
         head_bytes=head_bytes,
         head_quantization=quantization(heads),
         lm_head=lm_heads(model.mtp),
+        drafter=getattr(getattr(model, "drafter", None), "summary", ""),
         **load,
     )
 

@@ -39,9 +39,9 @@ def is_small_model(path: Path) -> bool:
 
 
 def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) -> None:
-    """Let the model in a directory draft for `model`, which has read its weights; ValueError if it cannot.
+    """Load the model in a directory as the drafter of `model`, which is loaded; ValueError if it cannot draft.
 
-    budget: what there must be memory for. The target's layout of keys and values is not the small model's.
+    budget: memory to check for; the format of the target's keys and values does not apply to the small model.
     """
     config, bits = read_config(path), budget.layout.get("mtp_kv_bits")
     own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)
@@ -53,37 +53,37 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
     number_rows(small.modules())
     small.eval()
     model.drafter = SmallModel(small, model.vocab_size, path)
-    model["drafter"] = small  # beside the attribute: its parameters are among the model's
+    model["drafter"] = small  # so that its parameters are among the model's
     facts = f"{size(nbytes(small.parameters()))}, {quantization(dict(small.named_modules()))}"
     source = f"none; drafts by {path}, {config['model_type']} of {len(small.layers)} layers, {facts}"
     model.runtime.note(source=source, declared=None, ignored=(*model.report.ignored, *small.report.ignored))
 
 
 def instead_of_heads(drafting: Drafting) -> Drafting:
-    """Return what to load of the target beside a small model; ValueError for options that only heads have."""
+    """Return the heads to load next to a small model, which are none; ValueError for options of heads."""
     if drafting.mtp_overrides:
         raise ValueError(f"mtp_overrides={drafting.mtp_overrides}: not together with a small model as draft_model")
     return NO_HEADS
 
 
 def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, read: Callable[[Path], Any]) -> None:
-    """Raise ValueError where a small model that drafts for `model`, loaded from `path`, has other tokens.
+    """Raise ValueError if the small model that drafts for `model`, loaded from `path`, has other tokens.
 
     tokenizer: the target's; None compares only if both directories have one. read: loads a directory's tokenizer.
     """
     if not isinstance(drafter := model.drafter, SmallModel):
         return
     assert drafter.path
-    there = _has_tokenizer(drafter.path)
-    if tokenizer is None and not (there and _has_tokenizer(path)):
+    comparable = _has_tokenizer(drafter.path)
+    if tokenizer is None and not (comparable and _has_tokenizer(path)):
         return
-    if not there:
+    if not comparable:
         raise ValueError(f"{drafter.path}: no usable tokenizer; a drafter's tokens are compared with the target's")
     tokenizers = tokenizer or read(path), read(drafter.path)
     if differing := first_difference(*map(_by_number, tokenizers)):
-        number, (wanted, found) = differing
-        said = f"token {number} is {found!r}, the target's {wanted!r}"
-        raise ValueError(f"{drafter.path}: a drafter needs the target's tokens; {said}")
+        number, (expected, found) = differing
+        difference = f"token {number} is {found!r}, the target's {expected!r}"
+        raise ValueError(f"{drafter.path}: a drafter needs the target's tokens; {difference}")
 
 
 def first_difference(

@@ -9,7 +9,7 @@ With a user's sampler, and at temperature 0, drafts are greedy. Processors chang
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -26,6 +26,26 @@ class Choice(NamedTuple):
     confidence: mx.array | None = None
 
 
+class DraftOutput(Protocol):
+    """A drafter's output for each sequence's next token, from which a `DraftChooser` chooses."""
+
+    def of(self, sequence: int) -> "DraftOutput":
+        """Return the output of one of the sequences."""
+        ...
+
+    def likeliest(self) -> mx.array:
+        """Return the likeliest tokens, int32 [n, 1]."""
+        ...
+
+    def choice(self) -> Rows | None:
+        """Return the rows of an LM head whose kernel can choose without logits; None if logits are needed."""
+        ...
+
+    def logits(self) -> mx.array:
+        """Return logits [n, V], -infinity for tokens that cannot be drafted."""
+        ...
+
+
 class HeadOutput(NamedTuple):
     """The output row of the MTP head of `depth` for each sequence's next token, [n, 1, H] before its norm."""
 
@@ -33,12 +53,16 @@ class HeadOutput(NamedTuple):
     depth: int
     rows: mx.array
 
+    def of(self, sequence: int) -> "HeadOutput":
+        return self._replace(rows=self.rows[sequence : sequence + 1])
+
+    def choice(self) -> Rows | None:
+        return self.model.draft_rows(self.depth, self.rows)
+
     def likeliest(self) -> mx.array:
-        """Return the likeliest tokens, int32 [n, 1]."""
         return self.token(self.model.draft_choice(self.depth, self.rows)).astype(mx.int32)
 
     def logits(self) -> mx.array:
-        """Return logits [n, V], -infinity for tokens outside the head's vocabulary."""
         logits = self.model.draft_logits(self.depth, self.rows)[:, 0]
         tokens = self.known(logits.shape[-1])
         return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
@@ -78,12 +102,12 @@ class DraftChooser:
         """Whether it returns the likeliest token, without its probability."""
         return self.mode == "greedy" and not self.confidence
 
-    def __call__(self, output: HeadOutput, position: mx.array) -> Choice:
+    def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
         """Return the draft for `position`, int32 [1]; `output` has one sequence."""
         if self.likeliest:
             return Choice(output.likeliest())
-        rows = output.model.draft_rows(output.depth, output.rows)  # None without a kernel of its LM head
-        choice = None if rows is None else self._without_logits(rows, output, position)
+        rows = output.choice()
+        choice = None if rows is None else self._without_logits(rows, cast(HeadOutput, output), position)
         return choice or self.from_logits(output.logits(), position)
 
     def _without_logits(self, rows: Rows, output: HeadOutput, position: mx.array) -> Choice | None:
@@ -123,7 +147,7 @@ class Choosers:
         every = {i: DraftChooser.of(m.picker, confidence=confidence) for i, m in enumerate(members) if m is not None}
         self.drawn = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
 
-    def __call__(self, output: HeadOutput, position: mx.array) -> Choice:
+    def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
         """Return each sequence's draft for its `position`, int32 [n]."""
         if not self.drawn:
             return Choice(output.likeliest())
@@ -132,7 +156,7 @@ class Choosers:
         likeliest = mx.split(output.likeliest(), self.n)
         each = [Choice(token, mx.zeros((1, 1))) for token in likeliest]  # a free slot has confidence 0
         for i, chooser in self.drawn.items():
-            each[i] = chooser(output._replace(rows=output.rows[i : i + 1]), position[i : i + 1])
+            each[i] = chooser(output.of(i), position[i : i + 1])
         tokens = mx.concatenate([choice.token for choice in each])
         chances = [choice.confidence for choice in each if choice.confidence is not None]
         return Choice(tokens, mx.concatenate(chances) if len(chances) == self.n else None)

@@ -36,7 +36,7 @@ class Copies:
         if size > self._earlier.size:
             self._earlier = np.concatenate([self._earlier, np.full(size, -1, np.int32)])
 
-    def append(self, position: int, token: int, oldest: int) -> None:
+    def add(self, position: int, token: int, oldest: int) -> None:
         """Add a token; oldest: the one that leaves the run, `length` positions before it, 0 for none."""
         number = (self._number * FACTOR + token - oldest * self._power) & (2**64 - 1)
         self._earlier[position] = self._newest.get(number, -1)
@@ -72,7 +72,7 @@ class TokenHistory:
             oldest = self._buffer[max(start - copies.length, 0) : max(end - copies.length, 0)].tolist()
             leaving = [0] * (len(tokens) - len(oldest)) + oldest
             for i, token in enumerate(tokens):
-                copies.append(start + i, token, leaving[i])
+                copies.add(start + i, token, leaving[i])
         self._size = end
 
     def matched(self) -> int:

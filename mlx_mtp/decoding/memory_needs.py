@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.absorb import most_unread
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
 from ..layers.target import Target
 from ..machine import memory
@@ -124,7 +125,7 @@ def _filled(model: Target, cache: PromptCache, context: int) -> tuple[PromptCach
         fill(model, before, max(1, cache.quantizing.start), 1)
         kv = max(kv, sum(c.nbytes for c in before.layers))
     # Paused heads have pending hidden rows instead of keys and values.
-    pending = hidden * min(context, cache.reach or context) if cache.heads else 0
+    pending = hidden * min(context, most_unread(cache) or context) if cache.heads else 0
     return full, kv, max(head_kv, pending)
 
 

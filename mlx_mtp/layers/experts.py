@@ -32,7 +32,7 @@ def routing_of(block: Any) -> Routing:
 
 
 def expert_counts(modules: Iterable[Any]) -> tuple[int, int] | None:
-    """Return the number of experts of a model's mixtures, and how many a token uses; None without mixtures."""
+    """Return the number of experts of a model's mixtures and the number per token; None without mixtures."""
     modules = list(modules)
     experts = next((m.num_experts for m in modules if isinstance(m, SWITCHES)), None)
     used = next((n for m in modules for name in PER_TOKEN if isinstance(n := getattr(m, name, None), int)), None)

@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING
 
-DRAFTERS = ("eagle3",)
+DRAFTERS = ("eagle3", "dflash")
 # Added to mlx-lm's aliases of a model_type: a text model exported without its wrapper, with a flat config.json.
 REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 

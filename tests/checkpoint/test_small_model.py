@@ -1,4 +1,4 @@
-"""Load a small model as drafter: what it is told by, whose tokens it has, and what is refused in one line."""
+"""Load a small model as drafter: recognise it, compare its tokens, and refuse others in one line."""
 
 import json
 

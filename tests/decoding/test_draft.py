@@ -7,7 +7,7 @@ from mlx_lm.models.base import create_causal_mask
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache.prompt_cache import AT_FIRST
+from mlx_mtp.cache.absorb import AT_FIRST
 from mlx_mtp.decoding.drafters.heads import Heads
 
 

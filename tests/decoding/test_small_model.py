@@ -12,7 +12,7 @@ from plans import Listed, follow
 from sweep import paired, sampled
 
 import mlx_mtp
-from mlx_mtp.cache.pieces import cut, join, moment
+from mlx_mtp.cache.pieces import checkpoint_of, cut, join
 from mlx_mtp.decoding.drafters.small_model import MOST, SmallModel
 from mlx_mtp.tuning.plan import Plan
 
@@ -156,7 +156,7 @@ def test_a_conversation_goes_on_from_files_snapshots_copies_and_pieces(made, tmp
         file = tmp_path / f"{n}.safetensors"
         mlx_mtp.save_prompt_cache(file, cache)
         pieces = [cut(cache, (0, cache.offset), (0, cache.primed))]
-        joined = join(mlx_mtp.make_prompt_cache(model), pieces, moment(cache), cache.tokens, 0)
+        joined = join(mlx_mtp.make_prompt_cache(model), pieces, checkpoint_of(cache), cache.tokens, 0)
         snapshot = cache.snapshot()
         for kept in (cache, cache.copy(), mlx_mtp.load_prompt_cache(file, model), joined):
             watched.calls.clear()

@@ -1,8 +1,10 @@
 """Drafters written from CONTRIBUTING.md alone: tokens equal plain decoding, drafts equal those from scratch."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import block_drafters
 import drafters
 import families
 import mlx.core as mx
@@ -11,8 +13,10 @@ from plans import Listed, follow
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.drafters.drafter import Drafter
 from mlx_mtp.decoding.run import NO_DRAFTS, Drafts, rows_at
+from mlx_mtp.models import dflash
 from mlx_mtp.tuning.plan import Plan
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -106,7 +110,18 @@ def together(model, k, n=24, **options):
     return texts
 
 
-KINDS = {"written": lambda model: written()(), "small": Small}
+def block(model):
+    """A block drafter as released, of two layers, with random weights."""
+    width, vocab = model.no_hidden().shape[-1], model.vocab_size
+    config = {**block_drafters.DFLASH2, "hidden_size": width, "vocab_size": vocab}
+    names = block_drafters.weights(config)
+    spec = dflash.make_spec(config, names, model.args.num_hidden_layers, {})
+    net = dflash.make_head(replace(spec, capture=(1, 2)), config, names, width)
+    net.load_weights([(spec.locate(name, 0)[1], tensor) for name, tensor in names.items()])
+    return Block(net)
+
+
+KINDS = {"written": lambda model: written()(), "small": Small, "block": block}
 NAMES = ["glm4_moe_untied", "headless", *sorted({*families.FAMILIES} - {"glm4_moe_untied"})]
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+import block_drafters
 import families
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,6 +54,17 @@ def check(n: int, folder, path: str, whole: str, atol: float | None = 1e-4) -> N
 def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, n):
     whole = WHOLE + (r"|[kv]_proj" if name == "qwen2" else "")  # its single key-value head is repeated
     check(n, tmp_path, rank_cases.write(tmp_path, name), whole)
+
+
+def test_a_block_drafter_is_whole_on_each_rank(tmp_path):
+    target = rank_cases.write(tmp_path, "qwen3")
+    drafter = str(block_drafters.save(tmp_path / "drafter", block_drafters.DFLASH2))
+    mine, other = rank_group.work(2, tmp_path, "blocks", path=target, drafter=drafter)
+    whole = rank_worker.blocks(target, None, drafter)
+    assert mine == other
+    assert mine["bytes"] == whole["bytes"]
+    for texts in mine["texts"]:
+        assert all(text == texts[0] for text in texts)
 
 
 @sweep

@@ -90,13 +90,23 @@ def texts(path: str, group, *, few: bool = False) -> dict:
 
 
 def drafted(path: str, group, drafter: str) -> dict:
-    """Texts with a small model as drafter, and how many of its drafts were accepted."""
+    """Return texts with a small model as drafter, and the numbers of drafted and accepted tokens."""
     model, found, stats = mlx_mtp.load_model(path, draft_model=drafter, tensor_group=group), {}, mlx_mtp.Stats()
     for kind, options in (("plain", {}), ("seeded", {"temp": 1.0, "seed": 7})):
         found[kind] = generated(model, num_draft_tokens=0, **options)
         for k in (1, 4):
             found[f"{kind} {k}"] = generated(model, num_draft_tokens=k, stats=stats, **options)
     return {"texts": found, "drafted": stats.drafted, "accepted": stats.accepted}
+
+
+def blocks(path: str, group, drafter: str) -> dict:
+    """Texts with a block drafter, plain, drafted and seeded; and the drafter's bytes."""
+    model = mlx_mtp.load_model(path, tensor_group=group, draft_model=drafter)
+    stats, found = mlx_mtp.Stats(), []
+    for options in ({}, {"temp": 1.0, "seed": 7}):
+        found.append([generated(model, num_draft_tokens=k, stats=stats, **options) for k in (0, 3, 15)])
+    sizes = [array.nbytes for _, array in tree_flatten(model["drafter"].parameters())]
+    return {"texts": found, "bytes": sum(sizes), "accepted": sum(stats.accepted)}
 
 
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:

@@ -47,6 +47,7 @@ class Drafter(Protocol):
              but the last, as MTP heads that read each other's outputs need.
     no_kept: `frame.cache.kept` before the first row, unless chained.
     reads_hidden: False for a drafter that reads only tokens, all of them.
+    absorbs: it also reads pending rows while it does not draft: `read_rows` needs no tokens, and no row is skipped.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that), followed along the same axis by the stream after each of these numbers of layers.
              Keys and values of the target's layers are in `frame.cache.layers`.
@@ -59,6 +60,7 @@ class Drafter(Protocol):
     chained: bool = False
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
+    absorbs: bool = False
     reads: tuple[int, ...] = ()
 
     def pending(self, hidden: mx.array) -> mx.array:

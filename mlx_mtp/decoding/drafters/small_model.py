@@ -1,13 +1,13 @@
 """Draft with a small model that has the target's tokens: k small forward passes, each of which reads the last draft.
 
-The small model reads tokens alone, in caches of its own that stand where the target's do. A call reads the token of
-the run's first row again, and the tokens behind all rows; states keep what these rows do to them (`RecurrentCache`),
-so that the rejected ones are taken back as the target's are. Sources: Leviathan et al. (arXiv 2211.17192); mlx_lm's
+The small model reads only tokens, and its own caches are at the target's position. A call reads the token of the
+run's first row again and the tokens after all rows; recurrent states keep a tape of these rows (`RecurrentCache`), so
+that rejected ones are rolled back as the target's are. Sources: Leviathan et al. (arXiv 2211.17192); mlx_lm's
 `--draft-model`.
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,7 @@ from ...cache.prompt_cache import PromptCache
 from ...cache.ring import MAX_ROWS
 from ...cache.step_cache import seek
 from ...layers.target import Target
-from ..draft_sampling import Choice, Choosers, HeadOutput, joined
+from ..draft_sampling import Choice, Choosers, joined
 from ..run import NO_DRAFTS, Drafts, Run, rows_at
 from .drafter import Drafter, Frame
 
@@ -26,8 +26,8 @@ MOST = MAX_ROWS - 1  # drafts of a cycle: the target verifies them with the toke
 class SmallModel(Drafter):
     """Drafts with the model `small`, a port, in the vocabulary of a target of `vocab_size` tokens.
 
-    source: the name of heads', whose place it takes. `frame.cache.kept` has the token that the first row of the next
-    run reads, [n, 1, 1].
+    Plans name it "heads", which it replaces. `frame.cache.kept` is the token that the first row of the next run
+    reads, [n, 1, 1].
     """
 
     most = MOST
@@ -35,12 +35,12 @@ class SmallModel(Drafter):
     reads_hidden = False
 
     def __init__(self, small: Any, vocab_size: int, path: Path | None = None):
-        """Take a loaded port. path: the directory that it came from."""
+        """small: a loaded port. path: its directory."""
         self.small, self.vocab_size, self.path, self.windows = small, vocab_size, path, tuple(small.windows())
         self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Read the run, and draft k tokens, each from what the small model gives for the one before."""
+        """Read the run and return k drafts of each sequence, drafted one after the other."""
         cache, newest = frame.cache, run.newest()
         rows = self.outputs(mx.concatenate([cache.kept[0][:, 0], run.tokens], axis=1), cache.heads)
         cache.kept = [newest[:, None]]
@@ -49,20 +49,20 @@ class SmallModel(Drafter):
         return Drafts(*joined(choices)) if k else NO_DRAFTS
 
     def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Choice]:
-        """Draft k tokens from the output [n, 1, H] behind the newest one; states are left as they are."""
+        """Return k drafts; row: the output [n, 1, H] for the first one. Recurrent states are restored."""
         cache, choose = frame.cache, Choosers(frame.members, confidence=frame.plan.p_min > 0)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
-        seek(cache.heads, offset + 1, cache.heads[0].limit)  # behind the newest token
-        choices = [choose(_Output(cast(Any, self), 0, row), offset + 1)]
+        seek(cache.heads, offset + 1, cache.heads[0].limit)  # after the newest token
+        choices = [choose(SmallModelOutput(self, row), offset + 1)]
         for depth in range(1, k):
             row = self.outputs(choices[-1].token, cache.heads)
-            choices.append(choose(_Output(cast(Any, self), depth, row), offset + 1 + depth))
+            choices.append(choose(SmallModelOutput(self, row), offset + 1 + depth))
         for state, parts in states:
             state.parts = parts
         return choices
 
     def outputs(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Read tokens [n, L] into the caches: the small model's outputs [n, L, H]. Rings take MAX_ROWS at once."""
+        """Append tokens [n, L] to the caches, MAX_ROWS at a time; return the small model's outputs [n, L, H]."""
         own = self.small.vocab_size
         if own < self.vocab_size:
             tokens = mx.minimum(tokens, own - 1)
@@ -71,7 +71,7 @@ class SmallModel(Drafter):
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
     def logits(self, rows: mx.array) -> mx.array:
-        """Compute logits [..., V] in the target's vocabulary: -infinity for tokens that the small model lacks."""
+        """Return logits [..., V] in the target's vocabulary: -infinity for tokens that the small model lacks."""
         logits = self.small.logits(rows)[..., : self.vocab_size]
         lacking = self.vocab_size - logits.shape[-1]
         if not lacking:
@@ -79,11 +79,11 @@ class SmallModel(Drafter):
         return mx.concatenate([logits, mx.full((*logits.shape[:-1], lacking), -mx.inf, logits.dtype)], axis=-1)
 
     def pending(self, hidden: mx.array) -> mx.array:
-        """Count rows: the tokens that wait to be read are the text's."""
+        """Return one byte per row, which only counts it: the pending tokens are read from the history."""
         return mx.zeros((1, hidden.shape[1], 1), mx.uint8)
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
-        """Read the tokens at positions first..end-1, `step` at a time; `tokens[end]` is the next one."""
+        """Read the tokens of positions first..end-1, `step` at a time; `tokens[end]` is the next one."""
         if not cache.heads:
             return
         for lo in range(first, end, step):
@@ -98,11 +98,11 @@ class SmallModel(Drafter):
         cache.kept = [self._known(tokens[end : end + 1])[:, None]]
 
     def _known(self, tokens: Any) -> mx.array:
-        """Make an array [1, L] of tokens, none of which is new to the small model."""
+        """Return tokens as an array [1, L]; ids that the small model lacks become its last one."""
         return mx.array(np.minimum(tokens, self.small.vocab_size - 1), mx.int32)[None]
 
     def _begin(self, cache: PromptCache) -> None:
-        """Give states that have read nothing their arrays, which steps of several sequences put together."""
+        """Create the arrays of empty recurrent states, which a pool concatenates."""
         if all(c.parts for c in cache.heads if c.is_state):
             return
         seek(cache.heads, 0, 0)
@@ -113,14 +113,20 @@ class SmallModel(Drafter):
         seek(cache.heads, 0, 0)
 
 
-class _Output(HeadOutput):
-    """What the small model gave for each sequence's next token; `model` is the drafter."""
+class SmallModelOutput(NamedTuple):
+    """The small model's output for each sequence's next token, [n, 1, H]."""
+
+    drafter: SmallModel
+    rows: mx.array
+
+    def of(self, sequence: int) -> "SmallModelOutput":
+        return self._replace(rows=self.rows[sequence : sequence + 1])
 
     def likeliest(self) -> mx.array:
         return mx.argmax(self.logits(), axis=-1, keepdims=True).astype(mx.int32)
 
     def choice(self) -> None:
-        return None
+        """Return None: its LM head has no kernel."""
 
     def logits(self) -> mx.array:
-        return self.model.logits(self.rows)[:, 0]
+        return self.drafter.logits(self.rows)[:, 0]

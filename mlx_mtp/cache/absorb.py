@@ -1,0 +1,35 @@
+"""Let a drafter read pending rows while it does not draft, where it can (`Drafter.absorbs`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .drafting import reads_hidden
+from .layer_cache import CacheKind
+
+AT_FIRST = 24  # rows that heads with windows read before they draft; more take time for hardly better drafts
+MOST_UNREAD = 64  # maximum pending rows of an absorbing drafter, which reads them in one product
+
+
+def is_absorbing(model: Any) -> bool:
+    """Return whether the model's drafter reads pending rows while it does not draft."""
+    return getattr(getattr(model, "drafter", None), "absorbs", False)
+
+
+def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
+    """Return the number of rows that heads with these windows read after a pause; None for all rows."""
+    if is_absorbing(model) or not reads_hidden(model) or not all(isinstance(window, int) for window in windows):
+        return None
+    return min(AT_FIRST, sum(window for window in windows if isinstance(window, int)))
+
+
+def most_unread(cache: Any) -> int | None:
+    """Return the maximum number of pending rows of a prompt cache; None if all rows of a pause are pending."""
+    return MOST_UNREAD if is_absorbing(cache.model) else cache.reach
+
+
+def absorb(cache: Any) -> None:
+    """Let an absorbing drafter read all pending rows of a prompt cache but the newest, if there are many."""
+    pending = sum(rows.shape[1] for rows in cache.backlog)
+    if pending > MOST_UNREAD and is_absorbing(cache.model):
+        end = cache.primed + pending - 1
+        cache.model.drafter.read(cache.model, cache, range(end + 1), cache.primed, end, step=end)

@@ -1,0 +1,98 @@
+"""Attach a block drafter to its target: check that both match, and choose the type of its activations."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..decoding.drafters.block import Block
+from ..decoding.graph_memory import nbytes
+from ..layers.block_drafter import BlockNetwork
+from ..machine.device import has_bfloat16
+from .parameters import check_numbers, named, origin, same
+from .report import size
+
+OWN = ("head", "embed_tokens")
+
+
+def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
+    """Let `model` draft with a block drafter that was opened; return where it came from, for the report.
+
+    Raises ValueError for one that was made for another target.
+    """
+    net = drafter.mtp[0]
+    _check_fits(model, net, path)
+    if net.shape.frozen_embedding and net.shape.draft_vocab == net.shape.vocab:
+        net.pop("head", None)
+    if net.shape.frozen_embedding:
+        net.pop("embed_tokens", None)
+    check_numbers(named(drafter), partial(origin, drafter, contents))
+    _tie(model, net)
+    net.set_dtype(_activations(model, net))
+    net.eval()
+    set_drafter(model, Block(net))
+    return f"{path}, reading the target after layers {', '.join(map(str, net.shape.taps))}"
+
+
+def set_drafter(model: Any, drafter: Block) -> None:
+    """Let `model` draft with a drafter, whose parameters are then the model's."""
+    model.drafter = drafter
+    model["drafter"] = drafter.net  # the attribute above is no module
+
+
+def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
+    """Choose the type of a drafter's activations: the target's, but float32 where that would be float16.
+
+    float16 overflows in drafters that were trained in bfloat16, and quantized ones accept nothing.
+    """
+    dtype = model.model.norm.weight.dtype
+    quantized = any("scales" in module for module in net.modules())
+    narrow = dtype == mx.float16 or (dtype == mx.bfloat16 and quantized and not has_bfloat16())
+    return mx.float32 if narrow else dtype
+
+
+def _tie(model: Any, net: BlockNetwork) -> None:
+    """Drop an own LM head or embedding that only repeats the target's."""
+    shape = net.shape
+    for name in OWN:
+        theirs = model.language.get("lm_head") if name == "head" else None
+        theirs = model.model.embed_tokens if theirs is None else theirs
+        plain = name == "head" or shape.embed_scale == 1
+        if name in net and plain and "d2t" not in net and same(named(net[name]), named(theirs)):
+            net.pop(name)
+
+
+def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
+    """Raise ValueError where sizes, layers or tokens of drafter and target do not match."""
+    shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
+    layers = model.args.num_hidden_layers
+    if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
+        needed = "an embedding and an LM head of its own"
+        raise ValueError(f"{path}: hidden_size {shape.hidden_size} needs {needed}; the target's is {width}")
+    if shape.layers not in (None, layers):
+        raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
+    needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
+    if shape.mask_token >= vocab or (needs_all and shape.vocab < vocab):
+        raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}")
+    if "d2t" in net and not mx.issubdtype(net.d2t.dtype, mx.integer):
+        raise ValueError(f"{path}: tensor d2t has type {net.d2t.dtype}; expected integers")
+    if "head" in net:
+        tokens = net.token(mx.arange(shape.draft_vocab))
+        low, high = (value.item() for value in (tokens.min(), tokens.max()))
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        if low < 0 or high >= vocab:
+            raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab - 1}")
+
+
+def block_facts(net: BlockNetwork) -> str:
+    """Describe a block drafter and its memory in words."""
+    shape, kind = net.shape, "quantized" if any("scales" in module for module in net.modules()) else str(net.dtype)
+    row = 2 * shape.kv_heads * shape.head_dim * net.dtype.size
+    full = sum(reach.before is None for reach in shape.reaches) * row * 1000
+    windows = sum((reach.before or 0) * row for reach in shape.reaches)
+    kv = [f"{size(full)} of KV with 1,000 tokens"] if full else []
+    kv += [f"{size(windows)} of KV in windows"] if windows else []
+    weights = f"{size(nbytes(net.parameters()))} of weights, {kind.rpartition('.')[2]}"
+    return f"{shape}; {', '.join([weights, *kv])}"

@@ -1,0 +1,66 @@
+"""Draft a block in one pass of a network that reads the target's hidden states: DFlash, DFlash2 and DSpark.
+
+Position t of each cache holds the context row of the token at position t, from the target's states after reading it.
+The block is the newest token and mask tokens behind it. Its own keys and values are written behind the context for
+the time of the pass, and overwritten by the next rows.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.prompt_cache import PromptCache
+from ...layers.block_drafter import BlockNetwork
+from ...layers.target import Target
+from ..run import NO_DRAFTS, Drafts, Run
+from .block_choice import BlockChoice
+from .drafter import Drafter, Frame
+
+MOST = 15  # drafts of a cycle: with the newest token they are the rows that a ring's slack can take back
+
+
+class Block(Drafter):
+    """A block drafter with a cache per layer; what it has not read is read as soon as there are some rows of it."""
+
+    source = "block"
+    absorbs = True
+
+    def __init__(self, net: BlockNetwork):
+        self.net, shape = net, net.shape
+        self.most, self.reads = min(MOST, shape.drafts), shape.taps
+        self.windows = tuple(reach.before for reach in shape.reaches)
+
+    @property
+    def summary(self) -> str:
+        """Describe it for the report, in words."""
+        return str(self.net.shape)
+
+    def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
+        """Append all R rows of the run to the context; draft from those that are accepted.
+
+        The target's position is behind the accepted rows: the block begins there, and what lies behind is masked.
+        """
+        model, cache, net = frame.model, frame.cache, self.net
+        net.append(self._context(model, run.hidden), cache.heads)
+        cache.heads_follow()
+        if k == 0:
+            return NO_DRAFTS
+        position, newest = cache.layers[0].offset, run.newest()
+        masks = mx.full((newest.shape[0], k - net.shape.anchored), net.shape.mask_token, mx.int32)
+        block = mx.concatenate([newest, masks], axis=1)
+        rows = net(self._embedded(model, block), cache.heads)[:, -k:]
+        cache.heads_follow()
+        choice = BlockChoice(model, net, frame.members, newest, position + 1, confidence=bool(frame.plan.p_min))
+        return choice(rows)
+
+    def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
+        """Append rows to the context; the tokens do not matter."""
+        for kv in cache.heads:
+            kv.seek(first, first)
+        self.net.append(self._context(model, hidden), cache.heads)
+
+    def _context(self, model: Target, hidden: mx.array) -> mx.array:
+        return self.net.fused(hidden[..., model.no_hidden().shape[-1] :])
+
+    def _embedded(self, model: Any, tokens: mx.array) -> mx.array:
+        return self.net.embed_tokens(tokens) if "embed_tokens" in self.net else model.embedded(tokens)

@@ -1,0 +1,132 @@
+"""Choose a block's drafts from its output rows: each by itself, along a Markov chain, or among a few candidates."""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...layers.block_drafter import BlockNetwork
+from ...layers.lm_head import Rows, head_on, logits_of
+from ..draft_sampling import Choice, Choosers, joined
+from ..members import Members
+from ..run import Drafts
+from ..sampling import whole_row
+
+
+class LogitRow(NamedTuple):
+    """One row of logits [n, m] of each sequence, of which a `DraftChooser` chooses a token.
+
+    tokens: what the m logits are for, int32 [m] or [n, m]; None for all tokens in order.
+    """
+
+    scores: mx.array
+    tokens: mx.array | None
+    vocab: int
+
+    def of(self, sequence: int) -> "LogitRow":
+        one = slice(sequence, sequence + 1)
+        tokens = self.tokens if self.tokens is None or self.tokens.ndim == 1 else self.tokens[one]
+        return self._replace(scores=self.scores[one], tokens=tokens)
+
+    def likeliest(self) -> mx.array:
+        """Choose the likeliest tokens, int32 [n, 1]."""
+        best = mx.argmax(self.scores, axis=-1, keepdims=True)
+        if self.tokens is None:
+            return best.astype(mx.int32)
+        tokens = mx.broadcast_to(self.tokens, self.scores.shape)
+        return mx.take_along_axis(tokens, best, axis=-1).astype(mx.int32)
+
+    def choice(self) -> None:
+        """Return None: the logits are computed."""
+
+    def logits(self) -> mx.array:
+        """Return the logits [1, vocab] of one sequence, -infinity for tokens that have none."""
+        if self.tokens is None:
+            return self.scores
+        return whole_row(self.scores, self.tokens.reshape(1, -1), self.vocab)
+
+
+class BlockChoice:
+    """Chooses the drafts of n sequences. newest: their newest tokens, int32 [n, 1]; first: positions [n] of the first
+    drafts; confidence: whether each draft's probability is needed."""
+
+    def __init__(
+        self,
+        model: Any,
+        net: BlockNetwork,
+        members: Members,
+        newest: mx.array,
+        first: mx.array,
+        *,
+        confidence: bool,
+    ):
+        self.model, self.net, self.newest, self.first = model, net, newest, first
+        self.confidence = confidence
+        self.by_head = confidence and net.shape.confidence
+        self.choose = Choosers(members, confidence=confidence and not self.by_head)
+
+    def __call__(self, rows: mx.array) -> Drafts:
+        """Draft a token for each output row [n, k, H]."""
+        if (tokens := self._without_logits(rows)) is not None:
+            return Drafts(tokens)
+        logits = self._logits(rows)
+        if self.net.shape.selector:
+            return self._among_candidates(rows, logits)
+        return self._along_chain(rows, logits)
+
+    def _without_logits(self, rows: mx.array) -> mx.array | None:
+        """Choose tokens [n, k] by the kernel of the target's LM head; None where that cannot."""
+        shape, head = self.net.shape, head_on(self.model.unembedding())
+        plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net)
+        if not plain or head is None or self.confidence or shape.scale != 1:
+            return None
+        rows, own = rows.astype(self.model.no_hidden().dtype), self.choose.drawn
+        if not own:
+            return Rows(head, rows.flatten(0, 1)).greedy().reshape(rows.shape[:2])
+        if len(own) < self.choose.n or not all(c.mode == "coupled" and c.options.unfiltered for c in own.values()):
+            return None
+        pairs = ((Rows(head, rows[i]), self.first[i : i + 1], c) for i, c in own.items())
+        return mx.stack([each.draw(c.key, at, c.options.temp) for each, at, c in pairs])
+
+    def _logits(self, rows: mx.array) -> mx.array:
+        """Return logits [n, k, V] as the drafter was trained on them."""
+        shape = self.net.shape
+        if "head" in self.net:
+            logits = self.net.head(rows)
+        else:
+            logits = logits_of(self.model.unembedding(), rows.astype(self.model.no_hidden().dtype))
+        logits = logits if shape.scale == 1 else logits * shape.scale
+        return mx.tanh(logits / shape.softcap) * shape.softcap if shape.softcap else logits
+
+    def _along_chain(self, rows: mx.array, logits: mx.array) -> Drafts:
+        """Choose row by row; with a Markov head each row's logits depend on the draft before it."""
+        net: Any = self.net
+        tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
+        before, state, choices = self.newest, None, list[Choice]()
+        if not self.choose.drawn and not net.shape.markov and not self.by_head:
+            best = mx.argmax(logits, axis=-1).astype(mx.int32)
+            return Drafts(net.token(best).astype(mx.int32))
+        for i in range(rows.shape[1]):
+            scores, embedded = logits[:, i], None
+            if net.shape.markov:
+                embedded = net.markov_head.markov_w1(before)[:, 0]
+                bias, state = net.markov_head(embedded, rows[:, i], state)
+                scores = scores + bias
+            choice = self.choose(LogitRow(scores, tokens, self.model.vocab_size), self.first + i)
+            if self.by_head:
+                choice = choice._replace(confidence=net.confidence_head(rows[:, i], embedded))
+            choices.append(choice)
+            before = choice.token
+        return Drafts(*joined(choices))
+
+    def _among_candidates(self, rows: mx.array, logits: mx.array) -> Drafts:
+        """Choose row by row among each row's likeliest tokens, scored with the draft before it."""
+        selector: Any = self.net.candidate_selector
+        tokens, values = selector.candidates(logits)
+        projected = selector.hidden_projection(rows)
+        before, choices = self.newest, list[Choice]()
+        for i in range(rows.shape[1]):
+            scores = values[:, i] + selector.edges(projected[:, i], before, tokens[:, i])
+            row = LogitRow(scores, tokens[:, i], self.model.vocab_size)
+            choices.append(self.choose(row, self.first + i))
+            before = choices[-1].token
+        return Drafts(*joined(choices))

@@ -1,0 +1,191 @@
+"""Run a block drafter: one pass over the newest token and mask tokens, which attend to the target's hidden states.
+
+The context's keys and values come from `fused` rows of the target, the same for every layer. The block's own are
+written behind them for the time of the pass. Source: DFlash (arXiv 2602.06036), whose tensor names are used here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.rope_utils import initialize_rope
+
+from .block_mask import Reach, block_mask
+from .block_parts import CandidateSelector, ConfidenceHead, DynamicConv, MarkovHead
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Everything about a block drafter that is not a weight.
+
+    taps: numbers of layers of the target whose residual streams `fc` reads, each of `captured` features.
+    drafts: drafts of a block as trained; anchored: the newest token's row drafts, too.
+    reaches: what each layer attends to. rope: `initialize_rope`'s scaling_config.
+    conv, selector: (taps, group) and (rank, candidates) of DFlash2, None without. markov: (kind, rank) of DSpark.
+    confidence: whether there is a confidence head, with_markov: it reads the Markov head's embedding.
+    draft_vocab: rows of the LM head. softcap, scale: logits are softcap(scale * logits). embed_scale: of embeddings.
+    layers: of the target that it was trained for, None if not stated.
+    """
+
+    hidden_size: int
+    captured: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    vocab: int
+    draft_vocab: int
+    taps: tuple[int, ...]
+    drafts: int
+    mask_token: int
+    reaches: tuple[Reach, ...]
+    rope_theta: float
+    rope: dict[str, Any] | None
+    positions: int
+    interleaved: bool = False
+    bias: bool = False
+    anchored: bool = False
+    conv: tuple[int, int] | None = None
+    selector: tuple[int, int] | None = None
+    markov: tuple[str, int] | None = None
+    confidence: bool = False
+    with_markov: bool = True
+    softcap: float | None = None
+    scale: float = 1.0
+    embed_scale: float = 1.0
+    layers: int | None = None
+    frozen_embedding: bool = False
+
+    def __str__(self) -> str:
+        kind = "DFlash2" if self.selector else "DSpark" if self.markov else "DFlash"
+        return f"{kind}, {len(self.reaches)} layers, blocks of {self.drafts} drafts"
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block's rows to the context in a cache and to the block."""
+
+    def __init__(self, shape: BlockShape, reach: Reach):
+        super().__init__()
+        width, D = shape.hidden_size, shape.head_dim
+        self.reach, self.head_dim, self.scale = reach, D, D**-0.5
+        linear = partial(nn.Linear, bias=shape.bias)
+        self.q_proj, self.o_proj = linear(width, shape.heads * D), linear(shape.heads * D, width)
+        self.k_proj, self.v_proj = linear(width, shape.kv_heads * D), linear(width, shape.kv_heads * D)
+        self.q_norm, self.k_norm = nn.RMSNorm(D, shape.eps), nn.RMSNorm(D, shape.eps)
+
+    def append(self, x: mx.array, kv: Any, rope: Any) -> tuple[Any, Any]:
+        """Write keys and values of rows x [n, L, H] at the cache's position; return what the cache then holds."""
+        keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
+        return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
+
+    def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
+        """Return the output [n, b, H] for a block's rows; masks: those of this pass, by cache geometry and reach."""
+        queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=kv.offset)
+        keys, values = self.append(x, kv, rope)
+        slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
+        key = self.reach, slots
+        if key not in masks:
+            masks[key] = block_mask(kv, x.shape[1], slots, self.reach)
+        out = scaled_dot_product_attention(queries, keys, values, kv, self.scale, masks[key])
+        return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+
+    def _by_head(self, x: mx.array) -> mx.array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
+
+
+class BlockMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class BlockLayer(nn.Module):
+    """A pre-norm decoder layer; with `attention_conv` and `mlp_conv` around its sub-layers in DFlash2."""
+
+    def __init__(self, shape: BlockShape, reach: Reach):
+        super().__init__()
+        width = shape.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(width, shape.eps) for _ in range(2))
+        self.self_attn = BlockAttention(shape, reach)
+        self.mlp = BlockMLP(width, shape.intermediate_size)
+        if shape.conv:
+            self.attention_conv, self.mlp_conv = (DynamicConv(width, *shape.conv) for _ in range(2))
+
+    def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
+        attend = partial(self.self_attn, kv=kv, rope=rope, masks=masks)
+        normed = self.input_layernorm(x)
+        x = x + (self.attention_conv(normed, attend) if "attention_conv" in self else attend(normed))
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp_conv(normed, self.mlp) if "mlp_conv" in self else self.mlp(normed))
+
+
+class BlockNetwork(nn.Module):
+    """A block drafter's weights. parts: optional ones that its checkpoint has: "embed_tokens", "head", "d2t"."""
+
+    NO_KV_BITS: str | None = None  # its attention supports quantized caches even if the target's does not
+
+    def __init__(self, shape: BlockShape, parts: set[str]):
+        super().__init__()
+        self.shape = shape
+        width = shape.hidden_size
+        self.fc = nn.Linear(len(shape.taps) * shape.captured, width, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(width, shape.eps), nn.RMSNorm(width, shape.eps)
+        self.layers = [BlockLayer(shape, reach) for reach in shape.reaches]
+        rope = shape.head_dim, shape.rope_theta, shape.interleaved, shape.rope, shape.positions
+        self.rope = initialize_rope(*rope)
+        if shape.selector:
+            self.candidate_selector = CandidateSelector(width, shape.vocab, *shape.selector)
+        if shape.markov:
+            kind, rank = shape.markov
+            self.markov_head = MarkovHead(kind, width, shape.vocab, shape.draft_vocab, rank)
+        if shape.confidence:
+            self.confidence_head = ConfidenceHead(width, shape.markov[1] if shape.markov and shape.with_markov else 0)
+        if "embed_tokens" in parts:
+            self.embed_tokens = nn.Embedding(shape.vocab, width)
+        if "head" in parts:
+            self.head = nn.Linear(width, shape.draft_vocab, bias=False)
+        if "d2t" in parts:
+            self.d2t = mx.zeros((shape.draft_vocab,), mx.int64)
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape.head_dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of its activations."""
+        return self.norm.weight.dtype
+
+    def fused(self, taps: mx.array) -> mx.array:
+        """Fuse the target's states behind `taps`, side by side [n, L, taps * captured], to context rows [n, L, H]."""
+        return self.hidden_norm(self.fc(taps.astype(self.dtype)))
+
+    def append(self, context: mx.array, caches: list[Any]) -> None:
+        """Write keys and values of context rows [n, L, H] at the caches' position, which moves behind them."""
+        for layer, kv in zip(self.layers, caches, strict=True):
+            layer.self_attn.append(context, kv, self.rope)
+
+    def __call__(self, embeddings: mx.array, caches: list[Any]) -> mx.array:
+        """Return normed output rows of a block [n, b, H], which begins at the caches' position.
+
+        The caches are then at the end of the block, whose rows they hold: seek back before anything else is written.
+        """
+        x, masks = embeddings.astype(self.dtype) * self.shape.embed_scale, {}
+        for layer, kv in zip(self.layers, caches, strict=True):
+            x = layer(x, kv, self.rope, masks)
+        return self.norm(x)
+
+    def token(self: Any, row: mx.array) -> mx.array:
+        """Translate row indices of its LM head to the target's tokens."""
+        return row + mx.take(self.d2t, row) if "d2t" in self else row

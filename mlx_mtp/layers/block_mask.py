@@ -1,0 +1,46 @@
+"""Make the mask of a block drafter's rows over the slots of a cache, from positions alone."""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+
+class Reach(NamedTuple):
+    """What a layer's rows attend to; the block begins at position T.
+
+    before: a row at T + j reads the context from T + j - before on; None: all of it.
+    from_anchor: every row reads the context from T - before on.
+    causal: rows read no later row of the block. bounded: rows of the block that are further apart than `before` do
+    not read each other.
+    """
+
+    before: int | None = None
+    from_anchor: bool = False
+    causal: bool = False
+    bounded: bool = False
+
+
+def block_mask(kv: Any, rows: int, slots: int, reach: Reach) -> mx.array:
+    """Make a boolean [n, 1, rows, slots] for the last `rows` positions that a cache holds, which are the block.
+
+    Slots of rejected rows and of positions that the block has passed are masked: they hold no context.
+    """
+    end = kv.offset.reshape(-1, 1, 1, 1)  # on the device, of each sequence
+    first = end - rows
+    queries = first + mx.arange(rows)[:, None]
+    positions = _positions(kv, end, slots)
+    seen = (positions >= kv.start) & (positions < end)
+    if reach.causal:
+        seen = seen & (positions <= queries)
+    if reach.before is None:
+        return seen
+    near = positions >= (first if reach.from_anchor else queries) - reach.before
+    if not reach.bounded:
+        return seen & (near | (positions >= first))
+    return seen & near & (positions <= queries + reach.before)
+
+
+def _positions(kv: Any, end: mx.array, slots: int) -> mx.array:
+    """Return the position that each slot holds, [slots] or [n, 1, 1, slots]; negative where nothing was written."""
+    index, ring = mx.arange(slots), getattr(kv, "ring", None)
+    return index if ring is None else (end - 1) - ((end - 1) - index) % ring.turn

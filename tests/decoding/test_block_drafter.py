@@ -1,0 +1,206 @@
+"""Draft with block drafters: the text is the target's, and drafts are those of a forward from scratch."""
+
+import block_drafters
+import drafters
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from block_scratch import drafts as from_scratch
+from plans import Listed, follow
+from sweep import paired, sampled
+
+import mlx_mtp
+from mlx_mtp.checkpoint.block_drafter import set_drafter
+from mlx_mtp.decoding.drafters.block import Block
+from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
+from mlx_mtp.tuning.plan import Plan
+
+V = families.V
+KINDS = block_drafters.KINDS
+PROMPTS = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (37, 2, 11)]
+
+
+class Forced(Block):
+    """Notes its drafts, and replaces them by the text's tokens, wrong at the positions in `wrong`."""
+
+    def __init__(self, net, text: list[int], wrong: set[int]):
+        super().__init__(net)
+        given = [(token + 1) % V if i in wrong else token for i, token in enumerate(text)]
+        self.given, self.calls = mx.array(given + [0] * 64, mx.int32), []
+
+    def propose(self, frame, run, k):
+        drafts = super().propose(frame, run, k)
+        if not k:
+            return NO_DRAFTS
+        at = frame.cache.layers[0].offset
+        self.calls.append((at, [*frame.members], drafts))
+        return Drafts(mx.take(self.given, at[:, None] + 1 + mx.arange(k)), drafts.confidence)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(model with a drafter of a kind, mlx-lm's plain target, tensors, config)"""
+    found: dict = {}
+
+    def make(kind, **changes):
+        key = kind, *changes.items()
+        if key not in found:
+            path, config = tmp_path_factory.mktemp("block"), {**KINDS[kind], **changes}
+            directory, plain = families.headless(path / "target", drafters.HEADLESS["qwen3"])
+            drafter = block_drafters.save(path / "drafter", config)
+            model = mlx_mtp.load_model(directory, draft_model=drafter)
+            found[key] = model, plain, block_drafters.weights(config), config
+        return found[key]
+
+    return make
+
+
+def ours(model, prompt, k, n=40, **options):
+    steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **{"adaptive": False, **options})
+    return [token for token, _, _ in steps]
+
+
+def check(calls, text, plain, w, config, least=5):
+    """Each call's drafts are those from scratch; `calls`: (position, tokens) of one sequence."""
+    found = [(known, drafts) for known, drafts in calls if known < len(text)]
+    assert len(found) >= least
+    for position, tokens in found:
+        assert tokens == from_scratch(plain, w, config, text[: position + 1], len(tokens))[0], position
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", sampled((4, 15), range(1, 16)))
+def test_drafts_equal_a_forward_from_scratch(made, kind, k):
+    """Behind every number of accepted drafts, with wrapped windows, and prompts shorter than a window."""
+    model, plain, w, config = made(kind)
+    own = model.drafter
+    for prompt in PROMPTS[:2]:
+        text = prompt + ours(model, prompt, 0, 60)
+        at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
+        forced = Forced(own.net, text, {*at.tolist()})
+        set_drafter(model, forced)
+        stats = mlx_mtp.Stats()
+        assert ours(model, prompt, k, 60, stats=stats, prefill_step_size=16) == text[len(prompt) :]
+        assert stats.accepted[0] > 0
+        calls = [(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls]
+        check(calls, text, plain, w, config, least=4 if k > 12 else 5)
+    set_drafter(model, own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
+    model, plain, w, config = made(kind)
+    own, prompt = model.drafter, PROMPTS[0]
+    texts = [p + ours(model, p, 0, 90) for p in PROMPTS]
+    forced = Forced(own.net, texts[0], {*range(0, 200, 5)})
+    set_drafter(model, forced)
+    with monkeypatch.context() as patch:
+        plans = [Plan("block", 3), *[Plan()] * 40, Plan("block", 6), Plan("lookup", 2), Plan("block", 1)]
+        follow(patch, Listed(plans))
+        assert ours(model, prompt, 6, 90, prompt_lookup=True) == texts[0][37:]
+    check([(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls], texts[0], plain, w, config, 4)
+    forced.calls.clear()
+    batch, found = mlx_mtp.BatchGenerator(model, num_draft_tokens=4, adaptive=False), [[] for _ in PROMPTS]
+    batch.insert(PROMPTS, [30] * 3)
+    while responses := batch.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    assert found == [text[len(p) : len(p) + 30] for p, text in zip(PROMPTS, texts, strict=True)]
+    for uid, text in enumerate(texts):
+        rows = [
+            (position, tokens)
+            for at, members, drafts in forced.calls
+            for member, position, tokens in zip(members, at.tolist(), drafts.tokens.tolist(), strict=True)
+            if getattr(member, "uid", None) == uid
+        ]
+        check(rows, text, plain, w, config)
+    set_drafter(model, own)
+
+
+def test_confidence_is_the_confidence_heads(made):
+    model, plain, w, config = made("dspark")
+    own, prompt = model.drafter, PROMPTS[2]
+    text = prompt + ours(model, prompt, 0)
+    forced = Forced(own.net, text, {*range(0, 99, 4)})
+    set_drafter(model, forced)
+    assert ours(model, prompt, 5, draft_p_min=0.3) == text[len(prompt) :]
+    found = [(at.item(), drafts) for at, _, drafts in forced.calls if at.item() < len(text)]
+    assert len(found) > 5
+    for position, drafts in found:
+        tokens, sure = from_scratch(plain, w, config, text[: position + 1], 5)
+        assert drafts.tokens.tolist()[0] == tokens
+        np.testing.assert_allclose(drafts.confidence.tolist()[0], sure, atol=1e-4)
+    set_drafter(model, own)
+
+
+FILTERS = [{"temp": 1.0}, {"temp": 0.8, "top_k": 4}, {"temp": 1.0, "top_p": 0.7}]
+
+
+@pytest.mark.parametrize(("kind", "options"), paired(KINDS, FILTERS))
+def test_draws_do_not_depend_on_drafts(made, kind, options):
+    model, texts = made(kind)[0], set()
+    for k, replay in ((0, False), (3, True), (2, False)):
+        texts.add(tuple(ours(model, PROMPTS[2], k, 24, seed=5, compile_cycles=replay, **options)))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
+    """At a high temperature the noise decides: drafts drawn with it are right far more often than one in V."""
+    model, accepted = made(kind)[0], {}
+    for mode in ("coupled", "greedy"):
+        stats = mlx_mtp.Stats()
+        ours(model, PROMPTS[2], 4, 100, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
+        accepted[mode] = stats.accepted[0] / stats.drafted[0]
+    assert accepted["coupled"] > (0.9 if kind == "dflash" else 0.25)
+    assert accepted["greedy"] < 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_cycles_draft_the_same(made, kind):
+    model = made(kind)[0]
+    for k in (2, 15):
+        found = []
+        for replay in (False, True):
+            stats = mlx_mtp.Stats()
+            found.append((ours(model, PROMPTS[0], k, 40, stats=stats, compile_cycles=replay), stats.accepted))
+            assert not replay or stats.compiled_cycles > 10
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stop", [(3, 1), (15, 9), (0, 30)])
+def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
+    (k, n), (model, plain, w, config) = stop, made("assistant")
+    own, prompt = model.drafter, PROMPTS[0]
+    text = prompt + ours(model, prompt, 0, 60)
+    cache = mlx_mtp.make_prompt_cache(model)
+    first = ours(model, prompt, k, n, prompt_cache=cache)
+    mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+    snapshot = cache.snapshot()
+    forced = Forced(own.net, text, {*range(0, 99, 3)})
+    set_drafter(model, forced)
+    loaded = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
+    for i, each in enumerate((cache, loaded, cache)):
+        if i == 2:
+            cache.rewind(snapshot)
+        forced.calls.clear()
+        assert first + ours(model, first[-1:], 5, 12, prompt_cache=each) == text[37 : 37 + n + 12]
+        check([(at.item(), d.tokens.tolist()[0]) for at, _, d in forced.calls], text, plain, w, config, least=3)
+    set_drafter(model, own)
+
+
+def test_few_rows_wait_while_drafting_is_paused(made):
+    """Neither a prompt nor a pause keeps the target's states of more than a few tokens."""
+    model = made("dflash")[0]
+    cache = mlx_mtp.make_prompt_cache(model)
+    ours(model, PROMPTS[0] * 6, 0, 150, prompt_cache=cache, prefill_step_size=64)
+    assert cache.offset > 300
+    assert sum(rows.shape[1] for rows in cache.backlog) <= 80
+    assert cache.primed >= cache.offset - 80
+
+
+def test_quantized_caches(made):
+    model = made("dflash", head_dim=32)[0]
+    plain = ours(model, PROMPTS[0], 0)
+    assert ours(model, PROMPTS[0], 6, mtp_kv_bits=8, kv_group_size=32) == plain
