@@ -186,7 +186,10 @@ def test_wrong_plain_output_is_found(model, monkeypatch):
 @pytest.fixture(scope="module")
 def drawn(model):
     plain = PLAIN.sampled(0.8, 3, "coupled")
-    return [Reference(model, Prompt("p", [1, 2, seed] * 9, stops=False), SHORT, (), plain) for seed in range(2)]
+    return [
+        Reference(model, Prompt("p", [1, 2, seed] * 9, stops=False), SHORT, (), plain)
+        for seed in range(5 if SWEEP else 2)
+    ]
 
 
 @pytest.mark.parametrize("mode", sampled(["coupled"], ["coupled", "greedy"]))
