@@ -7,6 +7,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
 from ..layers.experts import expert_counts
+from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..machine.remembered import digest
 from ..tuning.controller import Controller
@@ -18,7 +19,8 @@ from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
-LOOKUP_DRAFTS = 15  # maximum: kernels and rings take 16 rows (kernels/README.md)
+LOOKUP_DRAFTS = 15  # maximum on a CPU: rings take 16 rows
+LOOKUP_DRAFTS_ON_METAL = VERIFY_ROWS[-1] - 1  # maximum, because the kernels of one sequence keep the bits of 8 rows
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
@@ -26,7 +28,8 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed is False")
-    return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
+    most = LOOKUP_DRAFTS if mx.default_device() == mx.cpu else LOOKUP_DRAFTS_ON_METAL
+    return most if asked or (asked is None and adaptive and k) else 0
 
 
 class Learned:
