@@ -112,8 +112,9 @@ def max_chunk() -> int:
 
 
 def default_draft_tokens(model: Target) -> int:
-    """Return the default number of drafts per cycle: one per head, or DEFAULT_DRAFTS with a recycled head."""
-    return min(model.max_draft_tokens, max(DEFAULT_DRAFTS, len(model.mtp)))
+    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head."""
+    own = getattr(getattr(model, "drafter", None), "usual", 0)
+    return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
 
 
 def draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:

@@ -204,3 +204,11 @@ def test_quantized_caches(made):
     model = made("dflash", head_dim=32)[0]
     plain = ours(model, PROMPTS[0], 0)
     assert ours(model, PROMPTS[0], 6, mtp_kv_bits=8, kv_group_size=32) == plain
+
+
+def test_the_default_is_at_most_seven_drafts_and_the_controller_chooses(made):
+    model, *_ = made("dflash")
+    stats = mlx_mtp.Stats()
+    text = [t for t, *_ in mlx_mtp.generate_step(PROMPTS[0], model, max_tokens=60, stats=stats)]
+    assert stats.num_draft_tokens == min(7, model.drafter.most) > 2
+    assert text == ours(model, PROMPTS[0], 0, 60)

@@ -16,7 +16,8 @@ from ..run import NO_DRAFTS, Drafts, Run
 from .block_choice import BlockChoice
 from .drafter import Drafter, Frame
 
-MOST = 15  # drafts of a cycle: with the newest token they are the rows that a ring's slack can take back
+MOST = 15  # maximum drafts per cycle: with the newest token a ring can take back 16 rows
+USUAL = 7  # default maximum: on a GPU kernels keep the bits of 8 rows; the controller chooses fewer where those pay
 
 
 class Block(Drafter):
@@ -28,6 +29,7 @@ class Block(Drafter):
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape
         self.most, self.reads = min(MOST, shape.drafts), shape.taps
+        self.usual = min(USUAL, self.most)
         self.windows = tuple(reach.before for reach in shape.reaches)
 
     @property

@@ -40,6 +40,7 @@ class Drafter(Protocol):
     """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
     source:  its name in plans. most: maximum number of drafts per cycle.
+    usual:   default maximum number of drafts per cycle; 0 for that of heads.
     in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
              before the step, which receives its drafts as an input; it may then read tokens on the host.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
@@ -55,6 +56,7 @@ class Drafter(Protocol):
 
     source: str = "heads"
     most: int
+    usual: int = 0
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
     chained: bool = False
