@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
@@ -71,7 +72,7 @@ def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, rea
 
     tokenizer: the target's; None compares only if both directories have one. read: loads a directory's tokenizer.
     """
-    if not isinstance(drafter := model.drafter, SmallModel):
+    if not isinstance(drafter := drafter_of(model), SmallModel):
         return
     assert drafter.path
     comparable = _has_tokenizer(drafter.path)

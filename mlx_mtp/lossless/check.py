@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..checkpoint.head_self_test import MIN_AGREEMENT
+from ..decoding.drafters import drafter_of
 from ..decoding.drafters.small_model import SmallModel
 from ..layers.target import Target
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
@@ -103,7 +104,7 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
         passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
         own = examine(model, [Known.of(p.tokens, p.hidden, p.predicted) for p in passes], settings, verdict, progress)
         verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
-    elif isinstance(small := model.drafter, SmallModel) and settings.drafts:
+    elif isinstance(small := drafter_of(model), SmallModel) and settings.drafts:
         texts = [Known.of(p.tokens, p.hidden, p.predicted) for p in (r.one_pass for r in references)]
         own = [right_small(small, text) for text in with_progress(texts, "small model", progress)]
         verdict.agreement, verdict.kept = shares(own), _kept(references, own, verdict.greedy[:3], 1)

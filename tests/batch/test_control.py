@@ -8,12 +8,13 @@ import pytest
 from mlx_mtp.batch import control as controls
 from mlx_mtp.batch.control import Controls, outcome
 from mlx_mtp.decoding.clock import Clock
+from mlx_mtp.tuning.costs import dense
 from mlx_mtp.tuning.plan import PLAIN, Fixed, Plan
 
 
 @pytest.fixture
 def known(monkeypatch):
-    found = SimpleNamespace(together={})
+    found = SimpleNamespace(together={}, growth=dense)
     monkeypatch.setattr(controls, "learned", lambda model: found)
     return found.together
 
