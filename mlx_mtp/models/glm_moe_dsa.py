@@ -33,7 +33,7 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with the expert routing that transformers' model uses by default."""
+        """Return the config with keys of expert routing that it lacks, at the defaults of transformers' model."""
         return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **config}
 
     def indexers(self) -> list[str]:

@@ -56,7 +56,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
 
 class Mamba2Mixer(Mamba2, nemotron_h.NemotronHMamba2Mixer):
-    """mlx-lm's mixer on a cache that can roll back."""
+    """mlx-lm's Mamba2 mixer with a cache that can roll back rejected tokens."""
 
 
 class HeadBlock(nn.Module):

@@ -18,7 +18,11 @@ DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
 
 @dataclass(frozen=True)
 class Reader:
-    """Keys that a family reads: its dataclass's fields and keys of which it implements the only supported value."""
+    """Finds the keys of a config that a family does not read.
+
+    read: the fields of its dataclass. family: its module, whose Model lists keys in IMPLIED of which it implements
+    one value.
+    """
 
     model_type: str
     read: set[str]
