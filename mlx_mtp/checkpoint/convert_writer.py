@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # receives the bytes written, and all byt
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """Distribute tensors, in order, over files with mlx-lm's names and at most `limit` bytes or one tensor."""
+    """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor."""
     parts: list[Tensors] = []
     size = limit + 1
     for name, w in tensors.items():
@@ -57,7 +57,7 @@ def total_size(files: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def file_size(tensors: Mapping[str, Any]) -> int:
-    """Return the size of the file that `write` or `allocate` makes."""
+    """Return the bytes of the file, with its header, that `write` or `allocate` makes."""
     return len(header(tensors, CONVERTED)) + sum(w.nbytes for w in tensors.values())
 
 
@@ -82,7 +82,7 @@ def write(
 ) -> int:
     """Write files one after the other, and return the bytes of all tensors.
 
-    Each tensor is passed to `compute` with its name, written, and removed from `files`.
+    Each tensor is passed with its name to `compute`, which has to evaluate it, then written and removed from `files`.
     """
     done, total = 0, total_size(files)
     for file, tensors in files.items():

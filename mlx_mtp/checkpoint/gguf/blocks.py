@@ -19,7 +19,7 @@ NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 class Groups(NamedTuple):
     """Groups of 32 weights: codes uint8 [rows, columns], scales and biases float32 [rows, columns / 32].
 
-    MXFP4 has the exponents' bytes as scales, and no biases.
+    Of MXFP4, scales are the bytes of exponents, uint8, and biases None.
     """
 
     codes: np.ndarray
@@ -114,7 +114,7 @@ EXACT = {
 
 
 def groups_of(kind: str, rows: np.ndarray) -> Groups:
-    """Return rows of blocks, uint8 [rows, bytes], of a type in EXACT as groups."""
+    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT."""
     form, n = EXACT[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
     return Groups(codes.reshape(n, -1), scales.reshape(n, -1), None if biases is None else biases.reshape(n, -1))
