@@ -25,7 +25,7 @@ UNSTATED = {
 
 @dataclass
 class ModelArgs(mimo_v2_flash.ModelArgs):
-    """config.json of `mimo_v2_flash`, field names as in the file."""
+    """config.json's fields for `mimo_v2_flash`, with the names in the file."""
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:

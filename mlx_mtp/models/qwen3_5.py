@@ -35,7 +35,7 @@ QWEN_MTP = MTPSpec(
 
 @dataclass
 class ModelArgs(qwen3_5.ModelArgs):
-    """config.json of `qwen3_5`: the fields of its `text_config`."""
+    """config.json's fields for `qwen3_5`; `text` has those of its `text_config`."""
 
     def __post_init__(self):
         self.text = text = qwen3_5.TextModelArgs.from_dict(self.text_config)

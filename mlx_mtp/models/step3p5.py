@@ -20,7 +20,7 @@ IN_LISTS = ("rope_theta", "partial_rotary_factor")
 
 @dataclass
 class ModelArgs(step3p5.ModelArgs):
-    """config.json of `step3p5`, field names as in the file."""
+    """config.json's fields for `step3p5`, with the names in the file."""
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Reader:
 
 
 def _windowed(config: Config) -> bool:
-    """Return whether some layer attends to fewer positions than the model supports."""
+    """Return whether some layer has a window that is shorter than the model's longest context."""
     window = next((config[name] for name in WINDOW if config.get(name) is not None), None)
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if window is None or config.get("use_sliding_window") is False:
