@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def diverged(self) -> bool:
-        """Whether drafts change the output, or the probabilities of sampled output."""
+        """Whether drafts change the output (near-ties excepted) or the probabilities of sampled output."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
@@ -132,7 +132,10 @@ def _greedy(references: list[Reference], settings: Settings, progress: Progress)
 def _sampled(
     model: Target, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
 ) -> list[Comparison]:
-    """Compare sampled output of one seed in every way: drafts drawn with the target's noise, and greedy drafts."""
+    """Return comparisons of sampled output with plain output of the same seeds, one for each way of sampling.
+
+    These are drafts drawn with the target's noise ("coupled"), and greedy drafts.
+    """
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
     plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
     found = [Comparison(f"{way.name}, {mode}") for way, mode in plans]

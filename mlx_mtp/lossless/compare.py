@@ -35,7 +35,7 @@ class Way:
     options: dict[str, Any]
 
     def sampled(self, temp: float, seed: int, mode: str) -> "Way":
-        """Return the same way with sampling options."""
+        """Return the same way with a temperature, a seed, and `draft_sampling` = mode."""
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
@@ -136,7 +136,10 @@ class Reference:
         return [token for token, _, _ in self.steps(way, given, stats=stats)], stats
 
     def steps(self, way: Way, given: int = 0, **options: Any) -> Any:
-        """Yield the steps of `generated`, with further `options` of `generate_step`."""
+        """Yield `generate_step`'s items for a way after the prompt and the first `given` tokens of the output.
+
+        options: further arguments of `generate_step`.
+        """
         tokens = self.prompt.tokens + self.text[:given]
         limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
         return generate_step(tokens, self.model, **limits, **way.options, **options)
@@ -154,7 +157,10 @@ class Reference:
 
 
 def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
-    """Add a way's output for one prompt to a comparison; return its tokens before any restart."""
+    """Add a way's output for one prompt to a comparison; return the tokens of its first run.
+
+    After a near-tie the way runs again from the plain output up to there; after another difference it stops.
+    """
     done, (first, stats) = 0, reference.generated(way)
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:

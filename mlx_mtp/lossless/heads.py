@@ -47,7 +47,10 @@ class Known:
 
 
 def right(model: Target, text: Known, depths: int) -> list[mx.array]:
-    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth]."""
+    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth].
+
+    depths: number of depths; if the model has fewer heads, its recycled head's second draft is appended.
+    """
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
     for depth, head in enumerate(model.mtp[:depths]):

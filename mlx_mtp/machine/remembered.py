@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts about this machine that times depend on."""
+    """Return the facts that identify this machine for measured times: device, architecture, memory and system."""
     device = mx.device_info()
     facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
     return {**facts, "system": f"{platform.system()} {platform.release()}"}
