@@ -360,7 +360,7 @@ def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:
     size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():
         needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {head_size} needs {needed}; the target's is {size}")
+        raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, which needs {needed}")
     if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
         raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
     if "head" in head:

@@ -62,7 +62,10 @@ def file_size(tensors: Mapping[str, Any]) -> int:
 
 
 def allocate(file: Path, tensors: Mapping[str, Any]) -> int:
-    """Create a file of full size with the header only, its data a hole; return the offset of the data."""
+    """Create a safetensors file of full size that holds only the header; return the offset at which its data begin.
+
+    The data are a hole, which `gguf.write` fills.
+    """
     start = header(tensors, CONVERTED)
     with naming(file), file.open("wb") as f:
         f.write(start)
@@ -71,7 +74,10 @@ def allocate(file: Path, tensors: Mapping[str, Any]) -> int:
 
 
 def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
-    """Return the text of a shard index for the tensors of these files."""
+    """Return the JSON text of a shard index for the tensors of these files.
+
+    metadata: further entries of its "metadata", which states the total size.
+    """
     places = {name: file for file, tensors in files.items() for name in tensors}
     entries = {"metadata": {"total_size": total_size(files)} | metadata, "weight_map": dict(sorted(places.items()))}
     return json.dumps(entries, indent=4)

@@ -34,7 +34,7 @@ AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take 
 
 
 def is_large(model: Target) -> bool:
-    """Return whether a load on a CPU postpones reading and testing the heads, because the model is large."""
+    """Return whether a load postpones reading and testing the heads: on a CPU, for a model above AT_LOAD bytes."""
     return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
 
 

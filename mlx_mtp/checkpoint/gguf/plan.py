@@ -163,7 +163,10 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
 
 
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
-    """Return the quantized format of matrices, None if they are stored as floating-point numbers."""
+    """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
+
+    They are floats if a tensor is, if values or the inside of groups change, or if rows are not whole groups.
+    """
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
         return None
@@ -235,7 +238,10 @@ def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
-    """Return config.json's "quantization"; of equally frequent formats, the one with fewest bits is the default."""
+    """Return config.json's "quantization" for the target: its most frequent format, others by path; None without any.
+
+    Of equally frequent formats, the one with fewest bits is the default.
+    """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))
     return listed({p.path.removesuffix(".weight"): Format(GROUP, p.form.bits, p.form.mode) for p in target})

@@ -103,7 +103,10 @@ def _naming(meta: Meta) -> Iterator[None]:
 
 
 def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
-    """Return the tensors of a file and of a separate file of heads, and metadata with the number of heads found."""
+    """Return the tensors and metadata of a file, joined with those of a separate file of heads (None: no such file).
+
+    The metadata state the number of heads whose tensors were found. ValueError if the files do not fit each other.
+    """
     entries, values = dict(contents.tensors), dict(contents.metadata)
     if heads_from is not None:
         heads = header.read(heads_from)

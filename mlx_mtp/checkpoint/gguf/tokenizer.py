@@ -151,7 +151,10 @@ def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, s
 
 
 def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
-    """Return the entries that every tokenizer.json has. begins: add the begin token unless metadata forbid it."""
+    """Return the entries that every tokenizer.json has; merges of tokens outside the vocabulary are dropped.
+
+    begins: add the begin token unless metadata forbid it.
+    """
     numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
