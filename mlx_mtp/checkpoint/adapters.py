@@ -20,7 +20,10 @@ LEAVES = ("lora_a", "lora_b", "m")  # parameters of an adapted module; `m` is Do
 
 
 def load_adapters(model: Any, adapter_path: str) -> Any:
-    """Return the model with a directory's adapters added; a one-line ValueError if they do not fit."""
+    """Add the LoRA adapters in a directory, in mlx-lm's or PEFT's format, to the model, and return the model.
+
+    Warns if they change nothing. Raises a one-line ValueError if they are damaged or do not fit the model.
+    """
     path = Path(adapter_path).expanduser()
     if not (path / CONFIG).is_file():
         raise ValueError(f"adapter_path={adapter_path}: no {CONFIG} in it")
@@ -34,7 +37,10 @@ def load_adapters(model: Any, adapter_path: str) -> Any:
 
 
 def _apply(model: Any, path: Path) -> dict[str, mx.array]:
-    """Add a directory's adapters to the model, and return their tensors; errors name files without the directory."""
+    """Add a directory's adapters to the model, and return their tensors.
+
+    Errors name the file without the directory, which the caller adds.
+    """
     with one_line(f"{CONFIG}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads((path / CONFIG).read_text())
     if not isinstance(config, dict):
@@ -50,10 +56,13 @@ def _apply(model: Any, path: Path) -> dict[str, mx.array]:
 
 
 def _read(file: Path, kind: str) -> dict[str, mx.array]:
-    """Return the tensors of an adapter file; ValueError if it is damaged or contains NaN or infinity."""
+    """Return an adapter file's tensors; ValueError if it is missing or damaged, or a tensor has no finite floats.
+
+    kind: the format's name for messages.
+    """
     if not file.exists():
         pickled = "; PyTorch's .bin files are not read" if any(file.parent.glob("*.bin")) else ""
-        raise ValueError(f"{file.name}: not found; {CONFIG} describes {kind}, whose weights it contains{pickled}")
+        raise ValueError(f"{file.name}: not found; {CONFIG} describes {kind}, whose weights belong in it{pickled}")
     read_header([file])  # reports damage that MLX does not detect
     with one_line(f"{file.name}: truncated or damaged"):
         tensors: Any = mx.load(str(file))
@@ -67,7 +76,10 @@ def _read(file: Path, kind: str) -> dict[str, mx.array]:
 
 
 def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-    """Add mlx-lm's adapters as it does itself; ValueError names a tensor that does not fit the model."""
+    """Add adapters in mlx-lm's format: LoRA, DoRA or whole weights.
+
+    ValueError names a tensor that does not fit the model.
+    """
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":
         try:

@@ -17,9 +17,10 @@ OWN = ("head", "embed_tokens")
 
 
 def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
-    """Let `model` draft with a block drafter that was opened; return where it came from, for the report.
+    """Attach an opened block drafter to its target `model`; return its source for the report.
 
-    Raises ValueError for one that was made for another target.
+    drafter, contents: of `open_drafter`, or for this target. Raises ValueError for NaN, or if it was made for another
+    target.
     """
     net = drafter.mtp[0]
     _check_fits(model, net, path)
@@ -36,15 +37,15 @@ def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
 
 
 def set_drafter(model: Any, drafter: Block) -> None:
-    """Let `model` draft with a drafter, whose parameters are then the model's."""
+    """Set the model's drafter, whose parameters then count among the model's."""
     model.drafter = drafter
     model["drafter"] = drafter.net  # the attribute above is no module
 
 
 def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
-    """Choose the type of a drafter's activations: the target's, but float32 where that would be float16.
+    """Return the type of a drafter's activations: the target's, but float32 where MLX would compute in float16.
 
-    float16 overflows in drafters that were trained in bfloat16, and quantized ones accept nothing.
+    Drafters that were trained in bfloat16 overflow in float16, and no draft of a quantized one is accepted.
     """
     dtype = model.model.norm.weight.dtype
     quantized = any("scales" in module for module in net.modules())
@@ -53,7 +54,7 @@ def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
 
 
 def _tie(model: Any, net: BlockNetwork) -> None:
-    """Drop an own LM head or embedding that only repeats the target's."""
+    """Drop the drafter's LM head or embedding if it equals the target's, which the drafter then uses."""
     shape = net.shape
     for name in OWN:
         theirs = model.language.get("lm_head") if name == "head" else None
@@ -64,12 +65,12 @@ def _tie(model: Any, net: BlockNetwork) -> None:
 
 
 def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
-    """Raise ValueError where sizes, layers or tokens of drafter and target do not match."""
+    """Raise ValueError if sizes, number of layers or tokens of drafter and target do not match."""
     shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
     layers = model.args.num_hidden_layers
     if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
         needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {shape.hidden_size} needs {needed}; the target's is {width}")
+        raise ValueError(f"{path}: hidden_size {shape.hidden_size} is not the target's {width}, which needs {needed}")
     if shape.layers not in (None, layers):
         raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
     needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
@@ -87,7 +88,7 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
 
 
 def block_facts(net: BlockNetwork) -> str:
-    """Describe a block drafter and its memory in words."""
+    """Return a line about a block drafter: its shape, and the memory of its weights and of its KV caches."""
     shape, kind = net.shape, "quantized" if any("scales" in module for module in net.modules()) else str(net.dtype)
     row = 2 * shape.kv_heads * shape.head_dim * net.dtype.size
     full = sum(reach.before is None for reach in shape.reaches) * row * 1000

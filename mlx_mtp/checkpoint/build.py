@@ -60,8 +60,8 @@ def load_port(
     """Return a port's model with its MTP heads or its external drafter, and a report in `model.runtime.report`.
 
     lazy: leave all weights on disk, and check only names, shapes and norms. Otherwise the target's weights are read
-    and checked, and `model.runtime.untested` is a function that reads and checks the heads' weights.
-    Raises ValueError for a damaged checkpoint.
+    and checked, and `model.runtime.untested` is a function that reads and checks the heads' weights. budget: memory
+    to check for before that. ranks: split the target over them. Raises ValueError for a damaged checkpoint.
     """
     model, contents, raw = read_port(port, path, config, drafting)
     if ranks:
@@ -126,7 +126,7 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
 
 
 def _check_types(args: Any) -> None:
-    """Raise TypeError if a numeric field of mlx-lm's arguments holds a string, a boolean or an object."""
+    """Raise TypeError if a numeric field of a ModelArgs holds a string, a boolean or an object."""
     hints = get_type_hints(type(args))
     for field in fields(args):
         kinds, value = get_args(hints[field.name]) or (hints[field.name],), getattr(args, field.name)
@@ -166,7 +166,7 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Return the model's parameters, which the port makes from the checkpoint's tensors; `weights` is empty."""
+    """Return the model's parameters by path, made by the port from the checkpoint's tensors; `weights` is empty."""
     header = {} if contents.alone else contents.trunk
     stored = read_tensors(header | contents.heads)  # no name is in both
     trunk = dequantized({name: stored[name] for name in header}, header)
@@ -199,7 +199,7 @@ def _load_checked(
 
 
 def _expand_experts(model: nn.Module) -> bool:
-    """Convert a model to float32 on a CPU if its experts are unquantized, as MLX requires; return whether it did."""
+    """Convert a model with unquantized experts to float32 on a CPU, as MLX requires; return whether it was done."""
     half = any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules())
     if expanded := half and mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
@@ -239,9 +239,10 @@ def _tie(model: Any) -> None:
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Replace the model's heads by an external drafter; return (its source for the report, unused tensors).
+    """Replace the model's heads by an external drafter; return (its source for the report, names of unused tensors).
 
-    Raises ValueError if the directory contains no drafter, or the drafter does not fit the target.
+    overrides: of the drafter's spec. Raises ValueError if the directory contains no drafter, or it does not fit the
+    target.
     """
     path = resolve(path_or_hf_repo)
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
@@ -270,7 +271,10 @@ class DrafterAlone(nn.Module):
 
 
 def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
-    """Return (config.json, model, tensors) of an external drafter without its target; no array is computed."""
+    """Open an external drafter without its target; return (its config.json, model, descriptions of its tensors).
+
+    Weights stay lazy. Raises ValueError if the directory contains no drafter.
+    """
     config, drafter, contents = _open_drafter(path, MAX_LAYERS, None, {})
     names = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
     drafter.spec = replace(contents.spec, tensors=names)
@@ -278,7 +282,10 @@ def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
 
 
 def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, DrafterAlone, Contents]:
-    """Return (config.json, model, tensors) of a drafter for a target's layers and hidden size (None: its own)."""
+    """Return (config.json, model, descriptions of its tensors) of a drafter for a target's number of layers.
+
+    size: the target's hidden size; None is the size that the drafter's tensors have. overrides: of its spec.
+    """
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
@@ -298,7 +305,7 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
 
 
 def is_drafter(path: Path) -> bool:
-    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off."""
+    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off a checkpoint."""
     with suppress(ValueError, OSError):
         return is_split(path) or bool(_read_drafter(path))
     return False
@@ -328,7 +335,10 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
 
 
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
-    """Load a drafter's tensors; ValueError unless tensors and parameters match one to one in name and shape."""
+    """Load a drafter's tensors; ValueError unless tensors and parameters match one to one in name and shape.
+
+    note: the end of a message about a wrong shape.
+    """
     weights, names = {}, {}
     check_types({name: tensor for name, tensor in contents.heads.items() if not name.endswith("d2t")})
     with one_line(f"{path}: its tensors cannot be read", (RuntimeError,)):
@@ -346,11 +356,11 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:
-    """Raise ValueError if the vocabularies, or the sizes of shared embeddings, of drafter and target differ."""
+    """Raise ValueError if drafter and target differ in vocabulary, or in the size of embeddings that they share."""
     size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():
         needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {head_size} needs {needed}; the target's is {size}")
+        raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, which needs {needed}")
     if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
         raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
     if "head" in head:

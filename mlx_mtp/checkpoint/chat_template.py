@@ -19,7 +19,10 @@ RESERVED_KEYS = {
 
 
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
-    """Return the chat template's text for these messages; ValueError, in one line, if the template fails."""
+    """Return the text of these messages in the chat template; ValueError, in one line, if the template fails.
+
+    options: the template's arguments.
+    """
     with one_line("the chat template refuses this conversation"):  # a program that may raise anything
         text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
     if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
@@ -28,7 +31,10 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
 
 
 def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a prefix's prompt followed by `text`; ValueError if the chat template fails."""
+    """Return the tokens of a saved prompt followed by `text`, in the chat template if the prefix uses one.
+
+    ValueError if the template fails.
+    """
     text = prefix.prompt + text
     if not (prefix.template and tokenizer.has_chat_template):
         return tokenizer.encode(text)
@@ -39,7 +45,7 @@ def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
 
 
 def stable_tokens(prefix: PromptPrefix, tokenizer: Any) -> list[int]:
-    """Return the first tokens of a prefix's prompt that stay the same whatever text follows it."""
+    """Return the first tokens of a saved prompt that stay the same whatever text follows it; see `prompt_tokens`."""
     tokens = prompt_tokens(prefix, tokenizer, "")
     shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))
     kept = shared(tokens[:-1], prompt_tokens(shortened, tokenizer, ""))

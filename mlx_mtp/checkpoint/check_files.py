@@ -11,7 +11,7 @@ WITH_WEIGHT = ((".scales", ".weight"), (".biases", ".weight"), *((f".weight{s}",
 
 
 def check_complete(model: Any, contents: Contents) -> None:
-    """Raise ValueError for a missing tensor or an unreadable file that the model needs; warn about others."""
+    """Raise ValueError for a missing tensor or an unreadable file that the model needs; warn about unneeded ones."""
     stored = contents.stored
     assert stored is not None  # the tensors are a checkpoint's, not an external drafter's
     if stored.absent or stored.unread:

@@ -78,7 +78,10 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report that a load of the conversion makes; place: the heads' location in it."""
+        """Return the report that a load of the conversion makes; warn if there are no heads.
+
+        place: the heads' location in the conversion.
+        """
         norms = "shifted by +1 (they were stored zero-centred)" if any(self.raw) else "as they were (already shifted)"
         if not self.model.mtp:
             warnings.warn(f"{self.path}: no MTP heads found ({self.contents.source})", stacklevel=3)
@@ -86,7 +89,7 @@ class Source:
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Compute a tensor; ValueError if that fails, or the source has NaN, or zeros only in a head's tensor."""
+        """Compute a tensor; ValueError if that fails, the source has NaN, or a tensor of the heads has zeros only."""
         states = self.trained.pop(name, ())
         with one_line(f"{self.path}: tensor {name} cannot be read", (RuntimeError,)):
             mx.eval(w, *states)
@@ -96,7 +99,10 @@ class Source:
 
 
 def open_source(path: Path, *, alone: bool = False) -> Source:
-    """Return a checkpoint (alone: only its heads) or an external drafter, opened for conversion; or ValueError."""
+    """Return a checkpoint or an external drafter, opened for conversion; ValueError if it is damaged or unsupported.
+
+    alone: open only the checkpoint's heads.
+    """
     if not alone and is_drafter(path) and not is_split(path):
         config, drafter, contents = open_drafter(path)
         return Source(path, config, drafter, contents, (False, False))
@@ -108,7 +114,10 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """Return the files of the heads, and of target modules that they may repeat, by the index; None without one."""
+    """Return the files that contain the heads, by the shard index; None without an index.
+
+    If heads may repeat the target's embedding or LM head, the files of these are included.
+    """
     config, places = read_config(path), read_index(path)
     port = _port(path, config)
     spec, layers = port.Model.SPEC, read_args(port, path, config).num_hidden_layers
@@ -122,7 +131,7 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
     if port := find_port(config):
         return port
     ports = ", ".join(port_names())
-    raise ValueError(f"{path}: model_type {config['model_type']!r} has no port that drafts; ports are {ports}")
+    raise ValueError(f"{path}: model_type {config['model_type']!r} has no port that drafts; supported are {ports}")
 
 
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -133,7 +142,10 @@ def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def _drop_repeated(model: Any, contents: Contents) -> None:
-    """Drop the heads' embeddings or LM heads if all equal the target's, before the precision makes them differ."""
+    """Drop the heads' embeddings if all equal the target's, and their LM heads likewise, as stored in the checkpoint.
+
+    The precision of a conversion would make them differ.
+    """
     if not contents.trunk:
         return
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
@@ -151,7 +163,10 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
 
 
 def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
-    """Return whether two modules' tensors, their names by kind ("weight"), are equal; they are read and freed."""
+    """Return whether the tensors of two modules are equal in value and type; they are read and freed.
+
+    a, b: the tensors' names in the checkpoint by their kind, such as "weight".
+    """
     stored = contents.heads | contents.trunk
     pairs = (read_tensors({name: stored[name] for name in (a[kind], b[kind])}).values() for kind in a if kind in b)
     return a.keys() == b.keys() and all(x.dtype == y.dtype and mx.array_equal(x, y) for x, y in pairs)
@@ -186,10 +201,10 @@ def convert(
     upload_repo: str | None = None,
     trust_remote_code: bool = False,
 ) -> Converted:
-    """Write a checkpoint with its MTP heads, or an EAGLE-3 drafter, for MLX to the new directory `mlx_path`.
+    """Write a checkpoint with its MTP heads, or an external drafter, for MLX to the new directory `mlx_path`.
 
-    quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name), dtype, dequantize, revision: as in
-        mlx-lm, for the target.
+    quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name): as in mlx-lm, for the target.
+        dtype, dequantize: as in mlx-lm, for the target and the heads. revision: branch, tag or commit on the hub.
     mtp_q_bits, mtp_q_group_size: the heads' affine format, by default 8 and 64 with `quantize`; 16 bits leave them
         unchanged. Routers, norms and the matrix that fuses a head's inputs are never quantized.
     mtp_layout: heads in `mtp.safetensors` ("sidecar"), or in the target's files under the hub's names ("shards").
@@ -198,7 +213,9 @@ def convert(
     Raises a one-line ValueError; a failed conversion leaves no files.
     """
     if upload_repo is not None:
-        raise ValueError(f"upload_repo={upload_repo!r}: not taken here; use `hf upload {upload_repo} {mlx_path}`")
+        raise ValueError(
+            f"upload_repo={upload_repo!r}: not taken here; upload with `hf upload {upload_repo} {mlx_path}`"
+        )
     target = format_of(q_group_size, q_bits, q_mode) if quantize else None
     heads = format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantize)
     precision = Precision(target, quant_predicate, *heads, dequantize, dtype)
@@ -220,7 +237,10 @@ def convert(
 
 
 def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
-    """Write weight files, index, config.json and copies of the source's other files; return the bytes of tensors."""
+    """Write weight files, index, config.json and copies of the source's other files to the new directory `new`.
+
+    Returns the bytes of all tensors. ValueError if the disk has too little space.
+    """
     index, config = writer.index(files, total_parameters=get_total_parameters(source.model)), source.new_config()
     others = {file for pattern in COPIED for file in source.path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
     copied = [file for file in others if file.is_file()]
@@ -248,9 +268,9 @@ def extract_heads(
 ) -> Converted:
     """Write only a checkpoint's MTP heads, to the new file `mtp_path` or as `mtp.safetensors` into that directory.
 
-    `load` finds that file in a conversion of the same model; elsewhere it is `load`'s `mtp_path`. Only the files that
-    contain heads are downloaded or needed. mtp_q_bits: None leaves the heads unchanged. Other parameters and errors
-    are those of `convert`.
+    `load` finds mtp.safetensors in the directory of a conversion; give another place to it as `mtp_path`. Only the
+    files that contain heads are downloaded or needed. mtp_q_bits: None, without mtp_q_group_size, leaves the heads
+    unchanged. Other parameters and errors are those of `convert`.
     """
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits), dtype=dtype)
     new = Path(mtp_path).expanduser().resolve()
@@ -275,7 +295,7 @@ def extract_heads(
 
 
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
-    """Return each file's tensors; ValueError for heads in shards that mlx-lm would misread."""
+    """Return each new file's tensors; ValueError for layout "shards" if mlx-lm would misread the heads there."""
     trunk, heads = source.tensors()
     if not trunk:
         return writer.shards(heads, shard_bytes)
@@ -285,5 +305,5 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     for name in sorted(read):
         if read[name] is not trunk.get(name):
             harm = "change" if name in trunk else "not load"
-            raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in shards with heads; use 'sidecar'")
+            raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in files with heads; use 'sidecar'")
     return writer.shards(heads | trunk, shard_bytes)

@@ -55,8 +55,9 @@ class Format:
 class Precision:
     """The formats of a conversion; None leaves parameters unchanged. ValueError for contradictions.
 
-    recipe: mlx-lm's mixture of bits, for the target. heads_named: the user chose the heads' format, so that heads
-    that cannot have it are an error. dtype: of unquantized parameters; None is config.json's.
+    recipe: name of mlx-lm's mixture of bits, for the target. heads_named: the user chose the heads' format, so that
+    heads that cannot have it are an error. dtype: of unquantized parameters, target's and heads'; None is
+    config.json's.
     """
 
     target: Format | None = None
@@ -76,7 +77,10 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Apply the formats to a port's model, and dtype, else `declared`; ValueError if nothing can be quantized."""
+        """Cast, dequantize and quantize a port's model; ValueError if a part that has to be quantized cannot be.
+
+        declared: config.json's type, which is used if no `dtype` was chosen.
+        """
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
@@ -93,7 +97,10 @@ class Precision:
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
-    """Return a format, with the mode's defaults for None; ValueError names the argument, with its prefix."""
+    """Return a format, with the mode's first group size and bits for None; ValueError for others than MLX's.
+
+    prefix: of the arguments' names in the message.
+    """
     if mode not in MODES:
         raise ValueError(f"q_mode={mode!r}: allowed are {', '.join(MODES)}")
     sizes, widths = MODES[mode]
@@ -106,7 +113,10 @@ def format_of(group_size: int | None, bits: int | None, mode: str = "affine", pr
 def format_of_heads(
     group_size: int | None, bits: int | None, *, quantize: bool = False
 ) -> tuple[Format | None, bool]:
-    """Return (the heads' format, whether the user chose it). quantize: whether the target is quantized."""
+    """Return (the heads' format, whether the user chose it); (None, False) leaves the heads unchanged.
+
+    quantize: whether the target is quantized, which quantizes the heads to 8 bits by default.
+    """
     if bits == UNQUANTIZED:
         if group_size is not None:
             raise ValueError(f"mtp_q_group_size={group_size}: not with mtp_q_bits={UNQUANTIZED}, no quantization")
@@ -132,12 +142,12 @@ def listed(found: dict[str, Format]) -> dict[str, Any] | None:
 
 def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
     kinds = sorted({str(form) for path, form in found.items() if path.startswith("mtp.") == heads})
-    state = f"already {', '.join(kinds)}" if kinds else "not in rows of whole groups"
+    state = f"already {', '.join(kinds)}" if kinds else "not in rows of whole groups (no multiple of the group size)"
     return f"nothing left to quantize in {'the heads' if heads else 'the target'}, whose matrices are {state}"
 
 
 def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
-    """Quantize the target as mlx-lm does, by the recipe or with the family's exceptions; return the module count."""
+    """Quantize the target as mlx-lm does, by a recipe or with the family's exceptions; return the module count."""
     heads = model.pop("mtp")  # a recipe counts layers by their names
     predicate: Any = getattr(model, "quant_predicate", None)
     if recipe is not None:
@@ -163,13 +173,13 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 
 def _dequantize(model: nn.Module) -> None:
-    """Replace every quantized module by an ordinary one with the type of its scales; ValueError if it has none."""
+    """Replace quantized modules by ordinary ones in the type of their scales; ValueError for an unsupported kind."""
     ordinary, modules = [], dict(model.named_modules())
     for path in formats(model):
         m: Any = modules[path]
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:
-            raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be")
+            raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be dequantized")
         weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
         plain = kind(*[1] * weight.ndim)
         plain.weight = weight

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # receives the bytes written, and all byt
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """Distribute tensors, in order, over files with mlx-lm's names and at most `limit` bytes or one tensor."""
+    """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor."""
     parts: list[Tensors] = []
     size = limit + 1
     for name, w in tensors.items():
@@ -57,12 +57,15 @@ def total_size(files: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def file_size(tensors: Mapping[str, Any]) -> int:
-    """Return the size of the file that `write` or `allocate` makes."""
+    """Return the bytes of the file, with its header, that `write` or `allocate` makes."""
     return len(header(tensors, CONVERTED)) + sum(w.nbytes for w in tensors.values())
 
 
 def allocate(file: Path, tensors: Mapping[str, Any]) -> int:
-    """Create a file of full size with the header only, its data a hole; return the offset of the data."""
+    """Create a safetensors file of full size that holds only the header; return the offset at which its data begin.
+
+    The data are a hole, which `gguf.write` fills.
+    """
     start = header(tensors, CONVERTED)
     with naming(file), file.open("wb") as f:
         f.write(start)
@@ -71,7 +74,10 @@ def allocate(file: Path, tensors: Mapping[str, Any]) -> int:
 
 
 def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
-    """Return the text of a shard index for the tensors of these files."""
+    """Return the JSON text of a shard index for the tensors of these files.
+
+    metadata: further entries of its "metadata", which states the total size.
+    """
     places = {name: file for file, tensors in files.items() for name in tensors}
     entries = {"metadata": {"total_size": total_size(files)} | metadata, "weight_map": dict(sorted(places.items()))}
     return json.dumps(entries, indent=4)
@@ -82,7 +88,7 @@ def write(
 ) -> int:
     """Write files one after the other, and return the bytes of all tensors.
 
-    Each tensor is passed to `compute` with its name, written, and removed from `files`.
+    Each tensor is passed with its name to `compute`, which has to evaluate it, then written and removed from `files`.
     """
     done, total = 0, total_size(files)
     for file, tensors in files.items():

@@ -24,7 +24,7 @@ FORMAT = 1
 class DraftVocab:
     """Tokens that heads may draft, ascending. source: the list's name in messages.
 
-    vocab_size, tokenizer: of the model for which they were chosen, None if unknown; the latter as its `digest`.
+    vocab_size, tokenizer: of the model that the list was made for, the tokenizer as its `digest`; None if unknown.
     """
 
     tokens: tuple[int, ...]
@@ -33,7 +33,10 @@ class DraftVocab:
     tokenizer: str | None = None
 
     def check(self, vocab_size: int, tokenizer: Any = None) -> None:
-        """Raise ValueError if the list was made for another vocabulary size or tokenizer."""
+        """Raise ValueError for a token outside a model's vocabulary, or a list made for another size or tokenizer.
+
+        tokenizer: the model's; None is not compared.
+        """
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(f"{self.source}: made for {self.vocab_size} tokens; the model has {vocab_size}")
         for token in (self.tokens[0], self.tokens[-1]):
@@ -41,7 +44,9 @@ class DraftVocab:
                 raise ValueError(f"{self.source}: token {token} in the list; allowed are 0 to {vocab_size - 1}")
         if tokenizer is not None and self.tokenizer is not None and self.tokenizer != (current := digest(tokenizer)):
             made = f"made with another tokenizer, {self.tokenizer[:12]}"
-            raise ValueError(f"{self.source}: {made}; the model's is {current[:12]}")
+            raise ValueError(
+                f"{self.source}: {made}; the model's is {current[:12]}: make it with `mlx-mtp draft-vocab`"
+            )
 
 
 def read(given: str | Path | Sequence[int]) -> DraftVocab:
@@ -79,13 +84,16 @@ def _tokens(source: str, found: Any) -> tuple[int, ...]:
         if type(token) is not int:
             raise ValueError(f"{source}: token {i} of the list is {token!r}; allowed are integers")
         if token in seen:
-            raise ValueError(f"{source}: token {i} of the list is {token}, once more; allowed is each once")
+            raise ValueError(f"{source}: token {i} of the list is {token}, once more; list each token once")
         seen.add(token)
     return tuple(sorted(found))
 
 
 def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer: Any) -> None:
-    """Write tokens to a JSON file for `load(..., draft_vocab=file)`; an interrupted write leaves no file."""
+    """Write tokens, the vocabulary's size and the tokenizer's `digest` to a JSON file for `load(draft_vocab=file)`.
+
+    An interrupted write leaves no file.
+    """
     entries = {"format": FORMAT, "vocab_size": vocab_size, "tokenizer": digest(tokenizer), "tokens": sorted(tokens)}
     write_whole(file, json.dumps(entries) + "\n")
 
@@ -99,8 +107,9 @@ def digest(tokenizer: Any) -> str:
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
     """Return `size` tokens for drafting, ascending: special ones and the chat template's, then the most frequent.
 
-    counts: the frequency of each token; equally frequent ones are chosen by id, because tokenizers number frequent
-    tokens first. Raises ValueError if the special tokens exceed `size`, or there are fewer tokens below vocab_size.
+    counts: the frequency of each token; of equally frequent ones those with smaller ids are chosen, because
+    tokenizers number frequent tokens first. Raises ValueError if the special tokens exceed `size`, or the tokenizer
+    has fewer than `size` tokens below vocab_size.
     """
     known = sorted(token for token in set(tokenizer.get_vocab().values()) if token < vocab_size)
     template = str(tokenizer.chat_template or "")

@@ -69,9 +69,10 @@ Header = dict[str, Tensor]
 def resolve(
     path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] | None = None, code: bool = False
 ) -> Path:
-    """Return the local directory of a checkpoint, after a download from the hub unless the name is a local path.
+    """Return the local directory of a checkpoint; a name that is no local path is downloaded from the hub.
 
     files: patterns of the files to download; None is every file that a load reads. code: also download Python files.
+    Raises a one-line ValueError with the cause if the download fails.
     """
     if path := local(path_or_repo):
         return path
@@ -171,7 +172,10 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
 
 
 def read_header(files: Iterable[Path]) -> Header:
-    """Return the tensors of safetensors files by name; ValueError names a truncated or damaged file."""
+    """Return the header entries of the tensors in safetensors files, by name; no data is read.
+
+    ValueError names a truncated or damaged file.
+    """
     header: Header = {}
     for file in files:
         if not file.is_file():  # opening a pipe would block
@@ -203,7 +207,10 @@ def fill_model(path: Path, config: dict[str, Any], make: Callable[[Any], Any], a
 
 
 def read_bytes(tensor: Tensor, begin: int, size: int) -> Iterator[bytes]:
-    """Yield a tensor's data from offset `begin` in pieces of at most `size` bytes; ValueError if truncated."""
+    """Yield a tensor's data, which begins at offset `begin` of its file, in pieces of at most `size` bytes.
+
+    ValueError if the file is truncated.
+    """
     left = tensor.nbytes
     with tensor.file.open("rb") as f:
         f.seek(begin)
@@ -230,11 +237,11 @@ def read_tensors(header: Header) -> dict[str, mx.array]:
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
-    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16; others are unchanged.
+    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16, without their scales; others unchanged.
 
-    8-bit floats are uint8 [rows, columns] with a scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block.
-    4-bit floats (modelopt's NVFP4) are pairs uint8 [rows, columns / 2], and their groups have scales of 8 bits.
-    Raises ValueError for scales of another shape.
+    8-bit floats are uint8 [rows, columns] with a scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block. 4-bit
+    floats (modelopt's NVFP4) are pairs uint8 [rows, columns / 2], and their groups have scales of 8 bits. Raises
+    ValueError for scales of another shape.
     """
     plain = dict(weights)
     for name, weight in weights.items():
@@ -260,7 +267,7 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
 
 
 def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, header: Header) -> mx.array:
-    """Return 4-bit floats, stored in pairs, as bfloat16: times the scales of their groups and of the tensor."""
+    """Return 4-bit floats, stored in pairs, as bfloat16, times their groups' scales and the tensor's scale."""
     expected = (*pairs.shape[:-1], 2 * pairs.shape[-1] // FP4_GROUP)
     if scales.shape != expected or scale.size != 1:
         found = f"{scales.shape} and {scale.shape}; expected {expected} and one"
@@ -285,7 +292,7 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
 
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a hub repository that is downloaded with its weights, else None."""
+    """Return the directory of a hub repository in the download cache, None if its weights are not there."""
     with contextlib.suppress(Exception):  # no such name, no cache, no copy, ...
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
         return path if weight_names(file.name for file in path.glob("*.safetensors")) else None

@@ -34,12 +34,12 @@ AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take 
 
 
 def is_large(model: Target) -> bool:
-    """Return whether a load on a CPU postpones reading and testing the heads, because the model is large."""
+    """Return whether a load postpones reading and testing the heads: on a CPU, for a model above AT_LOAD bytes."""
     return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
 
 
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
-    """Add the first head's agreement with the target to the report, and warn if it is low.
+    """Add the first head's agreement with the target to the report, and warn if it is low; without heads do nothing.
 
     texts: token ids by the kind of text; the last kind decides.
     """
@@ -62,7 +62,7 @@ def naming_config(path: Path) -> AbstractContextManager[None]:
 
 
 def check_runs(model: Target, path: Path) -> None:
-    """Raise ValueError if types in config.json break a forward pass, which is built but not computed.
+    """Raise ValueError if types in config.json break a forward pass, of which the graph is built but not computed.
 
     Sizes that do not fit each other are not reported here: a load reports them.
     """

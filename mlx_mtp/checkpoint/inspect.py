@@ -174,7 +174,7 @@ def _try(problems: list[str], function: Callable, *args: Any, **options: Any) ->
 
 
 def _drafter_facts(path: Path) -> str:
-    """Describe a block drafter's directory, in brackets; "" for other drafters, and where it cannot be opened."""
+    """Return `block_facts` of a block drafter's directory, in brackets; "" for other drafters and unreadable ones."""
     with suppress(ValueError):
         net = open_drafter(path)[1].mtp[0]
         return f" ({block_facts(net)})" if isinstance(net, BlockNetwork) else ""
@@ -268,7 +268,7 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
 
 
 def _part_of(model: Any, ranks: int, name: str) -> int:
-    """Reduce the model to one rank's part, and return its bytes of the target."""
+    """Reduce the model to one rank's part, and return the bytes of the target that are left."""
     if find_port({"model_type": name}) is None:
         raise ValueError(f"ranks={ranks}: model_type {name!r} has no port; allowed is 1")
     take_part(model, Share(ranks), name)
@@ -287,7 +287,7 @@ def _number(config: dict, name: str) -> int | None:
 
 
 def as_text(facts: Inspection) -> str:
-    """Return the facts as lines of text, without empty ones."""
+    """Return the facts as lines of text, one per kind of fact, without empty ones."""
     layers = "" if facts.layers is None else f", {facts.layers} layers"
     report = facts.report
     return table(

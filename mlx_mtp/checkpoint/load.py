@@ -115,7 +115,7 @@ def load_model(
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
 ) -> Any:
-    """Load only the model, as `load` does; a draft vocabulary's tokenizer is not checked."""
+    """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
     drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
     options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=None)
     path = find_checkpoint(path)
@@ -126,7 +126,7 @@ def load_model(
 
 
 class LoadOptions(NamedTuple):
-    """LoadOptions of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
+    """The options of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -157,7 +157,7 @@ def load_tokenizer(
 ) -> TokenizerWrapper:
     """Return the tokenizer in a checkpoint's directory; ValueError if there is no usable one.
 
-    config: its stop tokens are used; None reads config.json.
+    config: the config.json whose stop tokens are used; None reads it from the directory.
     """
     with one_line(f"{path}: no usable tokenizer"):
         eos = (read_config(path) if config is None else config).get("eos_token_id")
@@ -185,7 +185,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
-        raise ValueError(f"{path}/config.json: model_file={program}: mlx_mtp runs no checkpoint's own model code")
+        raise ValueError(f"{path}/config.json: model_file={program}: code of a checkpoint's own model is not run")
     port, small = find_port(config), None
     if port is None:
         if ranks:

@@ -63,7 +63,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; ports are {known}")
+            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; supported are {known}")
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, known, ignored)
@@ -110,7 +110,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
 
 def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the checkpoint's tensors as parameters; `weights`, which mlx-lm found, are none."""
+    """Return the checkpoint's tensors as parameters of mlx-lm's model; `weights`, which mlx-lm found, are none."""
     weights = read_tensors(stored.trunk)
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
@@ -118,7 +118,10 @@ def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[
 def _load_weights(
     model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
 ) -> None:
-    """Load weights as `nn.Module.load_weights`; ValueError names a missing one, and others are added to `ignored`."""
+    """Load weights as `nn.Module.load_weights`; ValueError for a missing parameter.
+
+    Names of weights that are no parameters are appended to `ignored`.
+    """
     expected, found = named(model), dict(weights)
     if missing := sorted(expected.keys() - found.keys()):
         unnamed = f"{stored.path}: tensor {missing[0]} is missing; config.json expects it"

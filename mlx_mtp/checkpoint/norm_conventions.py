@@ -61,7 +61,7 @@ def _by_layout(zero_centred: tuple[str, str], header: Header) -> bool | None:
 
 
 def mean(header: Header) -> float:
-    """Return the mean of the stored layer norms; 1 if there are none."""
+    """Return the mean over layer norms of each one's mean, as stored; 1 if there are none."""
     return _mean_of(read_tensors({n: t for n, t in header.items() if LAYER_NORMS.search(n)}))
 
 
@@ -71,7 +71,11 @@ def _mean_of(weights: dict[str, Any]) -> float:
 
 
 def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: Origin) -> None:
-    """Warn about norms that look unshifted or shifted twice; raw: whether trunk and heads were shifted by +1."""
+    """Warn about norms that look unshifted or shifted twice, by part: the trunk and each MTP depth.
+
+    parameters: by path, after loading. raw: whether the trunk's and the heads' norms were shifted by +1. origin:
+    returns a parameter's file and tensor name.
+    """
     norms = {path: w for path, w in parameters.items() if LAYER_NORMS.search(path)}
     parts: dict[int | None, Any] = {None: {p: w for p, w in norms.items() if not p.startswith("mtp.")}}
     for depth in sorted({int(path.split(".")[1]) for path in parameters if path.startswith("mtp.")}):

@@ -61,7 +61,7 @@ def trained(array: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Read parameters; ValueError for NaN, or for zeros only in one parameter of a head.
+    """Evaluate parameters; ValueError for one with NaN, or a head's parameter of zeros only.
 
     A head of which all matrices are zero is a warning instead. place: returns a parameter's file and name in it.
     """
@@ -86,7 +86,10 @@ def _depth(name: str) -> str:
 
 
 def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
-    """Return the file of the tensor that becomes parameter `name`, and the tensor's name in it."""
+    """Return the file of the tensor that becomes parameter `name`, and the tensor's name in it.
+
+    If no tensor becomes it, the file is "checkpoint" and the name the parameter's.
+    """
     stored = contents.trunk | contents.heads
     for raw, tensor in stored.items():
         if name in model.renamed(raw):

@@ -107,7 +107,7 @@ def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
     for name, pair in found.items():
         for kind in ("A", "B"):
             if kind not in pair.names:
-                raise ValueError(f"{weights}: the lora_{kind} of {name} is missing; its other matrix is there")
+                raise ValueError(f"{weights}: the lora_{kind} of {name} is missing; both matrices are needed")
     return found
 
 
@@ -134,7 +134,7 @@ def _matches(name: str, given: Any, file: str) -> bool:
 
 
 def _is_layer(name: str, config: dict[str, Any]) -> bool:
-    """Return whether a module is in one of the layers `layers_to_transform`; without that entry, True."""
+    """Return whether a module is in one of the layers `layers_to_transform`; True if the config has no such entry."""
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
     if layers is None or layers == []:
         return True
@@ -144,7 +144,10 @@ def _is_layer(name: str, config: dict[str, Any]) -> bool:
 
 
 def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
-    """Return the path of the module with this name in the released model; ValueError if it is no linear module."""
+    """Return the path in the model of the module with this name in the released model.
+
+    ValueError if there is none, or it is no linear layer; a module of an MTP head is not looked up.
+    """
     names = [name, EXPERT.sub(".switch_mlp.", name)]
     if hasattr(model, "renamed"):
         paths = [path.removesuffix(".weight") for path in model.renamed(f"{name}.weight")]
@@ -170,7 +173,7 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
-    """Return a module's rank, and the factor of its product."""
+    """Return a module's rank, and the factor of the product with its two matrices."""
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):

@@ -37,7 +37,7 @@ PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
 
 
 def method_of(config: dict[str, Any]) -> str | None:
-    """Return the unsupported quantization method in a config.json, else None."""
+    """Return the quantization method in a config.json if it is one that is not supported, else None."""
     text = config | config.get("text_config", {})
     stored = next((text[key] for key in KEYS if isinstance(text.get(key), dict)), {})
     method = stored.get("quant_method")

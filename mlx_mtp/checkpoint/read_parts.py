@@ -25,9 +25,10 @@ class StoredTensor(NamedTuple):
 
 
 def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[str, mx.array]) -> None:
-    """Read this rank's parameters; those read by rows replace the lazy ones in the model and in `parameters`.
+    """Read this rank's parameters, one at a time, by rows where possible; the others are computed from whole tensors.
 
-    Of parameters that differ only in their layer, the first is read both ways, to test whether reading rows suffices.
+    Arrays read by rows replace the lazy ones in the model and in `parameters`. Of parameters that differ only in
+    their layer, the first is read both ways; if the two differ, none of them is read by rows.
     """
     sources, by_rows = _sources(model, contents), {}
     for path, part in parameters.items():
@@ -57,7 +58,7 @@ def _sources(model: Any, contents: Contents) -> dict[str, list[StoredTensor]]:
 
 
 def _is_rows(stored: list[StoredTensor], part: mx.array, ranks: int) -> bool:
-    """Return whether a part [(E,) rows / ranks, columns] has the shape of a rank's rows of the stored tensors."""
+    """Return whether a rank's part [(E,) rows / ranks, columns] can be rows of the stored tensors, by the shapes."""
     kinds = {(tensor.shape, tensor.dtype) for tensor, _ in stored}
     if len(kinds) != 1 or part.ndim < 2:
         return False

@@ -106,7 +106,7 @@ def size(n: int) -> str:
 def make_report(model: Any, config: dict, **load: Any) -> Report:
     """Return the report of a model that was loaded with this config.json.
 
-    load: Report's other fields, at least `source` and `norms`.
+    load: Report's fields that are not read from the model, at least `source` and `norms`.
     """
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith(tuple(f"{name}." for name in DRAFTING))}
@@ -134,7 +134,7 @@ def declared_heads(config: dict) -> int | None:
 
 
 def lm_heads(heads: Any) -> str:
-    """Return whether the MTP heads have LM heads of their own, for the report."""
+    """Return, for the report, whether the MTP heads have LM heads of their own or use the target's."""
     if not all("head" in head for head in heads):
         return "shared with the target"
     if len(heads) == 1 and "d2t" in heads[0]:
@@ -143,7 +143,7 @@ def lm_heads(heads: Any) -> str:
 
 
 def quantization(modules: Mapping[str, nn.Module]) -> str:
-    """Return the modules' quantization formats with the number of modules of each, else the weights' type."""
+    """Return the quantization formats of modules, each with its number of modules; without any, the weights' type."""
     quantized: Any = [m for m in modules.values() if hasattr(m, "bits")]
     kinds = Counter(f"{m.bits}-bit {getattr(m, 'mode', 'affine')} g{m.group_size}" for m in quantized)
     if kinds:

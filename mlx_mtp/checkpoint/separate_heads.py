@@ -55,7 +55,7 @@ def _read(given: Path) -> Header:
 
 
 def _checkpoint_name(name: str, spec: MTPSpec, layers: int) -> str:
-    """Translate a tensor's name in mlx-vlm's drafter to its name in a checkpoint."""
+    """Return the name in a checkpoint of a tensor that mlx-vlm's drafter stores under another name."""
     if spec.numbered != "trunk":
         return name
     for pattern, new in SPLIT:

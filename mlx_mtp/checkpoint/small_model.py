@@ -61,16 +61,20 @@ def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) ->
 
 
 def instead_of_heads(drafting: Drafting) -> Drafting:
-    """Return the heads to load next to a small model, which are none; ValueError for options of heads."""
+    """Return the options of a load without heads, for a target that a small model drafts for.
+
+    ValueError for `mtp_overrides`, which needs heads.
+    """
     if drafting.mtp_overrides:
         raise ValueError(f"mtp_overrides={drafting.mtp_overrides}: not together with a small model as draft_model")
     return NO_HEADS
 
 
 def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, read: Callable[[Path], Any]) -> None:
-    """Raise ValueError if the small model that drafts for `model`, loaded from `path`, has other tokens.
+    """Raise ValueError if the small model that drafts for `model`, loaded from `path`, has other tokens than `model`.
 
     tokenizer: the target's; None compares only if both directories have one. read: loads a directory's tokenizer.
+    Without a small model nothing is checked.
     """
     if not isinstance(drafter := drafter_of(model), SmallModel):
         return
@@ -90,7 +94,10 @@ def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, rea
 def first_difference(
     target: list[str | None], small: list[str | None]
 ) -> tuple[int, tuple[str | None, str | None]] | None:
-    """Return the first number whose tokens differ, and both; either list may have more tokens at the end."""
+    """Return (the first token id whose tokens differ, both tokens), None if there is none.
+
+    Tokens beyond the end of the shorter list are not compared.
+    """
     pairs = enumerate(zip(target, small, strict=False))
     return next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), None)
 
@@ -100,7 +107,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def _by_number(tokenizer: TokenizerWrapper) -> list[str | None]:
-    """List a tokenizer's tokens by number; None for numbers without a token."""
+    """Return a tokenizer's tokens by id; None for ids without a token."""
     vocab = tokenizer.get_vocab()
     tokens: list[str | None] = [None] * (max(vocab.values()) + 1)
     for token, number in vocab.items():

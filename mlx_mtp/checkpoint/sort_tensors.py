@@ -22,7 +22,10 @@ OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # modelopt's scales o
 
 @dataclass(frozen=True)
 class Drafting:
-    """The options of `load` that choose the source of drafts. alone: only the heads are read, not the target."""
+    """The options of `load` that choose the source of drafts; see there.
+
+    alone: read only the heads, not the target.
+    """
 
     mtp: bool
     mtp_path: str | Path | None
@@ -46,11 +49,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's sorted tensors.
+    """A checkpoint's tensors, sorted into `trunk` and `heads`.
 
-    ignored: names, or patterns of names, of tensors that text decoding does not use. source: of the heads, for the
-    report. alone: the trunk may be incomplete, and is not loaded. stored: the weight files; None for an external
-    drafter. needs_heads: the checkpoint's own heads are to be loaded.
+    depths: number of heads. source: of the heads, for the report. ignored: names, or patterns of names, of tensors
+    that text decoding does not use. spec: the heads' wiring. alone: the trunk may be incomplete, and is not loaded.
+    stored: the weight files; None for an external drafter. needs_heads: the checkpoint's own heads are to be loaded.
     """
 
     trunk: Header
@@ -64,7 +67,10 @@ class Contents:
     needs_heads: bool = False
 
     def overrides(self, config: dict) -> dict[str, Any]:
-        """Return quantization entries that replace config.json's for mlx-lm, without those for heads."""
+        """Return the replacements for config.json's quantization entries with which mlx-lm loads the target.
+
+        They lack the entries of heads, and the formats that `dequantized` reads.
+        """
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if not stored or "modelopt" in stored.values() or method_of(config):
@@ -77,7 +83,7 @@ class Contents:
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
-    """Return a checkpoint's sorted tensors; ValueError for a head's tensor that fits no head, or a missing head.
+    """Return a checkpoint's sorted tensors; ValueError for a head's tensor that fits no head, or a missing depth.
 
     layers: the number of the target's layers. drafting: decides whether heads are loaded, and from where.
     """
@@ -99,7 +105,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         check_experts(path, heads)
     for name, tensor in (heads | separate).items():
         if spec.locate(name, layers) is None:
-            raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head of {layers} + k layers")
+            raise ValueError(f"{tensor.file}: tensor {name} belongs to no MTP head; heads are {spec.place(layers)}")
     source = "in the model's shards"
     if separate:
         source = ", ".join(relative(file, path) for file in sorted({tensor.file for tensor in separate.values()}))
@@ -119,7 +125,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
-        but = f"but of depth {max(depths)}, such as {name}"
+        but = f"but of depth {max(depths)}, such as {name}; all depths are needed"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
     spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
@@ -188,7 +194,7 @@ def _missing_in(sidecar: Header, shards: Header, spec: MTPSpec, layers: int) -> 
 
 
 def check_types(header: Header) -> None:
-    """Raise ValueError for a tensor whose type does not fit its kind; MLX would compute with misread bytes."""
+    """Raise ValueError for a tensor whose stored type does not fit its kind; MLX would compute with misread bytes."""
     for name, tensor in header.items():
         module, _, kind = name.rpartition(".")
         allowed, wording = FLOATS, "floating-point numbers"
@@ -207,7 +213,7 @@ def check_types(header: Header) -> None:
 
 
 def check_experts(path: Path, header: Header) -> None:
-    """Raise ValueError, with the tensor's name, for an expert that is missing among numbered experts."""
+    """Raise ValueError, with the tensor's name, for a gap in the numbers of a layer's experts."""
     for name, before, count in missing_experts(header):
         file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
         raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
@@ -231,12 +237,12 @@ def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
 
 
 def layerless(name: str) -> str:
-    """Return a tensor's name with ".#." instead of its layer number."""
+    """Return a tensor's name with ".#." instead of its first number between dots, the layer's."""
     return NUMBER.sub(".#.", name, count=1)
 
 
 def only(files: set[Path], path: Path) -> str:
-    """Return the file if there is one, else the directory `path`, for messages."""
+    """Return the only one of `files`, else the directory `path` that contains them, for messages."""
     return str(next(iter(files)) if len(files) == 1 else path)
 
 

@@ -50,7 +50,10 @@ class Stored:
         return f"{file}: tensor {name} is missing; {self.index} expects it there"
 
     def lacking(self, names: Collection[str] = ()) -> str | None:
-        """Return a message with a missing or unreadable file that may contain the tensors `names`, else None."""
+        """Return a message about an unreadable file, or a missing file or tensor that the index lists, else None.
+
+        names: tensors that the model lacks.
+        """
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone
         return next(iter(self.unread.values()), self.missing(absent[0]) if absent else None)
@@ -108,7 +111,7 @@ def read_stored(path: Path, *, whole: bool = True) -> Stored:
 
 
 def _no_weights(path: Path) -> str:
-    """Return a message for a directory without weight files that names GGUF or PyTorch files in it."""
+    """Return the message for a directory without weight files; it mentions GGUF or PyTorch files there."""
     if file := next(iter(sorted(path.glob(GGUF))), None):
         return f"{path}: no {TRUNK_FILES} in it, but a GGUF file; name the file itself: {file}"
     if any(path.glob(PYTORCH)):
@@ -139,7 +142,7 @@ def _current(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> 
 
 
 def _merged(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> Header:
-    """Return one copy of each tensor, from the index's file or the first; ValueError if unlisted copies differ."""
+    """Return each tensor once, from the index's file, else from the first; ValueError if unlisted copies differ."""
     copies: dict[str, dict[str, Tensor]] = {}
     for file, header in headers.items():
         for name, tensor in header.items():

@@ -43,7 +43,10 @@ def shard_set(name: str) -> str:
 
 
 def is_whole(names: Collection[str]) -> bool:
-    """Return whether a `shard_set` is complete: its names end in "of-N", and there are N files."""
+    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N.
+
+    A file without such a name is complete alone.
+    """
     match = NUMBERED.fullmatch(next(iter(names)))
     return match is None or len(names) >= int(match[2])  # numbers from 0 to N are N + 1 files
 

@@ -25,7 +25,7 @@ MISSED = 0.95, 3  # the loop must accept at least this share of the correct pred
 
 
 def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
-    """Yield the items, reporting the number done before each."""
+    """Yield the items; before each, call `progress(stage, number of items done, number of items)`."""
     for i, item in enumerate(items):
         progress(stage, i, len(items))
         yield item
@@ -33,7 +33,11 @@ def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Itera
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check. drafts: maximum per cycle; max_tokens: per output; draws: outputs to test; seed: of draws."""
+    """What to check. drafts: maximum per cycle; max_tokens: per output; draws: outputs to test; seed: of draws.
+
+    adaptive, lookup, compiled: also check drafting with these options. p_min: the `draft_p_min` that is checked.
+    diagnose: try other wirings of the heads.
+    """
 
     drafts: int
     max_tokens: int = 40
@@ -52,7 +56,7 @@ class Settings:
 
     @property
     def most(self) -> Way:
-        """The way that always drafts the maximum."""
+        """The way of drafting that always drafts the maximum."""
         return self.ways[self.drafts - 1]
 
 
@@ -82,12 +86,15 @@ class Verdict:
 
     @property
     def diverged(self) -> bool:
-        """Whether drafts change the output, or the probabilities of sampled output."""
+        """Whether drafts change the output (near-ties excepted) or the probabilities of sampled output."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
 def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
-    """Check a model, and its heads if it has any."""
+    """Return the verdict on a model: drafted compared with plain output, tested draws, and its heads or small model.
+
+    progress: receives a stage, the items done and their number.
+    """
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
     texts = with_progress(prompts, "plain text", progress)
@@ -126,7 +133,10 @@ def _greedy(references: list[Reference], settings: Settings, progress: Progress)
 def _sampled(
     model: Target, prompts: list[Prompt], stops: Sequence[int], settings: Settings, progress: Progress
 ) -> list[Comparison]:
-    """Compare sampled output of one seed in every way: drafts drawn with the target's noise, and greedy drafts."""
+    """Return comparisons of sampled output with plain output of the same seeds, one for each way of sampling.
+
+    These are drafts drawn with the target's noise ("coupled"), and greedy drafts.
+    """
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
     plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
     found = [Comparison(f"{way.name}, {mode}") for way, mode in plans]
@@ -139,7 +149,10 @@ def _sampled(
 
 
 def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
-    """Test draws after the prompt whose distributions have the most information about the temperature."""
+    """Return a test of draws after one prompt, whose distributions have most information about the temperature.
+
+    The draws use the drafter with the target's noise.
+    """
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
     first, options = settings.seed + 1000, settings.most.options | {"temp": FIT_TEMP, "draft_sampling": "coupled"}
@@ -154,7 +167,10 @@ def _spread(reference: Reference) -> float:
 
 
 def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress) -> Rights:
-    """Check the heads alone; return the positions at which their predictions are right."""
+    """Return, per text and depth, the positions at which the heads' predictions are right, without drafting.
+
+    Shares, suspicions and (with `diagnose`) better wirings are added to `verdict`.
+    """
     depths = max(len(model.mtp), min(settings.drafts, 2))
     own = [right(model, text, depths) for text in with_progress(texts, "heads", progress)]
     verdict.agreement = shares(own)
@@ -165,7 +181,10 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
 
 
 def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
-    """Return the accepted drafts of outputs equal to the plain ones, and the number predicted correctly."""
+    """Return (accepted drafts of outputs equal to the plain ones, the number that the heads alone predict correctly).
+
+    own: results of `right` by text. fixed: comparisons of fixed numbers of drafts, from 0. modules: number of heads.
+    """
     k = min(len(fixed) - 1, modules)
     were = should = 0
     differing = {difference.prompt for difference in fixed[k].differences}
@@ -178,7 +197,7 @@ def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], mod
 
 
 def conclude(model: Target, verdict: Verdict) -> None:
-    """Add the faults and warnings to the verdict."""
+    """Add the faults (`broken`) and warnings that follow from a verdict's measurements to the verdict."""
     report, broken, agreement = model.report, verdict.broken, verdict.agreement
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):
         if ways := [c.way for c in found if c.diverged]:

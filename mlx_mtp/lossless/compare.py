@@ -35,7 +35,7 @@ class Way:
     options: dict[str, Any]
 
     def sampled(self, temp: float, seed: int, mode: str) -> "Way":
-        """Return the same way with sampling options."""
+        """Return the same way with a temperature, a seed, and `draft_sampling` = mode."""
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
@@ -50,7 +50,10 @@ PLAIN = Way("plain", {"num_draft_tokens": 0})
 
 
 def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
-    """Return every fixed number of drafts up to k, and the other options that decide the number of drafts."""
+    """Return a way for every fixed number of drafts up to k, and one for each other option that is to be checked.
+
+    p_min: `draft_p_min` of the way with that name. With k = 0 only lookups draft.
+    """
     fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
     maximum: dict[str, Any] = {"num_draft_tokens": k or None}
     found = [Way(f"{n} draft{'s' * (n > 1)}", fixed | {"num_draft_tokens": n}) for n in range(1, k + 1)]
@@ -65,7 +68,7 @@ def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two different tokens at one position of the output, None after its end, and the judgement on them."""
+    """Two different tokens at a position of the output, and the judgement on them; None is a token after its end."""
 
     prompt: str
     way: str
@@ -81,7 +84,10 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Output of one way for all prompts. kept: accepted drafts of the heads before a difference, by prompt."""
+    """One way's outputs for all prompts compared with the references, as differences.
+
+    kept: by prompt, the accepted drafts of the first run, before any restart.
+    """
 
     way: str
     prompts: int = 0
@@ -125,18 +131,24 @@ class Reference:
         return OnePass(self.model, self.prompt.tokens + self.text)
 
     def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
-        """Generate with a way after the prompt and the first `given` tokens of the plain output."""
+        """Return (a way's tokens, its stats) after the prompt and the first `given` tokens of the plain output."""
         stats = Stats()
         return [token for token, _, _ in self.steps(way, given, stats=stats)], stats
 
     def steps(self, way: Way, given: int = 0, **options: Any) -> Any:
-        """Yield the steps of `generated`, with further `options` of `generate_step`."""
+        """Yield `generate_step`'s items for a way after the prompt and the first `given` tokens of the output.
+
+        options: further arguments of `generate_step`.
+        """
         tokens = self.prompt.tokens + self.text[:given]
         limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
         return generate_step(tokens, self.model, **limits, **way.options, **options)
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
-        """Judge a different token at a position of the output."""
+        """Return the difference at a position of the output, where a way has the token `drafted`, with a judgement.
+
+        drafted: None if that output has ended; there is no judgement then.
+        """
         plain, judgement = self.text[position] if position < len(self.text) else None, None
         if plain is not None and drafted is not None:
             place = len(self.prompt.tokens) + position
@@ -145,7 +157,10 @@ class Reference:
 
 
 def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
-    """Add a way's output for one prompt to a comparison; return its tokens before any restart."""
+    """Add a way's output for one prompt to a comparison; return the tokens of its first run.
+
+    After a near-tie the way runs again from the plain output up to there; after another difference it stops.
+    """
     done, (first, stats) = 0, reference.generated(way)
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
     while True:
@@ -165,7 +180,10 @@ def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
 
 
 def compare_one_pass(reference: Reference, into: Comparison) -> None:
-    """Add the judge's greedy token after every token of a text: no drafts, but other caches and row counts."""
+    """Add to a comparison the positions at which one pass over the plain output has another greedy token.
+
+    It uses no drafts, but other caches and numbers of rows than decoding.
+    """
     start, way = len(reference.prompt.tokens), Way(into.way, {})
     predicted = reference.one_pass.predicted[start - 1 : -1]
     for position, (plain, other) in enumerate(zip(reference.text, predicted, strict=True)):

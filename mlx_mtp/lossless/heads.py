@@ -38,13 +38,19 @@ class Known:
         return cls(mx.array(tokens[:n]), hidden[:, :n], mx.array(predicted[:n]))
 
     def shifted(self, by: int) -> "Known":
-        """Replace each hidden row by the one at offset `by`."""
+        """Return the text with the hidden row at each position replaced by the one `by` positions later.
+
+        At the ends of the text, the last or first row is repeated.
+        """
         length = self.tokens.size
         return replace(self, hidden=self.hidden[:, mx.clip(mx.arange(length) + by, 0, length - 1)])
 
 
 def right(model: Target, text: Known, depths: int) -> list[mx.array]:
-    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth]."""
+    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth].
+
+    depths: number of depths; if the model has fewer heads, its recycled head's second draft is appended.
+    """
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
     for depth, head in enumerate(model.mtp[:depths]):
@@ -61,7 +67,10 @@ def right(model: Target, text: Known, depths: int) -> list[mx.array]:
 
 
 def right_recycled(model: Target, text: Known) -> mx.array:
-    """Return `right` for the second draft of a recycled head, from its own output; boolean [up to RECYCLED]."""
+    """Return, as `right`, whether a recycled head's second draft, from its own output, is right at each position.
+
+    Boolean [up to RECYCLED].
+    """
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])
     tokens, found = text.tokens[None], []
@@ -82,7 +91,10 @@ def shares(found: Rights) -> list[float]:
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """Count accepted drafts for `new` greedy tokens after `start` tokens, k a cycle; found: result of `right`."""
+    """Return the number of accepted drafts if `new` greedy tokens follow `start` tokens, with k drafts per cycle.
+
+    found: per depth, the positions at which predictions are right, from `right`.
+    """
     rights = [np.array(depth) for depth in found[:k]]
     row, last, total = start - 1, start + new - 1, 0
     while row + 1 < last:
@@ -93,7 +105,7 @@ def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
 
 
 def suspicions(model: Target, found: Rights) -> list[str]:
-    """Return warnings about the heads' wiring that follow from the shares of right predictions."""
+    """Return warnings about the heads that follow from their shares of right predictions, and from equal weights."""
     share, modules = shares(found), len(model.mtp)
     warnings = []
     if share[0] < USUAL:

@@ -17,7 +17,7 @@ NO_WINDOW = 240  # tokens of a document without windows: caches grow after it
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue; with `stops` until the model's stop token."""
+    """A named prompt, as token ids. stops: its output ends at the model's stop tokens."""
 
     name: str
     tokens: list[int]
@@ -25,7 +25,7 @@ class Prompt:
 
 
 def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
-    """Return prompts for a model; those with a chat template only if its tokenizer has one."""
+    """Return the prompts for a check of a model; those with a chat template only if its tokenizer has one."""
     chats = enumerate(BUILT_IN["chats"] if tokenizer.has_chat_template else (), 1)
     prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
     prompts += [Prompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
@@ -36,7 +36,7 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 
 
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:
-    """Return document lengths for which a ring wraps within the new text, and within the prompt."""
+    """Return document lengths by name for which a ring cache wraps within the new tokens, and within the prompt."""
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}
     for window in sorted(windows):
@@ -47,7 +47,7 @@ def lengths(model: Target, max_tokens: int) -> dict[str, int]:
 
 
 def document(tokenizer: Any, length: int) -> list[int]:
-    """Return a text of `length` tokens whose paragraphs are similar but not equal."""
+    """Return the first `length` tokens of a text whose paragraphs are similar but not equal."""
     tokens, section = [], 0
     while len(tokens) < length:
         section += 1
@@ -60,14 +60,14 @@ def document(tokenizer: Any, length: int) -> list[int]:
 
 
 def source(tokenizer: Any) -> list[int]:
-    """Encode the start of a text that no model wrote: the source files of this room."""
+    """Return the first tokens, at most SOURCE, of a text that no model wrote: the source files of this room."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(file.read_text("utf-8") for file in files)
     return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:
-    """Encode a question with the chat template, or without one as a line of its own."""
+    """Return a question's tokens in the chat template, or without a template as a line of its own."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(f"{question}\n")
     text = render(tokenizer, [{"role": "user", "content": question}], {"add_generation_prompt": True})

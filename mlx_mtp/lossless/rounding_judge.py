@@ -28,7 +28,10 @@ REACH = 2.0  # times the maximum change of a gap: in 2,800 positions of six 16-b
 
 
 class Judgement(NamedTuple):
-    """Two tokens' logits, the distance of the lower one to the row's maximum, and the tolerance."""
+    """Two tokens' logits, the distance `gap` from the lower one to the row's maximum, and the tolerance of that gap.
+
+    The gap includes the noise of a sampled token.
+    """
 
     logits: tuple[float, float]
     gap: float
@@ -52,7 +55,7 @@ class OnePass:
         return greedy(self.model.logits, self.hidden).tolist()  # type: ignore[return-value]
 
     def floor(self, position: int) -> float:
-        """Estimate the minimum rounding error of a difference of two logits; see the module's docstring."""
+        """Return an estimate of the least rounding error of a difference of two logits; see the module."""
         row = self.logits(position)
         unit = UNITS[self.dtype]
         if self.dtype == mx.float32:  # sums of products are rounded in float32, too
@@ -60,13 +63,16 @@ class OnePass:
         return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
     def reach(self, position: int) -> float:
-        """Measure the error of a row's logprobs at a position under other roundings; at least `floor`."""
+        """Return the measured error of a row's logprobs at a position under other roundings; at least `floor`."""
         row = _logprobs(self.logits(position))
         moved = max(float(np.abs(_logprobs(other) - row).max()) for other in self._others(position))
         return max(self.floor(position), REACH * moved)
 
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
-        """Judge whether either of two tokens could have been chosen at a position, given logits plus `noise` [V]."""
+        """Return the judgement on two tokens at a position, given logits plus `noise` [V].
+
+        The tolerance is `floor`; if the gap is greater, the error is measured with repeated passes.
+        """
         row = self.logits(position)
         scores = row + noise
         places = [int(scores.argmax()), *tokens]

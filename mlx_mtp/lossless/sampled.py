@@ -46,7 +46,10 @@ class Fit:
 def draw(
     model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
-    """Draw a text of `length` tokens for each seed after one prefill of the prompt."""
+    """Return a sampled output of `length` tokens for each seed, all after one prefill of the prompt.
+
+    options: keyword arguments of `generate_step`.
+    """
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
     if len(prompt) > 1:
@@ -60,7 +63,10 @@ def draw(
 
 
 def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: float, mode: str) -> Fit:
-    """Test whether texts, sampled with a temperature and no filters, have the target's probabilities."""
+    """Return the test of whether sampled texts have the target's probabilities.
+
+    They were sampled with the temperature `temp` and no filters. mode: the name of the sampling in the result.
+    """
     seen, expected, hotter = [], [], []
     for text in texts:
         one_pass = OnePass(model, [*prompt, *text])
@@ -92,12 +98,12 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _classes(values: np.ndarray) -> np.ndarray:
-    """Sum values [V] that are sorted by rank, per class: [len(RANKS)]."""
+    """Return the sums per class, [classes], of values [V] that are sorted by rank."""
     return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
 
 
 def _merged(p: np.ndarray) -> np.ndarray:
-    """Choose groups of the classes of p [n, C], 0/1 [C, groups], merging those whose count varies too little."""
+    """Return groups of the classes of p [n, C], as 0/1 [C, groups], merging those whose count varies too little."""
     groups = np.eye(p.shape[1])
     while groups.shape[1] > 1:
         one = p @ groups

@@ -35,7 +35,7 @@ class Answered:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """Read a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError names an invalid line."""
+    """Return the tasks in a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError for a wrong line."""
     try:
         lines = Path(file).read_text("utf-8").split("\n")  # JSON may contain other line separators
     except UnicodeDecodeError:
@@ -84,7 +84,10 @@ def _boxed(text: str) -> str | None:
 def answer_all(
     model: Target, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
 ) -> tuple[Verdict, list[Answered]]:
-    """Answer every task greedily without drafts and in `way`, and compare the outputs."""
+    """Return (a verdict that compares the outputs, the marks of each task), with every task answered twice, greedily.
+
+    The first answer has no drafts, the second is drafted in `way`.
+    """
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
     for i, task in enumerate(with_progress(tasks, "tasks", progress), 1):
         reference = Reference(model, Prompt(f"task {i}", chat(tokenizer, task.question)), max_tokens, stops)

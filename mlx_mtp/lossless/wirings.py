@@ -71,7 +71,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Better:
-    """A better wiring: shares of right predictions per depth before and with it, and the gain in sds."""
+    """A better wiring: the shares of right predictions per depth before and with it, and the gain in sds."""
 
     wiring: str
     before: list[float]
@@ -148,7 +148,10 @@ def _norms(head: Any, path: str) -> Norms:
 
 
 def _wire(model: Any, spec: Any, heads: list[Any], lm_heads: list[Any], norms: list[Norms]) -> None:
-    """Set the heads' spec, their LM heads (None is the target's) and their norms, by path."""
+    """Set a model's spec and heads and, in each head, its spec, LM head and norms.
+
+    lm_heads: None is the target's. norms: for each head, its (path in the head, weight).
+    """
     model.spec, model.mtp = spec, heads
     for head, lm_head, weights in zip(heads, lm_heads, norms, strict=True):
         head._spec = spec

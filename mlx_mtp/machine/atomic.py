@@ -55,7 +55,10 @@ def check_free(path: Path, needed: int) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raise ValueError if a directory cannot be created at `path`: it exists, is a mount point or holds files."""
+    """Raise ValueError unless nothing exists at `path`, or an empty directory that can be replaced.
+
+    A mount point and the working directory cannot.
+    """
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"mlx_path={path}: already there and not empty; name a new directory, or delete it")
@@ -69,7 +72,10 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[Path]:
-    """Yield a directory to fill; rename it to `path` when the block ends, delete it if the block raises."""
+    """Yield a directory to fill; rename it to `path` when the block ends, delete it if the block raises.
+
+    ValueError if another process is writing `path`, or files of others are in the way.
+    """
     work = _work(path)
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -91,7 +97,10 @@ def directory(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
-    """Yield a file name to write; rename the file to `path` when the block ends, delete it if the block raises."""
+    """Yield a file name to write; rename the file to `path` when the block ends, delete it if the block raises.
+
+    ValueError if another process is writing `path`.
+    """
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), _locked(work, path, os.O_RDWR | os.O_CREAT):
@@ -104,7 +113,10 @@ def file(path: Path) -> Iterator[Path]:
 
 
 def is_abandoned(work: Path) -> bool:
-    """Return whether no process holds the lock of `file` and `directory`; False if that is unknown."""
+    """Return whether a temporary file of `file` was left by a run that ended: no process holds its lock.
+
+    False if that is unknown, as for a directory.
+    """
     try:
         with work.open("r+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +130,7 @@ def _work(path: Path) -> Path:
 
 
 def _empty(work: Path) -> None:
-    """Delete the files of an earlier run from a directory; ValueError if others wrote them."""
+    """Delete the files that an earlier run left in a directory; ValueError if something else wrote files there."""
     if any(work.iterdir()) and not (work / NOTE).exists():
         raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
     for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # the note, which marks it as ours, last

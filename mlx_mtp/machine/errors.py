@@ -46,7 +46,7 @@ def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, ke
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the file's name to a disk-full error, which lacks one."""
+    """Return a context that adds a file's name to a disk-full error, which lacks one, and raises it again."""
     try:
         yield
     except OSError as e:

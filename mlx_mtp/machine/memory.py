@@ -21,7 +21,7 @@ METAL_BUFFERS = 499_000
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that may still be allocated, and the limit that applies."""
+    """Bytes that may still be allocated, and the name of the limit that applies."""
 
     bytes: int
     limit: str
@@ -58,7 +58,10 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_in_vm_stat(text: str, physical: int) -> int | None:
-    """Compute free memory from macOS's `vm_stat`: physical memory without wired, anonymous and compressed pages."""
+    """Return free memory by macOS's `vm_stat`: physical memory without wired, anonymous and compressed pages.
+
+    None if the text lacks one of these numbers.
+    """
     kinds = ("Pages wired down", "Anonymous pages", "Pages occupied by compressor")
     patterns = [r"page size of (\d+) bytes", *(rf"^{kind}:\s+(\d+)\.$" for kind in kinds)]
     found = [match for pattern in patterns if (match := re.search(pattern, text, re.MULTILINE))]
@@ -99,7 +102,7 @@ def _room(group: Path, limit: str, usage: str, droppable: str) -> int | None:
 
 
 def address_room(root: Path = Path("/")) -> int | None:
-    """Return the bytes of address space that `ulimit -v` leaves; None if there is no limit or it is unknown."""
+    """Return the bytes of address space that `ulimit -v` leaves; None if there is no limit or the use is unknown."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     size = _in_bytes(root / "proc/self/status", "VmSize")
     return None if most == resource.RLIM_INFINITY or size is None else most - size
@@ -123,7 +126,7 @@ def working_set() -> int | None:
 
 
 def _in_bytes(file: Path, name: str) -> int | None:
-    """Read a value in kB from a /proc file, in bytes; None if the file lacks it."""
+    """Return a value that a /proc file states in kB, in bytes; None if the file lacks it."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", _read(file), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -140,23 +143,24 @@ def _physical() -> int:
 
 
 def ignored() -> bool:
-    """Return whether the environment disables memory checks."""
+    """Return whether the environment variable MLX_MTP_IGNORE_MEMORY disables memory checks."""
     return os.environ.get(IGNORE, "") not in ("", "0")
 
 
 def check_room(what: str, needed: int, *, ignore: bool, largest: Callable[[int], int] | None = None) -> None:
     """Raise ValueError if `needed` bytes are not available in addition to the loaded model.
 
-    largest: a function that returns the number of tokens that fit into a number of bytes.
+    what: the start of the message. ignore: do not check; MLX_MTP_IGNORE_MEMORY has the same effect. largest: returns
+    the number of tokens that fit into a number of bytes, for the message.
     """
     have = available()
     if needed > have.bytes and not ignore and not ignored():
         free = f"{in_gb(have.bytes)} GB available ({have.limit})"
         fits = f"; {largest(have.bytes)} tokens in all fit" if largest else ""
         needs = f"{what} {in_gb(needed)} GB needed in addition to the model"
-        raise ValueError(f"{needs}, {free}{fits}; {IGNORE}=1 skips this check")
+        raise ValueError(f"{needs}, {free}{fits}; set {IGNORE}=1 to skip this check")
 
 
 def in_gb(size: int) -> str:
-    """Format bytes as gigabytes with one to three decimals, fewer for larger sizes."""
+    """Return bytes as a number of gigabytes, without the unit, with one to three decimals, fewer for larger sizes."""
     return f"{size / 1e9:.{1 if size >= 1e10 else 2 if size >= 1e8 else 3}f}"

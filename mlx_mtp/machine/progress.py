@@ -8,6 +8,6 @@ watcher: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("watche
 
 
 def report_progress(what: str, done: int, total: int) -> None:
-    """Pass the number of finished units to the callback, if there is one."""
+    """Call `watcher`, if one is set, with a task's name, its finished units and their total."""
     if show := watcher.get():
         show(what, done, total)

@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts about this machine that times depend on."""
+    """Return the facts that identify this machine for measured times: device, architecture, memory and system."""
     device = mx.device_info()
     facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
     return {**facts, "system": f"{platform.system()} {platform.release()}"}
@@ -32,7 +32,10 @@ def digest(lines: Iterable[str]) -> str:
 
 
 def cache_directory(kind: str = "trials") -> Path:
-    """Return the directory for files of a kind: MLX_MTP_CACHE, else the user's cache; RuntimeError without a home."""
+    """Return the directory for files of a kind: in MLX_MTP_CACHE if that is set, else in the user's cache folder.
+
+    "trials" is MLX_MTP_CACHE itself. RuntimeError if there is no home directory.
+    """
     if chosen := os.environ.get("MLX_MTP_CACHE"):
         return Path(chosen).expanduser() / ("" if kind == "trials" else kind)
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
@@ -40,14 +43,14 @@ def cache_directory(kind: str = "trials") -> Path:
 
 
 def file_of(directory: Path, facts: Mapping[str, Any]) -> Path:
-    """Return the file for these facts."""
+    """Return the path of the JSON file for these facts, which is named by their hash."""
     return directory / f"{digest([json.dumps(facts, sort_keys=True)])[:32]}.json"
 
 
 class RememberedFile:
-    """Figures measured under certain facts, in a file of their own.
+    """Measurements made under certain facts, in a file of their own.
 
-    kind: "trials" or "costs". facts: JSON values. lost: the start of the warning if the file cannot be written.
+    kind: of `cache_directory`. facts: JSON values. lost: the start of the warning if the file cannot be written.
     """
 
     def __init__(self, kind: str, facts: dict[str, Any], lost: str):
@@ -62,7 +65,7 @@ class RememberedFile:
             return {}
 
     def keep(self, **content: Any) -> None:
-        """Replace the file atomically; warn once if that fails."""
+        """Replace the file's content atomically; if that fails, warn, once per warning."""
         text = json.dumps({"format": FORMAT, "facts": self.facts, **content}, indent=0)
         try:
             write_whole(self._file(), text)

@@ -15,7 +15,7 @@ _set = 0  # bytes; never lowered within a process
 
 
 def check_wired_limit(limit: WiredLimit) -> None:
-    """Raise ValueError unless the limit is "auto", "off" or a number of bytes that the GPU recommends."""
+    """Raise ValueError unless the limit is "auto", "off" or bytes, at most the GPU's recommended working set."""
     if isinstance(limit, str):
         if limit not in (AUTO, OFF):
             raise ValueError(f"wired_limit={limit!r}: expected bytes, {AUTO!r} or {OFF!r}")
@@ -31,8 +31,8 @@ def check_wired_limit(limit: WiredLimit) -> None:
 def wire(weights: int, limit: WiredLimit = AUTO) -> int:
     """Set MLX's wired limit for a model of `weights` bytes and return the limit now in force, 0 for none.
 
-    "auto" sets the recommended working set for a model that needs most of it, and nothing for a smaller model.
-    Call it in a turn after the load; it waits for submitted work first.
+    "auto" sets the recommended working set for a model that needs most of it, and nothing for a smaller model. A
+    limit is never lowered. Call it in a turn after the load; it waits for submitted work first.
     """
     global _set
     most = working_set()

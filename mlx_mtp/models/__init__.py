@@ -26,18 +26,18 @@ REMAPPED = {**MODEL_REMAPPING, "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "q
 
 
 def port_names() -> list[str]:
-    """List every model_type that has a port."""
+    """Return every model_type that has a port, sorted."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", *DRAFTERS))
 
 
 def find_port(config: dict) -> ModuleType | None:
-    """Import the port of a config.json's model_type, aliases included; None if it has no port."""
+    """Return the port of a config.json's model_type, aliases included; None if it has no port."""
     model_type = REMAPPED.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 
 
 def find_family(config: dict) -> ModuleType | None:
-    """Import the module of a config.json's model_type: its port, else mlx-lm's module, else None."""
+    """Return the module of a config.json's model_type: its port, else mlx-lm's module, else None."""
     if port := find_port(config):
         return port
     name = REMAPPED.get(config["model_type"], config["model_type"])
@@ -53,7 +53,10 @@ def is_port(family: ModuleType) -> bool:
 
 
 def text_args(family: ModuleType, text: dict) -> Any:
-    """Find the dataclass that reads a family's `text_config`; ModelArgs if it has no such field."""
+    """Return the dataclass that reads a family's `text_config` (`text`).
+
+    It is ModelArgs if the family has no field `text_config`, or no dataclass for it is found.
+    """
     args = family.ModelArgs
     if "text_config" not in field_names(args):
         return args
@@ -73,17 +76,17 @@ def field_names(args: Any) -> set[str]:
 
 
 def _modules(args: type) -> list[ModuleType]:
-    """List the modules that define a class and its bases."""
+    """Return this package's and mlx-lm's modules that define a class and its bases."""
     names = (kind.__module__ for kind in args.__mro__)
     return [sys.modules[name] for name in names if name.startswith(("mlx_lm.", __name__))]
 
 
 def _imported(module: ModuleType) -> list[ModuleType]:
-    """List the families of mlx-lm that a module imports."""
+    """Return the families of mlx-lm that a module imports."""
     inside = (found for found in vars(module).values() if isinstance(found, ModuleType))
     return [found for found in inside if found.__name__.startswith("mlx_lm.models.") and hasattr(found, "ModelArgs")]
 
 
 def drafter_kinds() -> list[ModuleType]:
-    """Import every kind of external drafter."""
+    """Return the modules of all kinds of external drafters."""
     return [importlib.import_module(f".{name}", __package__) for name in DRAFTERS]

@@ -12,7 +12,7 @@ ModelArgs = deepseek_v3.ModelArgs
 
 
 class Attention(AbsorbedMLA, deepseek_v3.DeepseekV3Attention):
-    """MLA with absorbed projections for one row and for the few rows of a verify."""
+    """MLA; a few rows, as in a verify, use absorbed projections, and more rows mlx-lm's own forward pass."""
 
 
 class Model(MLAPort, deepseek_v3.Model):

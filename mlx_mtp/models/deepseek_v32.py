@@ -13,7 +13,7 @@ ModelArgs = deepseek_v32.ModelArgs
 
 
 class Attention(SparseMLA, deepseek_v32.DeepseekV32Attention):
-    """MLA over the positions that the indexer selects per row; absorbed for one row and the few rows of a verify."""
+    """MLA over the positions that the indexer selects for each row, absorbed for the few rows of a verify."""
 
 
 class Model(MLAPort, deepseek_v32.Model):

@@ -47,7 +47,7 @@ FOREIGN = ("layer_scalar", "pre_feedforward_layernorm", "attention_sink_bias", "
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None for the config.json and tensors of a block drafter, else what they are instead."""
+    """Return None if a config.json and tensor names are a block drafter's, else what they are, for an error."""
     own = {name.removeprefix("model.") for name in names}
     declared = [config.get(SPECULATORS), config.get("model_type"), *_list(config.get("architectures"))]
     named = any(
@@ -63,13 +63,16 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of target features that `fc` reads, from its tensor's shape."""
+    """Return the number of features of the target that a row of the drafter's `fc` reads, from the tensor's shape."""
     ends = ("fc.weight", "encoder.fc.weight")
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") in ends)
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """Return a drafter's spec, of which `overrides` may set capture. Raises ValueError."""
+    """Return a block drafter's MTPSpec; ValueError for unsupported layers, missing tensors or other overrides.
+
+    overrides: may set capture, the numbers of layers after which the target is read, 0 to num_hidden_layers.
+    """
     if unknown := sorted(overrides.keys() - {"capture"}):
         raise ValueError(f"mtp_overrides: block drafters have no {unknown[0]!r}; allowed is capture")
     capture = overrides.get("capture", _taps(config))
@@ -93,7 +96,10 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> BlockNetwork:
-    """Create the network for these tensors; `captured` is the target's hidden_size. Raises ValueError."""
+    """Return the empty network for these tensors; ValueError for a config.json that does not fit it.
+
+    captured: the target's hidden_size.
+    """
     own = {name.removeprefix("model.").partition(".")[0].replace("lm_head", "head") for name in names}
     layer = _layer_config(config)
     size = partial(_number, layer)
@@ -102,7 +108,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
     head_dim = size("head_dim", max(1, width // heads))
     if heads % kv_heads or head_dim % 2:
         found = f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}"
-        raise ValueError(f"{found}: allowed are heads in whole groups, of an even size")
+        raise ValueError(f"{found}: expected a multiple of the KV heads, and an even head_dim")
     if known < vocab and "d2t" not in own:
         raise ValueError(f"tensor d2t is missing; it maps the LM head's {known} tokens to the vocabulary of {vocab}")
     rope = Rope({"rope_theta": 10000.0, **layer}).main
@@ -134,7 +140,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _output(config: dict, own: set[str]) -> dict[str, Any]:
-    """Read what the drafter does with its rows, and the number of drafts."""
+    """Return BlockShape's fields for what follows the drafter's layers, and for `drafts`, its drafts per cycle."""
     spark = "markov_head" in own or config.get(SPECULATORS) == "dspark"
     anchored, size = bool(_option(config, "sample_from_anchor", spark)), _number(config, "block_size", 16)
     counts_drafts = anchored or (spark and SPECULATORS not in config)
@@ -162,7 +168,10 @@ def _output(config: dict, own: set[str]) -> dict[str, Any]:
 
 
 def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]:
-    """Read what each layer attends to; the readers of the three forms differ in windows and in causal blocks."""
+    """Return what each layer attends to; config.json's three forms differ in windows and in causal blocks.
+
+    assistant: whether the form is that of transformers' assistants.
+    """
     count = _number(layer, "num_hidden_layers", most=MOST_LAYERS)
     window = _option(config, "swa_window_size", layer.get("sliding_window"))
     kinds = layer.get("layer_types") or [LAYERS[assistant]] * count
@@ -190,7 +199,11 @@ def _kind(config: dict) -> str:
 
 
 def _taps(config: dict) -> tuple[int, ...]:
-    """Return captured layers as counts: speculators' config.json has counts, the others indices of layers."""
+    """Return the numbers of layers after which the target is read.
+
+    speculators' config.json has these numbers, the others the indices of layers, one less. With only the target's
+    number of layers they are spread evenly over it.
+    """
     if SPECULATORS in config:
         return tuple(config.get("aux_hidden_state_layer_ids") or ())
     if ids := _option(config, "target_layer_ids"):
@@ -220,7 +233,7 @@ def _token(config: dict, vocab: int) -> int:
 
 
 def _layer_config(config: dict) -> dict:
-    """Return the layers' part of config.json. Raises ValueError for layers that are not supported."""
+    """Return config.json with the layers' keys at the top level; ValueError for layers that are not supported."""
     layer = {**config, **(config.get("transformer_layer_config") or {})}
     for name, allowed in (("hidden_act", "silu"), ("attention_sink_bias", False)):
         if (value := _option(layer, name, allowed)) != allowed:

@@ -39,7 +39,7 @@ SPEC = MTPSpec(
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None for the config.json and tensors of an EAGLE-3 head, else what they are instead."""
+    """Return None if a config.json and tensor names are an EAGLE-3 head's, else what they are, for an error."""
     own = {name.removeprefix("model.") for name in names}
     layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
     if len(layers) > 1:
@@ -52,12 +52,16 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of target features that `fc` reads, from its tensor's shape."""
+    """Return the number of features of the target that a row of the drafter's `fc` reads, from the tensor's shape."""
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") == "fc.weight")
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """Return a drafter's spec; `overrides` may set feedback, fuse and capture. Raises ValueError."""
+    """Return a drafter's MTPSpec; ValueError for an unsupported head, a missing tensor or other overrides.
+
+    overrides: may set feedback, fuse, and capture, the numbers of layers after which the target is read, 0 to
+    num_hidden_layers.
+    """
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
     if unknown := sorted(overrides.keys() - {"capture", "feedback", "fuse"}):
@@ -78,7 +82,10 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
 
 
 def _captured_layers(config: dict, num_hidden_layers: int) -> tuple[int, ...]:
-    """Return captured layers as counts: `eagle_config` (SGLang) has layer indices, the top level (vLLM) counts."""
+    """Return the numbers of layers after which the target is read; by default 2, the middle, and the last but three.
+
+    `eagle_config` (SGLang) has layer indices, one less; the top level (vLLM) has these numbers.
+    """
     if counts := config.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(counts)
     if outputs := (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
@@ -91,7 +98,10 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """Create the module for these tensors; `captured` is the target's hidden_size. Raises ValueError."""
+    """Return the empty module for these tensors; ValueError for a config.json that does not fit it.
+
+    captured: the target's hidden_size.
+    """
     normal = normalize(_layer_config(config))
     normal.check(Path("config.json"))
     layer = normal.config
@@ -117,7 +127,7 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _layer_config(config: dict) -> dict:
-    """Return the drafter's config as that of a one-layer model of an mlx-lm family. Raises ValueError."""
+    """Return the drafter's config as that of a one-layer model of mlx-lm's; ValueError for unsupported layers."""
     layer = {**config, **config.get("transformer_layer_config", {})}
     for name, allowed in (("num_hidden_layers", 1), ("hidden_act", "silu")):
         if layer.get(name, allowed) != allowed:

@@ -12,7 +12,7 @@ ModelArgs = glm4_moe_lite.ModelArgs
 
 
 class Attention(AbsorbedMLA, glm4_moe_lite.Glm4MoeLiteAttention):
-    """MLA, absorbed for one row and for the few of a verify."""
+    """MLA; a few rows, as in a verify, use absorbed projections, and more rows mlx-lm's own forward pass."""
 
 
 class Model(MLAPort, glm4_moe_lite.Model):

@@ -20,10 +20,10 @@ KINDS = {"F": "full", "S": "shared"}
 
 @dataclass
 class ModelArgs(glm_moe_dsa.ModelArgs):
-    """config.json of `glm_moe_dsa`, with the fields that state which layers have an indexer.
+    """config.json's fields for `glm_moe_dsa`, with those that state which layers have an indexer.
 
-    These are the layers named by `indexer_types` or by a pattern such as "FFSSS"; else the first layers and every
-    `index_topk_freq`-th layer after them.
+    `indexer_types` lists "full" for a layer with an indexer, `index_topk_pattern` is a string such as "FFSSS";
+    without both, the first `index_skip_topk_offset` layers and every `index_topk_freq`-th layer after them have one.
     """
 
     indexer_types: list[str] | None = None
@@ -33,11 +33,14 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with the expert routing that transformers' model uses by default."""
+        """Return the config with keys of expert routing that it lacks, at the defaults of transformers' model."""
         return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, **config}
 
     def indexers(self) -> list[str]:
-        """Return per layer "full" (has an indexer) or "shared" (reuses the last selection). Raises ValueError."""
+        """Return per layer "full" (has an indexer) or "shared" (reuses the selection of the last layer that has one).
+
+        ValueError for a list of another length, other kinds, or a first layer without an indexer.
+        """
         layers = range(self.num_hidden_layers)
         late = [max(i - self.index_skip_topk_offset + 1, 0) for i in layers]
         every = ["shared" if i % max(self.index_topk_freq, 1) else "full" for i in late]

@@ -15,11 +15,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass
 class ModelArgs(llama.ModelArgs):
-    """config.json of `llama` and of families that are read as such."""
+    """config.json's fields for `llama` and for families that mlx-lm reads as `llama`."""
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with layer types: a window applies to every layer of Mistral and to no layer of Llama."""
+        """Return the config; Mistral's, if it has a window and no layer types, with a window in every layer.
+
+        Without layer types, no layer of Llama's has a window.
+        """
         if config["model_type"] != "mistral" or not config.get("sliding_window") or config.get("layer_types"):
             return config
         return {**config, "layer_types": [SLIDING] * config["num_hidden_layers"]}

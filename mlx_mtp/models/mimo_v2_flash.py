@@ -25,11 +25,11 @@ UNSTATED = {
 
 @dataclass
 class ModelArgs(mimo_v2_flash.ModelArgs):
-    """config.json of `mimo_v2_flash`, field names as in the file."""
+    """config.json's fields for `mimo_v2_flash`, with the names in the file."""
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Translate a config of transformers' form into the checkpoint's form, with transformers' defaults."""
+        """Return the config with the checkpoint's keys instead of transformers', and defaults for absent keys."""
         found = dict(config)
         kinds, sparse = found.pop("layer_types", None), found.pop("mlp_layer_types", None)
         if kinds:

@@ -26,7 +26,7 @@ CACHED = "M*"
 
 @dataclass
 class ModelArgs(nemotron_h.ModelArgs):
-    """config.json of `nemotron_h`, with the fields of the MTP head."""
+    """config.json's fields for `nemotron_h`, with those of the MTP head."""
 
     mtp_hybrid_override_pattern: str | None = None
     mtp_layers_block_type: list[str] | None = None
@@ -46,7 +46,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
     @property
     def head(self) -> "ModelArgs":
-        """Arguments of the MTP head's layers; ValueError unless they are attention and experts."""
+        """Arguments from which the MTP head is built; ValueError unless its layers are attention, then experts."""
         kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
         pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
         if pattern != HEAD_PATTERN:
@@ -56,7 +56,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
 
 class Mamba2Mixer(Mamba2, nemotron_h.NemotronHMamba2Mixer):
-    """mlx-lm's mixer on a cache that can roll back."""
+    """mlx-lm's Mamba2 mixer with a cache that can roll back rejected tokens."""
 
 
 class HeadBlock(nn.Module):

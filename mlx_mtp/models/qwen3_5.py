@@ -35,7 +35,7 @@ QWEN_MTP = MTPSpec(
 
 @dataclass
 class ModelArgs(qwen3_5.ModelArgs):
-    """config.json of `qwen3_5`: the fields of its `text_config`."""
+    """config.json's fields for `qwen3_5`; `text` has those of its `text_config`."""
 
     def __post_init__(self):
         self.text = text = qwen3_5.TextModelArgs.from_dict(self.text_config)
@@ -48,7 +48,7 @@ class ModelArgs(qwen3_5.ModelArgs):
 
 
 class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
-    """mlx-lm's layer on a cache that can roll back."""
+    """mlx-lm's gated-delta layer with a cache that can roll back rejected tokens."""
 
 
 class Model(Port, qwen3_5.Model):
@@ -80,7 +80,7 @@ class Model(Port, qwen3_5.Model):
         return self.language_model
 
     def shard(self, group: Any = None) -> None:
-        """Split the layers as mlx-lm does, but keep the LM head whole, as in other families."""
+        """Split the layers over a group's ranks as mlx-lm does, but keep the LM head whole, as in other families."""
         inner = self.language_model
         text = inner.args
         inner.args = replace(text, tie_word_embeddings=True)

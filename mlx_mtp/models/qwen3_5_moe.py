@@ -17,7 +17,7 @@ ModelArgs = qwen3_5.ModelArgs
 
 
 class Sanitizer:
-    """mlx-lm's `sanitize` after numbered experts have been stacked."""
+    """Holds a `sanitize` that stacks numbered experts and then calls mlx-lm's."""
 
     @staticmethod
     def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -17,7 +17,7 @@ ModelArgs = qwen3_next.ModelArgs
 
 
 class GatedDeltaNet(GatedDelta, qwen3_next.Qwen3NextGatedDeltaNet):
-    """mlx-lm's layer, whose projections are fused by key head, on a cache that can roll back."""
+    """mlx-lm's gated-delta layer, whose projections are fused by key head, with a cache that can roll back tokens."""
 
     def inputs(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))

@@ -20,11 +20,11 @@ IN_LISTS = ("rope_theta", "partial_rotary_factor")
 
 @dataclass
 class ModelArgs(step3p5.ModelArgs):
-    """config.json of `step3p5`, field names as in the file."""
+    """config.json's fields for `step3p5`, with the names in the file."""
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Translate transformers' config, with values per layer type, into the checkpoint's per-layer lists."""
+        """Return transformers' config, which has values per layer type, with the checkpoint's per-layer lists."""
         found = dict(config)
         sparse = found.pop("mlp_layer_types", None)
         kinds = [*(found.get("layer_types") or []), *(found.pop("mtp_layer_types", None) or [])]
@@ -48,7 +48,7 @@ class ModelArgs(step3p5.ModelArgs):
         return found | _rope_lists([parameters[kind] for kind in kinds], kinds)
 
     def padded(self, heads: int) -> "ModelArgs":
-        """Extend per-layer lists over the MTP heads, for configs that were cut to num_hidden_layers entries.
+        """Return arguments whose per-layer lists include `heads` MTP heads, also if config.json's lists do not.
 
         The added entries are those of the released config: sliding attention, theta 1e4, full rotary, dense.
         """
@@ -116,7 +116,10 @@ class Model(Port, step3p5.Model):
 
 
 def _rope_lists(layers: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
-    """Return each layer's rotary embedding as lists, and the scaling of the layer types that have one."""
+    """Return config.json's entries for the layers' rotary embeddings: lists, and the scaling of some layer types.
+
+    kinds: the layers' types. ValueError if layer types are scaled in different ways.
+    """
     scaled = {kind: rope for kind, rope in zip(kinds, layers, strict=True) if rope.get("rope_type") != "default"}
     scalings = [{n: v for n, v in rope.items() if n not in IN_LISTS} for rope in scaled.values()]
     if any(scaling != scalings[0] for scaling in scalings):

@@ -13,7 +13,7 @@ from . import step3p5
 
 @dataclass
 class ModelArgs(step3p5.ModelArgs):
-    """config.json of `step3p7`: the fields of its `text_config`."""
+    """config.json's fields for `step3p7`, which are those of its `text_config`."""
 
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> "ModelArgs":

@@ -148,7 +148,7 @@ def test_heads_in_shards_and_in_a_sidecar(checkpoints, tmp_path, name):
     convert(path, sidecar)
     refused = name in ("deepseek_v3", "qwen3_next")
     if refused:
-        with pytest.raises(ValueError, match=r"^mtp_layout='shards': mlx-lm would not load \S+ in shards with heads"):
+        with pytest.raises(ValueError, match=r"^mtp_layout='shards': mlx-lm would not load \S+ in files with heads"):
             convert(path, new, mtp_layout="shards")
         assert not new.exists()
         shutil.copytree(sidecar, new)

@@ -67,7 +67,7 @@ GOOD = {"format": 1, "vocab_size": 13, "tokenizer": "ab", "tokens": [1, 3]}
         ({**GOOD, "tokens": None}, "the tokens are NoneType; allowed is a list"),
         ({**GOOD, "tokens": [1, 2.0]}, "token 1 of the list is 2.0; allowed are integers"),
         ({**GOOD, "tokens": [1, True]}, "token 1 of the list is True; allowed are integers"),
-        ({**GOOD, "tokens": [4, 1, 4]}, "token 2 of the list is 4, once more; allowed is each once"),
+        ({**GOOD, "tokens": [4, 1, 4]}, "token 2 of the list is 4, once more; list each token once"),
         ({**GOOD, "tokens": [1, 13]}, "token 13 in the list; allowed are 0 to 12"),
         ({**GOOD, "tokens": [-1, 1]}, "token -1 in the list; allowed are 0 to 12"),
     ],

@@ -88,7 +88,9 @@ def test_options_that_need_a_port_are_refused_by_name(plain, tmp_path):
         ours(model, [1], 2, num_draft_tokens=1)
     path, _ = families.headless(tmp_path, CONFIGS["starcoder2"])
     for options in ({"draft_model": "x"}, {"mtp_path": "x"}, {"mtp_overrides": {"fuse": "he"}}):
-        with pytest.raises(ValueError, match=r"model_type 'starcoder2' has no port that drafts; ports are .*qwen3"):
+        with pytest.raises(
+            ValueError, match=r"model_type 'starcoder2' has no port that drafts; supported are .*qwen3"
+        ):
             mlx_mtp.load_model(path, **options)
 
 

@@ -19,7 +19,7 @@ NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 class Groups(NamedTuple):
     """Groups of 32 weights: codes uint8 [rows, columns], scales and biases float32 [rows, columns / 32].
 
-    MXFP4 has the exponents' bytes as scales, and no biases.
+    Of MXFP4, scales are the bytes of exponents, uint8, and biases None.
     """
 
     codes: np.ndarray
@@ -44,7 +44,10 @@ def _nibbles(bytes_: np.ndarray) -> np.ndarray:
 
 
 def _one_scale(b: np.ndarray, bits: int, *, minimum: bool) -> Groups:
-    """Read Q4_0, Q4_1, Q5_0 or Q5_1: a scale, a minimum (of _1), 32 high bits (of Q5), and low halves of codes."""
+    """Return blocks, uint8 [blocks, bytes], of Q4_0, Q4_1, Q5_0 or Q5_1 as groups.
+
+    A block has a scale, a minimum (in _1), 32 high bits (in Q5), and the low halves of codes.
+    """
     d, codes, begin = _half(b[:, :2]), _nibbles(b[:, -16:]), 4 if minimum else 2
     if bits == 5:
         codes |= np.unpackbits(np.ascontiguousarray(b[:, begin:-16]), axis=-1, bitorder="little") << 4
@@ -57,7 +60,11 @@ def _q8_0(b: np.ndarray) -> Groups:
 
 
 def _k(b: np.ndarray, bits: int) -> Groups:
-    """Read Q4_K or Q5_K: two float16 numbers, 6-bit factors of 8 scales and minima, high bits (of Q5), low halves."""
+    """Return blocks, uint8 [blocks, bytes], of Q4_K or Q5_K as groups.
+
+    A block has two float16 numbers, 6-bit factors of 8 scales and minima, high bits (in Q5), and the low halves of
+    codes.
+    """
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     mins = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
@@ -86,8 +93,9 @@ def _iq4_xs(b: np.ndarray) -> Groups:
 
 
 class Exact(NamedTuple):
-    """A GGUF type whose weights fit MLX's groups exactly: bits of a code, bytes and groups of a block, its reader.
+    """A GGUF type whose weights fit MLX's groups exactly.
 
+    bits: of a code in MLX. nbytes, groups: of a block. read: returns blocks, uint8 [blocks, nbytes], as groups.
     rounds: whether scales lose bits in float16. mode: MLX's quantization mode.
     """
 
@@ -114,7 +122,7 @@ EXACT = {
 
 
 def groups_of(kind: str, rows: np.ndarray) -> Groups:
-    """Return rows of blocks, uint8 [rows, bytes], of a type in EXACT as groups."""
+    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT."""
     form, n = EXACT[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
     return Groups(codes.reshape(n, -1), scales.reshape(n, -1), None if biases is None else biases.reshape(n, -1))

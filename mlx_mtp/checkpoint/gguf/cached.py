@@ -20,17 +20,20 @@ SAMPLES, SAMPLE = 256, 1 << 16
 
 
 def is_gguf(path: Any) -> bool:
-    """Return whether a path has the name of a GGUF file."""
+    """Return whether a path ends in .gguf and is no directory; the file need not exist."""
     return str(path).endswith(".gguf") and not Path(path).expanduser().is_dir()
 
 
 def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, code: bool = False) -> Path:
-    """Return the local directory of a checkpoint, downloaded if needed; for a GGUF file, its transcoding."""
+    """Return the local directory of a checkpoint, downloaded if needed; of a GGUF file, the cached transcoding.
+
+    code: also download the checkpoint's Python files.
+    """
     return cached(path_or_repo) if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
-    """Return `mtp_path`; if it is a GGUF file, the transcoding of its heads for the checkpoint `target`."""
+    """Return `mtp_path`, or for a GGUF file the path of its heads' transcoding for the checkpoint `target`."""
     if mtp_path is None or not is_gguf(mtp_path):
         return mtp_path
     layers = read_config(target)
@@ -50,8 +53,9 @@ def cached(
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    heads_for: directory of a checkpoint for which only the file's heads are transcoded. suffix: of the directory's
-    name. announce: called before the transcoding. Raises ValueError.
+    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded.
+    suffix: of the directory's name. announce: called with the plan and the directory before a transcoding. progress:
+    called with the bytes written, and all bytes. Raises ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), Path(file).expanduser()
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
@@ -72,7 +76,10 @@ def _tell(done: int, total: int) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a GGUF file's size, first bytes and samples of the rest; of a split file, of all its parts."""
+    """Return a hash of a GGUF file's size, first bytes and samples of the rest; of a split file, of all its parts.
+
+    ValueError for a missing file.
+    """
     digest = hashlib.sha256(str(FORMAT).encode())
     for file in split_names(path):
         if not file.is_file():

@@ -50,7 +50,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Transcoded:
-    """The result of a transcoding: the directory, and the duration in seconds."""
+    """The result of a transcoding: its directory, and the seconds that it took."""
 
     path: Path
     seconds: float
@@ -68,9 +68,9 @@ def prepare(
 ) -> Prepared:
     """Return the plan of a GGUF file's transcoding; a one-line ValueError if the result could not be loaded.
 
-    config_from: directory or repository whose config.json and tokenizer are used. heads_from: another GGUF file with
-    the heads. heads_for: directory of a checkpoint for which only the heads are transcoded. measure: measure errors
-    on samples of the weights, and make the tokenizer.
+    config_from: directory or repository whose config.json and tokenizer replace the file's. heads_from: another GGUF
+    file with the heads. heads_for: directory of a checkpoint for which only the heads are transcoded. measure:
+    measure errors on samples of the weights, and make the tokenizer.
     """
     options = options or Options()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
@@ -98,7 +98,7 @@ def _outputs(parameters: list[Parameter]) -> Any:
 
 
 def _copied(directory: Path) -> tuple[Path, ...]:
-    """Return the small files of a directory that a conversion copies."""
+    """Return the small files of a directory, such as its tokenizer's, that a transcoding copies."""
     found = {file for pattern in SMALL_FILES for file in directory.glob(pattern)}
     return tuple(sorted(file for file in found if file.is_file() and file.name not in NOT_COPIED))
 
@@ -136,7 +136,10 @@ def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str
 
 
 def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
-    """Write a planned transcoding to the new directory `path`; an interrupted one leaves no files."""
+    """Write a planned transcoding to the new directory `path`; an interrupted one leaves no files.
+
+    ValueError if the directory is not empty, the disk has too little space, or the GGUF file contains NaN.
+    """
     began, new = time.monotonic(), Path(path).expanduser().resolve()
     atomic.check_new(new)
     extra = prepared.tokenizer.files() if prepared.tokenizer else {}

@@ -27,7 +27,7 @@ SCALARS = dict(enumerate("BbHhIif?")) | dict(zip((10, 11, 12), "Qqd", strict=Tru
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a GGUF file: shape [rows, ..., columns], name of its type, and offset of its data."""
+    """A tensor of a GGUF file: shape [rows, ..., columns], its type's name, and its data's offset in the file."""
 
     file: Path
     name: str
@@ -57,7 +57,10 @@ class GGUFContents:
 
 
 def read(file: str | Path) -> GGUFContents:
-    """Return the header of a GGUF file, and of its other parts if it is split; ValueError for a damaged file."""
+    """Return the metadata and table of tensors of a GGUF file, with the other parts of a split one.
+
+    ValueError for a damaged file, or a missing part.
+    """
     path = Path(file).expanduser()
     first = _read_one(path)
     files = _splits(path, first.metadata)
@@ -93,7 +96,7 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
 
 
 def split_names(path: Path) -> list[Path]:
-    """Return the names of all parts of a split file from one's name; [path] for another name."""
+    """Return the names of all parts of a split file, from one part's name; [path] for a name of another form."""
     match = SPLIT.fullmatch(path.name)
     count = min(int(match[3]), MAX_SPLITS) if match else 0
     return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
@@ -116,7 +119,10 @@ def _read_one(path: Path) -> GGUFContents:
 
 
 def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
-    """Return (name, values of a block, bytes of a block) of each GGUF type's number; ValueError without `gguf`."""
+    """Return, by a GGUF type's number, (its name, values of a block, bytes of a block).
+
+    ValueError, with `path`, if the gguf package is not installed.
+    """
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
@@ -182,13 +188,13 @@ class _Reader:
         return Entry(self.path, name, shape, label, offset, total // values * nbytes)
 
     def scalar(self, form: str) -> Any:
-        """Read one number. form: its type in `struct`."""
+        """Read and return one number. form: its type in `struct`."""
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
         self.at += struct.calcsize(form)
         return value
 
     def count(self, size: int) -> int:
-        """Read a number of items of at least `size` bytes each; ValueError if the file is too short for them."""
+        """Read and return a number of items of at least `size` bytes each; ValueError if the file is too short."""
         value = self.scalar("Q")
         if value * size > len(self.data) - self.at:
             raise ValueError(f"{self.path}: truncated or damaged (it claims {value} entries)")
@@ -200,7 +206,10 @@ class _Reader:
         return str(self.data[begin : self.at], "utf-8", errors)
 
     def value(self, kind: int, depth: int) -> Any:
-        """Read one metadata value. Arrays of numbers become NumPy arrays, other arrays lists."""
+        """Read and return one metadata value of a numbered type; arrays of numbers become NumPy arrays, others lists.
+
+        depth: number of arrays that contain the value. ValueError for an unknown type or too many values.
+        """
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind == STRING:

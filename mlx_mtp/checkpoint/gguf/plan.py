@@ -29,10 +29,10 @@ CHUNK = 1 << 20  # values that are converted at a time
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a transcoding.
+    """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
     plan: requantize types without an MLX equivalent to 8 bits ("exact") or fewer ("small"). float32: store scales and
-    values in float32. dtype: type of unquantized parameters; None is the family's.
+    values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
     """
 
     plan: Choice = "exact"
@@ -76,7 +76,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, the name it is stored under, the GGUF tensors and the change it is made from, and its format."""
+    """A parameter: path, name in the written file, the GGUF tensors and change that make it, shape and format."""
 
     path: str
     name: str
@@ -87,13 +87,13 @@ class Parameter:
 
     @property
     def rows(self) -> int:
-        """The number of rows in the GGUF tensors, after the change of rows."""
+        """The number of rows that are written: those of the GGUF tensors, or those that `change.rows` selects."""
         if self.change.rows is not None:
             return len(self.change.rows)
         return sum(math.prod(entry.shape[:-1]) for entry in self.entries)
 
     def outputs(self) -> dict[str, Output]:
-        """Return the tensors that the parameter is stored as, by name."""
+        """Return the written tensors of the parameter by name: itself, or codes, scales and (if affine) biases."""
         if not self.form.bits:
             return {self.name: Output(self.shape, self.form.dtype)}
         module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
@@ -104,7 +104,7 @@ class Parameter:
 
 
 class Row(NamedTuple):
-    """All tensors of one GGUF type and one format in MLX: number, bytes before and after, error (None if exact)."""
+    """The tensors of one GGUF type and one format in MLX: number, bytes before and after, error (None if exact)."""
 
     kind: str
     form: Form
@@ -115,7 +115,7 @@ class Row(NamedTuple):
 
 
 def bits_of(kind: str, plan: Choice) -> int:
-    """Return the number of bits of a GGUF type's codes in MLX."""
+    """Return the bits of a code in MLX for tensors of a GGUF type; of types without an equivalent `plan` decides."""
     coded = kind.startswith("IQ4")
     if kind in EXACT and not (coded and plan == "small"):
         return EXACT[kind].bits
@@ -123,7 +123,11 @@ def bits_of(kind: str, plan: Choice) -> int:
 
 
 def activations(source: GGUFSource, options: Options) -> mx.Dtype:
-    """Return the type of unquantized parameters: float16 if the family's activations fit and no matrix is wider."""
+    """Return the type of unquantized parameters: the option's, else one that follows from the file's matrices.
+
+    It is float16 for quantized matrices, float32 if some are BF16; of unquantized ones it is their type, float32 if
+    they have several. A family whose activations may not fit into float16 gets float32 instead of it.
+    """
     if options.float32:
         return mx.float32
     if options.dtype:
@@ -136,7 +140,7 @@ def activations(source: GGUFSource, options: Options) -> mx.Dtype:
 
 
 def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
-    """Return every parameter with its format."""
+    """Return every parameter of the source's model with its format, before any weight is read."""
     dtype = activations(source, options)
     modules = dict(source.model.named_modules())
     keeps = getattr(source.model, "cast_predicate", None)
@@ -159,7 +163,10 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
 
 
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
-    """Return the quantized format of matrices, None if they are stored as floating-point numbers."""
+    """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
+
+    They are floats if a tensor is, if values or the inside of groups change, or if rows are not whole groups.
+    """
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
         return None
@@ -174,14 +181,17 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 
 
 def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
-    """Return a tensor's rows as groups whose codes have at most `bits` bits."""
+    """Return a tensor's rows as groups whose codes have at most `bits` bits, requantized where that is needed."""
     if entry.kind in EXACT and EXACT[entry.kind].bits <= bits:
         return groups_of(entry.kind, rows)
     return requantized(entry.kind, rows, bits)
 
 
 def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Return a row for each GGUF type and format, the largest first. measure: measure errors on sampled weights."""
+    """Return a row for each GGUF type and format of matrices, the largest first.
+
+    measure: measure errors on sampled weights; ValueError for a type that cannot be dequantized.
+    """
     alike: dict[tuple[str, Form], list[Parameter]] = {}
     for parameter in parameters:
         if len(parameter.shape) > 1 or parameter.form.bits:
@@ -228,7 +238,10 @@ def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
-    """Return config.json's "quantization"; of equally frequent formats, the one with fewest bits is the default."""
+    """Return config.json's "quantization" for the target: its most frequent format, others by path; None without any.
+
+    Of equally frequent formats, the one with fewest bits is the default.
+    """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))
     return listed({p.path.removesuffix(".weight"): Format(GROUP, p.form.bits, p.form.mode) for p in target})

@@ -11,7 +11,7 @@ RATE = 100e6  # bytes of a GGUF file that one core transcodes in a second; a low
 
 
 def as_text(prepared: Prepared) -> str:
-    """Return a report with a line for each type of tensors, and the type in which MLX computes."""
+    """Return lines about a GGUF file: size, heads, each type of its tensors, and the type in which MLX computes."""
     source, contents = prepared.source, prepared.source.contents
     files = f", {len(contents.files)} files" if len(contents.files) > 1 else ""
     count = len(source.model.mtp)

@@ -17,7 +17,7 @@ class Loss(NamedTuple):
 
 
 def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Return the weights of rows of blocks in float32, from the gguf package."""
+    """Return the weights of rows of blocks in float32, from the gguf package; ValueError for an unsupported type."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -31,7 +31,10 @@ def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
-    """Return rows requantized in groups of 32, with scales and biases from each group's minimum and maximum."""
+    """Return rows in groups of 32, with scales and biases from each group's minimum and maximum.
+
+    Of Q6_K at 8 bits, the half of each group that has the larger scale stays exact instead.
+    """
     if kind == "Q6_K" and bits == 8:
         return _six_bits(rows)
     values = dequantized(kind, rows)
@@ -59,7 +62,7 @@ def _six_bits(rows: np.ndarray) -> Groups:
 
 
 def loss(made: np.ndarray, true: np.ndarray) -> Loss:
-    """Return the error of stored weights compared with the file's."""
+    """Return the error of stored weights (`made`) compared with the file's (`true`)."""
     error = made.astype(np.float64) - true
     size = np.sqrt(np.mean(np.square(true, dtype=np.float64))) or 1.0
     return Loss(float(np.sqrt(np.mean(error * error)) / size), float(np.abs(error).max() / (np.abs(true).max() or 1)))

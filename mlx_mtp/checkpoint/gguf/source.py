@@ -34,8 +34,8 @@ SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size" 
 class GGUFSource:
     """An opened GGUF file.
 
-    entries: its tensors, and those of a separate file of heads. made: by parameter, the tensors and change that
-    make it. model: built from `config`, with lazy parameters.
+    entries: its tensors, and those of a separate file of heads. made: by parameter, the tensors and change that make
+    it. model: the port's model, built from `config`, with lazy parameters.
     """
 
     contents: GGUFContents
@@ -93,7 +93,7 @@ def _config(family: Family, meta: Meta, config_from: Path | None, *, compare: bo
 
 @contextmanager
 def _naming(meta: Meta) -> Iterator[None]:
-    """Add the file to errors that impossible metadata values cause."""
+    """Return a context that converts errors from impossible metadata values to a ValueError with the file."""
     try:
         yield
     except MISBUILT as e:
@@ -103,7 +103,10 @@ def _naming(meta: Meta) -> Iterator[None]:
 
 
 def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
-    """Return the tensors of a file and of a separate file of heads, and metadata with the number of heads found."""
+    """Return the tensors and metadata of a file, joined with those of a separate file of heads (None: no such file).
+
+    The metadata state the number of heads whose tensors were found. ValueError if the files do not fit each other.
+    """
     entries, values = dict(contents.tensors), dict(contents.metadata)
     if heads_from is not None:
         heads = header.read(heads_from)
@@ -120,7 +123,9 @@ def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[
         entries = {name: e for name, e in entries.items() if _block(name) < trunk} | blocks
     if factors := entries.get(FACTORS):
         if math.prod(factors.shape) > MAX_FACTORS:
-            raise ValueError(f"{factors.file}: tensor {FACTORS} has shape {factors.shape}; expected few numbers")
+            raise ValueError(
+                f"{factors.file}: tensor {FACTORS} has shape {factors.shape}; expected at most {MAX_FACTORS} numbers"
+            )
         values[FACTORS] = dequantized(factors.kind, factors.blocks()).reshape(-1)
     meta = _meta(contents.files[0], values, entries)
     if meta.heads and not any(name.startswith(f"blk.{meta.layers}.") for name in entries):
@@ -137,7 +142,7 @@ def _block(name: str) -> int:
 
 
 def _check_same(contents: GGUFContents, heads: GGUFContents) -> None:
-    """Raise ValueError if a file of heads is for another family or hidden size."""
+    """Raise ValueError if a file of heads is for another architecture or hidden size than the target's file."""
     ours, theirs = contents.metadata, heads.metadata
     arch = ours.get("general.architecture")
     for key in ("general.architecture", f"{arch}.embedding_length"):
@@ -150,7 +155,7 @@ def _meta(file: Path, values: dict[str, Any], entries: dict[str, Entry]) -> Meta
 
 
 def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
-    """Raise ValueError if a config.json has other sizes than the GGUF file's metadata."""
+    """Raise ValueError if a config.json, in `place`, has other sizes than `made`, the one from the GGUF metadata."""
     ours, theirs = made | made.get("text_config", {}), config | config.get("text_config", {})
     for name in SIZES:
         # Released embeddings may be padded, and the number of attention heads may be a list.
@@ -163,7 +168,7 @@ def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
     """Return an empty model of the family's port with the file's number of heads."""
     port: ModuleType | None = find_port(config)
     if port is None:
-        raise ValueError(f"{place}: model_type {config['model_type']!r} has no port")
+        raise ValueError(f"{place}: model_type {config['model_type']!r} has no port, so it cannot be transcoded")
     heads = [path.split(".", 2) for path in made if path.startswith("mtp.")]
     args = read_args(port, place, config)
     with one_line(f"{place}: {NO_MODEL}", (*MISBUILT, MemoryError, RuntimeError, OverflowError)):

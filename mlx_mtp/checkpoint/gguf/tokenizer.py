@@ -43,14 +43,14 @@ class _Vocabulary:
     kinds: list[int]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return a value of the tokenizer's metadata; ValueError if it has another type than `kind`."""
+        """Return a value of the tokenizer's metadata, else `default`; ValueError for another type than `kind`."""
         value = self.values.get(PREFIX + key, default)
         if value is not default and type(value) is not kind:
             raise ValueError(f"{self.file}: metadata {PREFIX}{key} is {str(value)[:60]!r}; expected {kind.__name__}")
         return value
 
     def token(self, name: str) -> tuple[int, str] | None:
-        """Return a special token's id and text, None if there is none."""
+        """Return (id, text) of a special token such as "bos", else None; ValueError for an id without a token."""
         number = self.get(f"ggml.{name}_token_id", int)
         if number is None or number == 2**32 - 1:
             return None
@@ -65,7 +65,7 @@ class _Vocabulary:
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Return the tokenizer; ValueError if the file has none, or one of an unsupported kind or pre-tokenizer."""
+    """Return the tokenizer in a GGUF file's metadata; ValueError if it has none, or one that is not supported."""
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
     make_backend = {BYTE_LEVEL: _byte_level, SENTENCEPIECE: _sentencepiece}.get(kind)
@@ -151,7 +151,10 @@ def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, s
 
 
 def _backend(vocabulary: _Vocabulary, merges: list[Any], *, begins: bool) -> dict[str, Any]:
-    """Return the entries that every tokenizer.json has. begins: add the begin token unless metadata forbid it."""
+    """Return the entries that every tokenizer.json has; merges of tokens outside the vocabulary are dropped.
+
+    begins: add the begin token unless metadata forbid it.
+    """
     numbered = list(enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)))
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [

@@ -16,7 +16,10 @@ from .requantize import dequantized
 
 
 def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
-    """Write all parameters to their files; ValueError for NaN in the GGUF file."""
+    """Write all parameters to their files; ValueError for NaN in the GGUF file, or scales that overflow float16.
+
+    progress: called with the bytes written, and all bytes.
+    """
     done, total = 0, writer.total_size(files)
     with ExitStack() as stack:
         places: dict[str, tuple[int, int]] = {}  # a tensor's file descriptor, and the offset of its data
@@ -76,7 +79,10 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
 
 
 def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
-    """Return the packed codes, scales and biases (unless mxfp4) of a range of rows; ValueError for NaN."""
+    """Return a range of rows as packed codes, scales and, unless mxfp4, biases.
+
+    ValueError for NaN, or scales that overflow float16.
+    """
     form = parameter.form
     parts = [(groups(entry, rows, form.bits), at) for entry, rows, at in _rows(parameter, begin, end)]
     codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts)

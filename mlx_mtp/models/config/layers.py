@@ -8,7 +8,10 @@ DENSE, SPARSE = "dense", "sparse"
 
 
 def interval(kinds: list[str]) -> int | None:
-    """Return n if every n-th layer, and no other, has full attention; None for any other order."""
+    """Return n if every n-th layer, and no other, has full attention; None for any other order.
+
+    Without full attention, n is the number of layers plus one.
+    """
     first = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
     return first if [(i + 1) % first == 0 for i in range(len(kinds))] == [kind == FULL for kind in kinds] else None
 
@@ -36,7 +39,10 @@ PATTERNS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
 
 
 def same_layers(name: str, kinds: Any, config: dict[str, Any], read: set[str]) -> bool:
-    """Return whether a field in `read` already holds the value of the list `kinds`, which is called `name`."""
+    """Return whether a field that the family reads already states the layer types in the list `kinds`.
+
+    name: the list's key in config.json. config: the fields' values. read: names of the fields that the family reads.
+    """
     fields = [field for field, (source, _) in PATTERNS.items() if source == name and field in read]
     if not isinstance(kinds, list):
         return False

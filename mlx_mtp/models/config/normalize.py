@@ -59,7 +59,7 @@ class Normalized:
 
 
 def normalize(config: Config) -> Normalized:
-    """Return a config with the names that its family reads; unchanged if the family is unknown."""
+    """Return a config with the names that its family reads; unchanged if the family is unknown. It raises nothing."""
     family = find_family(config)
     if family is None:
         return Normalized(config)
@@ -100,7 +100,7 @@ def with_overrides(config: Config, overrides: Config) -> Config:
 
 
 def _without(parameters: Config, overrides: Config) -> Config:
-    """Remove overridden values from rotary parameters, for all layers or for each type of layer."""
+    """Return rotary parameters, for all layers or per type of layer, without the values that a user overrides."""
     kept = {name: value for name, value in parameters.items() if name not in overrides}
     if "rope_scaling" in overrides:
         own = ("rope_theta", "partial_rotary_factor")
@@ -109,7 +109,7 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
-    """Return the config with the names of `read`, and the rotary values that no field can hold."""
+    """Return (the config with the names of `read`, the rotary values that no field of `args` can hold)."""
     rope, unplaced = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
     lettered = str in get_args(get_type_hints(args).get(LETTERED))
@@ -123,7 +123,7 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
 
 
 def _spelled(config: Config, read: set[str]) -> Config:
-    """Copy each value to the name that the family reads, if only another spelling is set."""
+    """Return the config with each value also under the family's name for it, if only another spelling is set."""
     found = dict(config)
     for group in SPELLINGS:
         ours = [name for name in group if name in read]
@@ -136,13 +136,16 @@ def _spelled(config: Config, read: set[str]) -> Config:
 
 
 def _with_dtype(config: Config) -> Config:
-    """Add transformers 4's name for the type of the weights."""
+    """Return the config with the type of its weights also under transformers 4's name, torch_dtype."""
     dtype = config.get("torch_dtype") or config.get("dtype")
     return config | ({"torch_dtype": dtype} if isinstance(dtype, str) else {})
 
 
 def _without_nulls(config: Config, args: Any) -> Config:
-    """Replace null values of fields that do not accept None: derive head sizes, drop the others to their default."""
+    """Return the config without nulls in fields of `args` that do not accept None.
+
+    Sizes of heads, the number of KV heads and the window are derived; other fields get their default.
+    """
     hints, found = get_type_hints(args), dict(config)
     derived = {"num_key_value_heads": config.get("num_attention_heads")}
     derived |= dict.fromkeys(WINDOW, config.get("max_position_embeddings"))  # null is no window

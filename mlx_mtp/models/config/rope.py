@@ -59,13 +59,16 @@ class Rope:
         return self.kinds.get(SLIDING, self.main)
 
     def unread(self) -> list[str]:
-        """List the keys of the parameters that no module reads."""
+        """Return the keys of the parameters that no module of MLX reads."""
         names = (name for p in self.kinds.values() for name in p if name not in ALWAYS | TYPES[p["rope_type"]])
         return sorted(set(names))
 
 
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
-    """Return a config's rotary values under names in `fields`, and the values that no such field can hold."""
+    """Return (a config's rotary values under names in `fields`, the values that no such field can hold).
+
+    Both are empty if the config states no rotary embedding.
+    """
     rope, found, unsupported = Rope(config), {}, {}
     if not rope.stated:
         return {}, {}
@@ -98,7 +101,10 @@ def scaled(parameters: Config) -> bool:
 
 
 def usual(config: Config) -> Config | None:
-    """Return a family's default rotary embeddings; None if transformers' family has none."""
+    """Return the default rotary parameters in `config`, transformers' defaults for a family; None if these have none.
+
+    An empty config, of a family that transformers lacks, gives a theta of 10,000.
+    """
     parameters = config.get("rope_parameters") or {}
     if config and not parameters:
         return None
@@ -113,7 +119,10 @@ def _object(config: Config, name: str) -> Config:
 
 
 def _parameters(config: Config, given: Config, scaling: Config) -> Config:
-    """Merge values inside `rope_parameters` with values next to it; null counts as absent."""
+    """Return one layer type's parameters: values inside `rope_parameters` (`given`) merged with those next to it.
+
+    scaling: `rope_scaling`. A null counts as absent. ValueError for an unknown type of scaling.
+    """
     inside = {n: v for n, v in given.items() if v is not None and not isinstance(v, dict)}
     scaling = {n: v for n, v in scaling.items() if v is not None}
     merged = {**inside, **scaling, **{n: inside[n] for n in ("rope_theta", "partial_rotary_factor") if n in inside}}
@@ -138,7 +147,7 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
 
 
 def _check_longrope(parameters: Config, longest: int | None) -> None:
-    """Raise ValueError unless the attention factor is the one that MLX's module derives from two lengths."""
+    """Raise ValueError unless longrope's factors are those that MLX's module derives from the two context lengths."""
     length = parameters.get(LENGTH)
     if length and longest:
         factor = longest / length
@@ -146,12 +155,12 @@ def _check_longrope(parameters: Config, longest: int | None) -> None:
         stated = parameters.get("attention_factor", usual)
         if abs(stated - usual) > 1e-6 or abs(parameters.get("factor", factor) / factor - 1) > 1e-6:
             raise ValueError(
-                f"rope_scaling: MLX's longrope has factor {factor:g} and attention_factor {usual:g} only"
+                f"rope_scaling: longrope of these lengths needs factor {factor:g}, attention_factor {usual:g}"
             )
 
 
 def _with_mscale(parameters: Config) -> Config:
-    """Convert YaRN's factor on queries and keys to the `mscale` from which MLX's module computes the same factor.
+    """Return YaRN's parameters with the `mscale` from which MLX's module computes their factor on queries and keys.
 
     The factor is `attention_factor`; else the ratio of `mscale` and `mscale_all_dim` if both are set; else it follows
     from the scaling factor.
@@ -176,7 +185,10 @@ def _scaling(parameters: Config) -> Config:
 
 
 def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
-    """Return the rotated share of a head; extend `unsupported` if it differs between layer types."""
+    """Return the rotated share of a head under names in `fields`.
+
+    If layer types differ in it, or only one states it, the local layers' share is added to `unsupported`.
+    """
     part = main.get("partial_rotary_factor")
     if part is None:
         return {}

@@ -19,7 +19,7 @@ Place = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, an
 
 
 def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
-    """Replace plain rotary modules by scaled or partial ones if `config` asks for them and the model ignores that.
+    """Replace the plain rotary modules of a model that ignores the scaling or partial rotation in `config`.
 
     Raises ValueError if a setting cannot be applied.
     """
@@ -49,7 +49,10 @@ def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> No
 
 
 def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | None) -> None:
-    """Scale plain modules if none is scaled yet; replace YaRN's rounded bounds if `truncate` is false."""
+    """Replace plain modules by scaled ones if none is scaled yet; do not round YaRN's bounds if `truncate` is false.
+
+    Raises ValueError for a type of scaling, or a difference between layer types, that cannot be applied.
+    """
     kind, differ = rope.main["rope_type"], scaled(rope.main) != scaled(rope.local)
     if plain and not others:
         if differ or kind not in APPLIED:
@@ -66,7 +69,7 @@ def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | Non
 
 
 def _untruncated(dims: int, parameters: dict[str, Any]) -> mx.array:
-    """Compute YaRN's frequencies [dims / 2] without rounding its bounds to whole dimensions, unlike MLX's module."""
+    """Return YaRN's frequencies [dims / 2] without rounding its bounds to whole dimensions, unlike MLX's module."""
     base, factor, length = (parameters[name] for name in ("rope_theta", "factor", LENGTH))
     rotations = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
     low, high = (dims * math.log(length / (n * 2 * math.pi)) / (2 * math.log(base)) for n in rotations)

@@ -18,7 +18,11 @@ DECIDED, NO_MATTER = frozenset(BY_TENSORS.split()), frozenset(HARMLESS.split())
 
 @dataclass(frozen=True)
 class Reader:
-    """Keys that a family reads: its dataclass's fields and keys of which it implements the only supported value."""
+    """Finds the keys of a config that a family does not read.
+
+    read: the fields of its dataclass. family: its module, whose Model lists keys in IMPLIED of which it implements
+    one value.
+    """
 
     model_type: str
     read: set[str]
@@ -77,7 +81,7 @@ class Reader:
 
 
 def _windowed(config: Config) -> bool:
-    """Return whether some layer attends to fewer positions than the model supports."""
+    """Return whether some layer has a window that is shorter than the model's longest context."""
     window = next((config[name] for name in WINDOW if config.get(name) is not None), None)
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if window is None or config.get("use_sliding_window") is False:

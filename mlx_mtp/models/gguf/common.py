@@ -1,4 +1,4 @@
-"""Share between families the names of their blocks' tensors, and what all read of metadata."""
+"""Tensor names and metadata that the GGUF files of several families have in common."""
 
 from typing import Any
 
@@ -28,12 +28,16 @@ CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "exp_probs
 
 
 def shared_experts(module: str) -> dict[str, str]:
-    """Name the tensors of a shared expert, which is this module of a layer."""
+    """Return, by GGUF tensor name, the paths of a shared expert's projections; module: its path in a layer."""
     return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
 
 def basics(meta: Meta, model_type: str) -> dict[str, Any]:
-    """Read what every family's config.json has."""
+    """Return the config.json entries that every family has, with this model_type, from the metadata.
+
+    Of numbers that differ between blocks (attention heads, KV heads, MLP size) it returns the largest. ValueError if
+    a required key or token_embd.weight is missing.
+    """
     heads = max(meta.each("attention.head_count"))
     if heads < 1:
         raise ValueError(f"{meta.file}: metadata attention.head_count is {heads}; expected at least 1")
@@ -56,13 +60,16 @@ def basics(meta: Meta, model_type: str) -> dict[str, Any]:
 
 
 def rotary(meta: Meta, **more: Any) -> dict[str, Any]:
-    """Read the rotary embedding's base and scaling."""
+    """Return config.json's `rope_theta`, and `rope_scaling` if the metadata have it; more: entries added for YaRN."""
     found = scaling(meta, **more)
     return {"rope_theta": meta.number("rope.freq_base", 10000.0), **({"rope_scaling": found} if found else {})}
 
 
 def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
-    """Return the number of experts (as `count`), the number that a token uses, and their size."""
+    """Return config.json's number of experts, under the key `count`, of experts per token, and an expert's size.
+
+    names: further keys of config.json, each with the metadata key of its value.
+    """
     return {
         count: meta.size("expert_count"),
         "num_experts_per_tok": meta.size("expert_used_count"),
@@ -72,7 +79,10 @@ def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
 
 
 def grouped(meta: Meta) -> dict[str, Any]:
-    """Read how DeepSeek and its followers choose experts: by sigmoid scores, in groups."""
+    """Return config.json's entries for DeepSeek's routing: sigmoid scores, experts chosen in groups.
+
+    ValueError if the metadata name another function of the scores.
+    """
     if (function := meta.integer("expert_gating_func", 2)) != 2:
         raise ValueError(f"{meta.file}: expert_gating_func is {function}; supported is 2, sigmoid")
     return {
@@ -86,15 +96,18 @@ def grouped(meta: Meta) -> dict[str, Any]:
 
 
 def sparse_layers(meta: Meta) -> list[int]:
-    """List the target's layers that have experts."""
+    """Return the indices of the target's layers whose tensors include experts."""
     names = ("ffn_gate_exps", "ffn_gate_up_exps", "ffn_up_exps")
     return [i for i in range(meta.layers) if any(f"blk.{i}.{name}.weight" in meta.shapes for name in names)]
 
 
 def first_dense(meta: Meta) -> int:
-    """Count the layers before the first with experts; ValueError where a later one has none."""
+    """Return the number of layers before the first with experts; ValueError if a later layer has none.
+
+    Without any experts it is the number of the target's layers.
+    """
     sparse = sparse_layers(meta)
     first = sparse[0] if sparse else meta.layers
     if sparse != list(range(first, meta.layers)):
-        raise ValueError(f"{meta.file}: a layer without experts follows one with them, which is not supported")
+        raise ValueError(f"{meta.file}: layers without experts after the first with experts are not supported")
     return first

@@ -16,7 +16,7 @@ LARGEST_GEMMA = 62  # layers of the one whose queries are not scaled by their he
 
 
 def llama_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Llama and what is stored as such, as Mistral and SmolLM2."""
+    """Return config.json of Llama, or of a family stored as Llama, such as Mistral; ValueError for experts."""
     if meta.integer("expert_count", 0):
         raise ValueError(f"{meta.file}: experts in architecture {meta.architecture} (Mixtral) are not supported")
     found = {**basics(meta, "llama"), **rotary(meta), "hidden_act": "silu"}
@@ -28,36 +28,39 @@ def llama_config(meta: Meta) -> dict[str, Any]:
 
 
 def factors(meta: Meta, base: float) -> dict[str, Any]:
-    """Read Llama 3's scaling, which is a tensor of factors; {} without one."""
+    """Return config.json's `rope_scaling` from the tensor rope_freqs.weight, Llama 3's factors; {} without it."""
     stored = meta.values.get("rope_freqs.weight")
     return {} if stored is None else {"rope_scaling": from_factors(meta, np.asarray(stored, np.float64), base)}
 
 
 def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Undo the order of the rows of queries and keys, which is that of Meta's checkpoints."""
+    """Return the change that restores the row order of queries and keys, which converters change to Meta's.
+
+    Parameters at other paths get no change. ValueError if the rows do not fit the number of heads.
+    """
     for name, key in (("q_proj", "attention.head_count"), ("k_proj", "attention.head_count_kv")):
         if f".{name}." in path:
             heads = int(max(meta.each(key, max(meta.each("attention.head_count")))))
             if shape[0] % (2 * heads):
-                raise ValueError(f"{meta.file}: {path} has {shape[0]} rows, expected some for each of {heads} heads")
+                raise ValueError(f"{meta.file}: {path} has {shape[0]} rows; expected a multiple of {2 * heads}")
             return Change(rows=unpermuted(shape[0], heads))
     return NO_CHANGE
 
 
 def qwen_config(model_type: str, meta: Meta) -> dict[str, Any]:
-    """Return config.json of Qwen2, Qwen2.5 or a dense Qwen3."""
+    """Return the config.json entries that Qwen2, Qwen2.5 and Qwen3 share, with this model_type."""
     return {**basics(meta, model_type), **rotary(meta)}
 
 
 def qwen3_moe_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Qwen3 with experts."""
+    """Return config.json of Qwen3 with experts in every layer."""
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     normed = {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
     return {**qwen_config("qwen3_moe", meta), **routed(meta, "num_experts"), **normed, **sparse}
 
 
 def gemma3_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Gemma 3's text model; every sixth layer attends to all positions."""
+    """Return config.json of Gemma 3's text model; every sixth layer attends to all positions."""
     found = {**basics(meta, "gemma3_text"), **rotary(meta)}
     head_dim = found["head_dim"]
     if found["num_hidden_layers"] == LARGEST_GEMMA:
@@ -75,7 +78,10 @@ def gemma3_config(meta: Meta) -> dict[str, Any]:
 
 
 def centred_norms(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Subtract the 1 that converters add to norms, because mlx-lm's Gemma adds it when it runs."""
+    """Return the change that subtracts from a norm's weights the 1 that converters add; none for other parameters.
+
+    mlx-lm's Gemma adds it again when it runs.
+    """
     return Change(values=lambda w: w - np.float32(1)) if path.endswith("norm.weight") else NO_CHANGE
 
 

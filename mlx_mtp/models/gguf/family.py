@@ -1,4 +1,4 @@
-"""Describe a family's GGUF files: where each tensor goes, and what its values and metadata become."""
+"""Describe a family's GGUF files: each tensor's path in the port's model, and how to undo the converter's changes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ HEAD = {
 
 
 class Change(NamedTuple):
-    """What is done to the rows of tensors that become a parameter.
+    """How the tensors that become a parameter are changed, in this order; None is no change.
 
-    rows: indices into the tensors' rows, one below another. columns: indices of columns. values: a function of
-    the float32 array [rows, columns]. shape: the parameter's, where it is not the tensor's.
+    rows, columns: indices of the tensors' rows (of all tensors, one after the other) and columns, in the parameter's
+    order. values: a function of the float32 array [rows, columns]. shape: the parameter's, if it is not the tensors'.
     """
 
     rows: np.ndarray | None = None
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The tensors that a parameter is made from, in the order of their rows, and how."""
+    """The names of the tensors that a parameter is made from, in the order of their rows, and their change."""
 
     tensors: tuple[str, ...]
     change: Change
@@ -47,19 +47,19 @@ Changes = Callable[[Meta, str, tuple[int, ...]], Change]
 
 
 def unchanged(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Leave a parameter as it is."""
+    """Return no change, for any parameter."""
     return NO_CHANGE
 
 
 @dataclass(frozen=True)
 class Family:
-    """What converters do with a family.
+    """How the GGUF files of a family become its port's config.json and parameters.
 
-    config: config.json's content, in the words of the family's port. block: by name in a block its path in a layer;
-    a tuple where rows become several parameters, one path of several tensors that are joined in this order.
-    changes: of the parameter at a path in a layer, whose tensors' rows are of this shape. ends: of the others.
-    head: of what heads alone have. in_head: by name in a block, where `block` does not hold for a head.
-    float16: whether the activations fit.
+    config: returns config.json. block: from a tensor's name in a block to its path in a layer; a tuple if its rows
+    are split over parameters. Tensors with the same path are joined by rows, in this order. changes: returns the
+    change of the parameter at a path, of joined tensors of a shape. layers: prefix of layers. ends: paths of tensors
+    outside blocks. head: paths of tensors that only MTP heads have. in_head: paths in a head that differ from
+    `block`'s. float16: whether the family's activations fit into float16.
     """
 
     config: Callable[[Meta], dict[str, Any]]
@@ -72,7 +72,10 @@ class Family:
     float16: bool = False
 
     def parameters(self, meta: Meta) -> dict[str, Made]:
-        """List by path what each parameter is made from; ValueError for a tensor that has no place."""
+        """Return, by path in the port's model, the tensors that each parameter is made from, and their change.
+
+        ValueError for a tensor that becomes no parameter, unless it is in IGNORED.
+        """
         found: dict[str, list[str]] = {}
         for name in meta.shapes:
             if not name.endswith(IGNORED):
@@ -81,7 +84,7 @@ class Family:
         return {path: self._made(meta, path, names) for path, names in found.items()}
 
     def _paths(self, meta: Meta, name: str) -> list[str]:
-        """Name the parameters that a tensor becomes, or a part of one."""
+        """Return the paths of the parameters that a tensor becomes, or is a part of; ValueError if there are none."""
         match = BLOCK.fullmatch(name)
         before, table, rest = "", self.ends, name
         if match:
@@ -92,7 +95,7 @@ class Family:
         stem, _, suffix = rest.rpartition(".")
         place = table.get(rest) or table.get(stem)
         if place is None:
-            raise ValueError(f"{meta.file}: tensor {name} has no place in architecture {meta.architecture}")
+            raise ValueError(f"{meta.file}: tensor {name} is unknown in architecture {meta.architecture}")
         places = (place,) if isinstance(place, str) else place
         return [before + p + ("" if rest in table else f".{suffix}") for p in places]
 
@@ -102,7 +105,7 @@ class Family:
         return {**block, **self.in_head, **self.head}
 
     def _made(self, meta: Meta, path: str, names: list[str]) -> Made:
-        """Order a parameter's tensors and find its change."""
+        """Return a parameter's tensors, in the order in which they are joined, with their change."""
         order = list(self.block)
         rests = {name: BLOCK.fullmatch(name) for name in names}
         names.sort(key=lambda n: _rank(order, rests[n]))
@@ -117,18 +120,24 @@ class Family:
 
 
 def _rank(order: list[str], match: re.Match | None) -> int:
-    """Place a tensor among those that are joined, by its family's table."""
+    """Return a tensor's position among those that are joined; match: of BLOCK, None for a tensor outside blocks."""
     stem = match[2].rpartition(".")[0] if match else ""
     return order.index(stem) if stem in order else len(order)
 
 
 def ends(inside: str, head: str, **others: str) -> dict[str, str]:
-    """Return the paths of the embedding, the last norm and the LM head inside these modules."""
+    """Return, by GGUF name, the paths of the embedding and last norm after the prefix `inside`, and of the LM head.
+
+    others: further tensors, with their paths after the prefix. head: the LM head's whole path.
+    """
     return {**{name: f"{inside}{path}" for name, path in (ENDS | others).items()}, "output": head}
 
 
 def part_of_rows(shape: tuple[int, ...], part: int, parts: int) -> Change:
-    """Take one of the parts that the rows of each expert [experts, parts * rows, columns] are."""
+    """Return the change that takes part number `part` of the `parts` equal parts of each expert's rows.
+
+    shape: of the whole tensor, (experts, rows of all parts, columns).
+    """
     experts, rows, columns = shape
     order = np.arange(experts * rows).reshape(experts, parts, -1)[:, part].reshape(-1)
     return Change(rows=order, shape=(experts, rows // parts, columns))

@@ -42,7 +42,7 @@ NEXT_BLOCK = {
 
 
 def recurrent(meta: Meta) -> dict[str, Any]:
-    """Read the sizes of gated-delta layers."""
+    """Return config.json's sizes of gated-delta layers, and n if every n-th layer has full attention (default 4)."""
     heads = meta.size("ssm.time_step_rank")
     return {
         "linear_num_value_heads": heads,
@@ -55,7 +55,7 @@ def recurrent(meta: Meta) -> dict[str, Any]:
 
 
 def qwen_experts(meta: Meta) -> dict[str, Any]:
-    """Read the experts of Qwen's; {} without any."""
+    """Return config.json's entries for Qwen's routed and shared experts; {} for a model without experts."""
     if not meta.integer("expert_count", 0):
         return {}
     shared = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
@@ -63,12 +63,12 @@ def qwen_experts(meta: Meta) -> dict[str, Any]:
 
 
 def partial_rotary(meta: Meta, head_dim: int) -> float:
-    """Compute the share of a head's features that are rotated."""
+    """Return the share of a head's features that are rotated; 1 if the metadata do not state it."""
     return meta.size("rope.dimension_count", head_dim) / head_dim
 
 
 def qwen35_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Qwen3.5, 3.6 and 3.8, with experts or without."""
+    """Return config.json of Qwen3.5, 3.6 or 3.8, with experts or without; its fields are in `text_config`."""
     kind = "qwen3_5_moe" if meta.integer("expert_count", 0) else "qwen3_5"
     text = {**basics(meta, f"{kind}_text"), **recurrent(meta), **qwen_experts(meta)}
     rope: dict[str, Any] = {"rope_type": "default", **rotary(meta)}
@@ -83,14 +83,14 @@ def qwen35_config(meta: Meta) -> dict[str, Any]:
 
 
 def next_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Qwen3-Next."""
+    """Return config.json of Qwen3-Next."""
     found = {**basics(meta, "qwen3_next"), **rotary(meta), **recurrent(meta), **qwen_experts(meta)}
     found["partial_rotary_factor"] = partial_rotary(meta, found["head_dim"])
     return found | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def recurrent_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Undo what is done to a gated-delta layer whose value heads stay grouped."""
+    """Return the change that restores A_log, and the shapes of conv1d and the shared expert's gate; else none."""
     if path.endswith(".A_log"):
         return Change(values=log_of_negative, shape=(shape[0],))
     if path.endswith(".conv1d.weight"):
@@ -101,13 +101,16 @@ def recurrent_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 
 def log_of_negative(a: np.ndarray) -> np.ndarray:
-    """Compute A_log of a = -exp(A_log)."""
+    """Return A_log [rows, columns] from the stored a = -exp(A_log)."""
     with np.errstate(all="ignore"):
         return np.log(-a)
 
 
 def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Undo the tiling of value heads, too."""
+    """Return `recurrent_changes`, with value heads grouped by key head again; converters tile them.
+
+    Only parameters of gated-delta layers are reordered. ValueError if a tensor's size does not fit the metadata.
+    """
     change = recurrent_changes(meta, path, shape)
     if ".linear_attn." not in path or path.endswith(".norm.weight"):
         return change
@@ -125,7 +128,11 @@ def qwen35_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 
 def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Undo the sorting of rows of a fused projection by kind, where it was done."""
+    """Return `recurrent_changes`, or the change that orders the rows of in_proj_qkvz by key head.
+
+    Converters sort those rows by kind (q, k, v, z) and split them into two tensors; a layer with one tensor is
+    unsorted.
+    """
     layer = path.rpartition(".linear_attn.")[0].rpartition(".")[2]
     if path.endswith("in_proj_qkvz.weight") and f"blk.{layer}.ssm_in.weight" not in meta.shapes:
         sizes = recurrent(meta)
@@ -137,7 +144,7 @@ def next_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 
 def _check_size(meta: Meta, path: str, expected: int, size: int) -> None:
-    """Raise where a tensor has another number of rows or columns than the metadata give it."""
+    """Raise ValueError unless a tensor's number of rows or columns, `size`, is the one that the metadata give."""
     if expected != size:
         raise ValueError(f"{meta.file}: {path} has {size} rows or columns; its metadata give {expected}")
 
@@ -168,18 +175,21 @@ NEMOTRON_MIXER = {
 
 
 def _in_nemotron_head(name: str) -> str:
-    """Return a tensor's path in a head, which has a layer of attention and one of experts."""
+    """Return the path in an MTP head of a tensor's name in a block; layer 0 is attention, layer 1 experts."""
     return f"block.layers.{int(not name.startswith('attn_'))}.{NEMOTRON_MIXER[name]}"
 
 
 def nemotron_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Nemotron-H and Nemotron-3; the layers' kinds are those of their tensors."""
+    """Return config.json of Nemotron-H or Nemotron-3; each layer's kind follows from the names of its tensors.
+
+    ValueError for a block that has none of these tensors.
+    """
     found = basics(meta, "nemotron_h")
     epsilon, heads = found.pop("rms_norm_eps"), meta.size("ssm.time_step_rank")
     names = (("ssm_in", "M"), ("attn_q", "*"), ("ffn_up_exps", "E"), ("ffn_up", "-"))
     kinds = [next((k for n, k in names if f"blk.{i}.{n}.weight" in meta.shapes), "?") for i in range(meta.layers)]
     if "?" in kinds:
-        raise ValueError(f"{meta.file}: block {kinds.index('?')} has no tensors of a kind of layer that is known")
+        raise ValueError(f"{meta.file}: block {kinds.index('?')} is no Mamba2, attention, expert or MLP layer")
     conv_bias = any(name.endswith("ssm_conv1d.bias") for name in meta.shapes)
     found |= {
         "hybrid_override_pattern": "".join(kinds),
@@ -209,7 +219,7 @@ def _nemotron_experts(meta: Meta) -> dict[str, Any]:
 
 
 def _nemotron_head(meta: Meta) -> dict[str, Any]:
-    """Return the config of a head, which may have its own number of experts."""
+    """Return config.json's entries for MTP heads, with their own number of experts; {} without heads."""
     if not meta.heads:
         return {}
     found: dict[str, Any] = {"num_nextn_predict_layers": meta.heads, "mtp_hybrid_override_pattern": "*E"}
@@ -219,7 +229,10 @@ def _nemotron_head(meta: Meta) -> dict[str, Any]:
 
 
 def nemotron_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Undo the changes to Mamba2's layers, whose vectors are matrices of one column, and to attention."""
+    """Return the change that restores Mamba2's A_log and shapes, or the row order of attention's queries and keys.
+
+    Converters store Mamba2's vectors as matrices of one column.
+    """
     size = int(np.prod(shape))
     if path.endswith(".A_log"):
         return Change(values=log_of_negative, shape=(size,))

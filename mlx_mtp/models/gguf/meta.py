@@ -1,4 +1,4 @@
-"""Read typed values of a GGUF file's metadata; what is missing or of another type is one line."""
+"""Read typed values of a GGUF file's metadata; a missing value, or one of another type, is a one-line ValueError."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,9 +36,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys that change logits, and values u
 
 @dataclass
 class Meta:
-    """Metadata of one file: `file` for messages, all `values`, the shapes of its tensors by name.
+    """Metadata of one GGUF file: `file` for messages, all `values`, its tensors' shapes by name, the keys `read`.
 
-    Numbers that are stored in float32 are read as the shortest decimal of their value, 1e-05 for 9.99999975e-06.
+    Methods take keys without the architecture's prefix. They return `default` for a missing key, and raise ValueError
+    without one. A number stored in float32 is returned as its shortest decimal, 1e-05 for 9.99999975e-06.
     """
 
     file: str
@@ -48,63 +49,66 @@ class Meta:
 
     @property
     def architecture(self) -> str:
-        """The name of the family, which begins its keys."""
+        """The file's general.architecture, such as "llama", which is the prefix of its other keys."""
         return self._typed("general.architecture", str, REQUIRED)
 
     @property
     def heads(self) -> int:
-        """Number of MTP heads, which are the last blocks."""
+        """Number of MTP heads, which are the last blocks; 0 if the metadata do not state it."""
         return self.integer("nextn_predict_layers", 0)
 
     @property
     def layers(self) -> int:
-        """Number of the target's layers."""
+        """Number of the target's layers, which are the blocks before the heads; ValueError if there are none."""
         if self.heads >= self.blocks:
-            raise ValueError(f"{self.file}: block_count is {self.blocks}, of which {self.heads} are heads")
+            raise ValueError(f"{self.file}: block_count is {self.blocks}; expected more than {self.heads}, the heads")
         return self.blocks - self.heads
 
     @property
     def blocks(self) -> int:
-        """Number of the target's layers and heads."""
+        """Number of blocks, which are the target's layers and the heads; ValueError for more than MOST_BLOCKS."""
         if (blocks := self.integer("block_count")) > MOST_BLOCKS:
             raise ValueError(f"{self.file}: metadata block_count is {blocks}; expected at most {MOST_BLOCKS}")
         return blocks
 
     def has(self, key: str) -> bool:
-        """Whether the architecture's key is there."""
+        """Return whether the metadata contain a key."""
         return f"{self.architecture}.{key}" in self.values
 
     def integer(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read an integer of the architecture's, from 0 to 2^31."""
+        """Return an integer; ValueError unless it is at least 0 and less than 2^31."""
         value = self._typed(f"{self.architecture}.{key}", int, default)
         if isinstance(value, int) and not 0 <= value < 1 << 31:
             raise ValueError(f"{self.file}: metadata {key} is {value}; expected 0 to 2^31")
         return value
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read an integer that is at least 1."""
+        """Return an integer; ValueError unless it is at least 1 and less than 2^31."""
         value = self.integer(key, default)
         if value == 0:
             raise ValueError(f"{self.file}: metadata {key} is 0; expected at least 1")
         return value
 
     def number(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a number."""
+        """Return a float, also for a stored integer; ValueError for NaN or infinity."""
         value = self._typed(f"{self.architecture}.{key}", float, default)
         if isinstance(value, float) and not np.isfinite(value):
             raise ValueError(f"{self.file}: metadata {key} is {value}; expected a number")
         return value
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a text."""
+        """Return a string."""
         return self._typed(f"{self.architecture}.{key}", str, default)
 
     def flag(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a truth value."""
+        """Return a bool."""
         return self._typed(f"{self.architecture}.{key}", bool, default)
 
     def each(self, key: str, default: Any = REQUIRED) -> list[Any]:
-        """Read one value for each block, heads included: a list, or one that holds for all."""
+        """Return one number per block: a stored list, or a single value repeated for every block, heads included.
+
+        A list needs at least one number per layer of the target, and may lack those of the heads.
+        """
         full, count = f"{self.architecture}.{key}", self.blocks
         self.read.add(full)
         value = self.values.get(full, default)
@@ -117,7 +121,10 @@ class Meta:
         return found
 
     def refuse_unread(self) -> None:
-        """Raise for a key that changes logits, is not neutral, and was not read."""
+        """Raise ValueError for a key that changes logits (NEUTRAL) and was not read, unless its value is neutral.
+
+        Call it after config.json has been made from the metadata.
+        """
         before = f"{self.architecture}."
         for key, value in self.values.items():
             neutral = NEUTRAL.get(key.removeprefix(before)) if key.startswith(before) else None

@@ -1,4 +1,4 @@
-"""Describe the GGUF files of families whose heads are layers behind the target's: Step, GLM, DeepSeek, MiMo-V2."""
+"""Describe the GGUF files of families whose heads are blocks after the target's: Step, GLM, DeepSeek, MiMo-V2."""
 
 import math
 from dataclasses import replace
@@ -65,7 +65,7 @@ INDEXER = {
 
 
 def step_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of Step-3.5, with what differs between its layers as lists."""
+    """Return config.json of Step-3.5; values that differ between layers are lists."""
     found = basics(meta, "step3p5")
     sliding = [bool(v) for v in meta.each("attention.sliding_window_pattern")]
     heads, groups = meta.each("attention.head_count"), meta.each("attention.head_count_kv")
@@ -104,7 +104,7 @@ def step_config(meta: Meta) -> dict[str, Any]:
 
 
 def glm_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of GLM-4.5 to 4.7."""
+    """Return config.json of GLM-4.5 to 4.7."""
     found = {**basics(meta, "glm4_moe"), **rotary(meta), **routed(meta, "n_routed_experts"), **grouped(meta)}
     del found["topk_method"], found["scoring_func"]
     rotated = meta.size("rope.dimension_count", found["head_dim"] // 2)
@@ -119,7 +119,7 @@ def glm_config(meta: Meta) -> dict[str, Any]:
 
 
 def _mla(meta: Meta, model_type: str) -> dict[str, Any]:
-    """Read what families with MLA share."""
+    """Return the config.json entries that families with MLA share, with this model_type."""
     found = {**basics(meta, model_type), **routed(meta, "n_routed_experts"), **grouped(meta)}
     rope = meta.size("rope.dimension_count")
     key, value = (
@@ -144,7 +144,7 @@ def _mla(meta: Meta, model_type: str) -> dict[str, Any]:
 
 
 def deepseek_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of DeepSeek-V3, Kimi-K2 or, by its tokenizer, GLM-4.7-Flash."""
+    """Return config.json of DeepSeek-V3 or Kimi-K2, or of GLM-4.7-Flash if the file names GLM's pre-tokenizer."""
     pre = meta.values.get("tokenizer.ggml.pre")
     kind = "glm4_moe_lite" if pre == "glm4" else "deepseek_v3"
     scale = meta.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
@@ -153,7 +153,7 @@ def deepseek_config(meta: Meta) -> dict[str, Any]:
 
 
 def glm_dsa_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of GLM-5, 5.1 and 5.2."""
+    """Return config.json of GLM-5, 5.1 or 5.2."""
     found = _mla(meta, "glm_moe_dsa") | {
         "index_n_heads": meta.size("attention.indexer.head_count"),
         "index_head_dim": meta.size("attention.indexer.key_length"),
@@ -170,7 +170,11 @@ def glm_dsa_config(meta: Meta) -> dict[str, Any]:
 
 
 def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
-    """Split `attn_kv_b`, which older files have whole: its keys' part is stored transposed."""
+    """Return the change that takes the keys' or the values' rows out of `attn_kv_b`, which older files do not split.
+
+    The keys' part is transposed in each head. Other parameters get no change. ValueError if the rows do not fit the
+    heads.
+    """
     if len(shape) != 2 or not path.endswith((".embed_q.weight", ".unembed_out.weight")):
         return NO_CHANGE
     heads = int(max(meta.each("attention.head_count")))
@@ -190,7 +194,7 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 
 def mimo_config(meta: Meta) -> dict[str, Any]:
-    """Make config.json of MiMo-V2-Flash."""
+    """Return config.json of MiMo-V2-Flash."""
     found = {**basics(meta, "mimo_v2_flash"), **rotary(meta), **routed(meta, "n_routed_experts"), **grouped(meta)}
     every = [int(bool(v)) for v in meta.each("attention.sliding_window_pattern")]
     hybrid = every[: meta.layers]

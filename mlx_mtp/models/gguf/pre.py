@@ -18,7 +18,7 @@ UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(upper: str, lower: str, after: str) -> str:
-    """Match words that are split before a capital letter."""
+    """Return a regex of words that are split before a capital letter; after: a regex of what may follow a word."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return rf"{before}[{upper}]*[{lower}]+{after}|{before}[{upper}]+[{lower}]*{after}"
 
@@ -39,7 +39,7 @@ SMOLLM = ({"type": "Digits", "individual_digits": True}, GPT2)
 
 
 def _split(*patterns: str) -> tuple[dict[str, Any], ...]:
-    """Split by each pattern in turn, then write bytes as characters."""
+    """Return the steps of a pre-tokenizer that splits by each regex in turn, then maps bytes to characters."""
     rule = {"type": "Split", "behavior": "Isolated", "invert": False}
     return (*({**rule, "pattern": {"Regex": pattern}} for pattern in patterns), BYTES)
 

@@ -1,4 +1,4 @@
-"""Find the rotary embedding's scaling in metadata, or in the factors that Llama 3's is stored as."""
+"""Find config.json's rope_scaling in a GGUF file's metadata, or from the factors that are stored for Llama 3."""
 
 import math
 from typing import Any
@@ -12,7 +12,10 @@ CLOSE = 1e-5
 
 
 def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
-    """Return config.json's rope_scaling, with what a family adds to YaRN's; None without one."""
+    """Return config.json's `rope_scaling` from the metadata, None if they have none; ValueError for an unknown type.
+
+    more: entries that the family adds to YaRN's.
+    """
     kind = meta.text("rope.scaling.type", None)
     factor = meta.number("rope.scaling.factor", 0.0)
     if kind in (None, "none") or factor in (0.0, 1.0):
@@ -33,10 +36,10 @@ def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
 
 
 def from_factors(meta: Meta, factors: np.ndarray, base: float) -> dict[str, Any]:
-    """Find the parameters of Llama 3's scaling that give these factors, one for each pair of a head's features.
+    """Return the `rope_scaling` of Llama 3's kind that gives these factors, one for each pair of a head's features.
 
     Frequencies above one wavelength are kept, those below another divided by `factor`, and between them the share
-    is a straight line in the inverse wavelength, which two of them fix. ValueError where none fits.
+    is a straight line in the inverse wavelength, which two of them fix. base: rope_theta. ValueError if none fits.
     """
     factor, pairs = float(factors.max()), len(factors)
     turns = max(base, 1e-9) ** (-np.arange(pairs) / pairs) / (2 * math.pi)  # per position

@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def find_family(meta: Meta) -> Family:
-    """Find the family of a file; ValueError names the architectures that are supported."""
+    """Return the description of a file's family, by its architecture; ValueError names the supported ones."""
     if found := FAMILIES.get(meta.architecture):
         return found
     known = ", ".join(sorted(FAMILIES))
