@@ -23,7 +23,7 @@ def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx
     Raises ValueError if x and r, or weight and H, do not match.
     """
     if x.shape != r.shape:
-        raise ValueError(f"x has shape {x.shape} and r {r.shape}; they must have the same")
+        raise ValueError(f"x has shape {x.shape} and r {r.shape}; they must have the same shape")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {weight.shape}; for these rows it must be {x.shape[-1:]}")
     H = x.shape[-1]

@@ -69,7 +69,9 @@ def mamba2_verify(
     C: [1, T, G, Ds]. rows: x [1, T, H, Dh] and B [1, T, G, Ds], of float16, bfloat16 or float32 like C and D [H];
         dt [1, T, H] float32, after its softplus. A_log: [H]. Any array may be a view.
     state: [1, H, Dh, Ds] float32, before the tape. y: [1, T, H, Dh] in x's dtype.
-    tape, accepted [1], last: as in `gated_delta_verify`.
+    tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
+    accepted: [1] int32, from 0 to P; ValueError unless it is given exactly if a tape is.
+    The returned state is the one before the new rows, with `last` the one after them.
     """
     check_tape(tape, accepted)
     if not (on_metal() and _supported(C, rows, state, A_log, D, tape)):

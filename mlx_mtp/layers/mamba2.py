@@ -42,7 +42,7 @@ class Mamba2:
         return self.out_proj(self.norm(y.reshape(n, S, -1), gate))
 
     def plain(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
-        """Compute the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic.
+        """Return the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic, and advance the cache.
 
         mixed: x, B and C after the convolution, concatenated [n, S, C]; rows: before it, as from `cache.convolved`.
         """
@@ -90,7 +90,7 @@ class Mamba2:
         return mx.concatenate(outputs, axis=1), state
 
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-        """Compute the state after the masked rows of a tape; the output would need C and is not computed."""
+        """Return the state after those rows of a tape that `mask` keeps; there is no output, because it needs C."""
         return self._stepped(state, x, B, B, dt, mask=mask)[1]
 
 

@@ -25,7 +25,7 @@ class LoadReport(Protocol):
 
 @dataclass
 class Runtime:
-    """State of one model, created with it; a field is None, or empty, until its room sets it.
+    """State of one model, created with it; a field is None, or empty, until the package that owns it sets it.
 
     report: facts of the load. ranks: the ranks that the target's layers are split over.
     untested: reads and tests the heads before they first draft; it may warn, or raise ValueError.
