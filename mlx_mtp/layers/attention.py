@@ -44,7 +44,7 @@ class CachedAttention(Site):
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Return whether the site is on for `rows` rows per sequence: at the cache's context, or at all for a pool."""
+        """Return whether the site is on for `rows` rows per sequence at the cache's context, or at all for a pool."""
         if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)

@@ -109,6 +109,6 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width + rank, 1)
 
     def __call__(self, row: mx.array, before: mx.array | None) -> mx.array:
-        """Return probabilities, float32 [n, 1], for rows [n, H] and, if read, `markov_w1` of the tokens before [n, r]."""
+        """Return probabilities, float32 [n, 1], for rows [n, H] and, if read, `markov_w1` of the tokens before."""
         features = row if before is None or not self.with_markov else mx.concatenate([row, before], axis=-1)
         return mx.sigmoid(self.proj(features).astype(mx.float32))

@@ -86,7 +86,7 @@ class MTPSpec:
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def may_repeat(self, module: str) -> bool:
-        """Return whether a checkpoint may lack this module of a head, because the target's serves ("shared_or_own")."""
+        """Return whether a checkpoint may lack this module of a head: the target's then serves ("shared_or_own")."""
         return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":

@@ -138,7 +138,7 @@ class Matrices(Site):
 
 
 class GLU(Site):
-    """Gate, up and SwiGLU of an MLP in one launch; with a `limit`, silu(gate) is at most that and up within ±limit."""
+    """Gate, up and SwiGLU of an MLP in one launch; with a `limit`, silu(gate) is at most that, up within ±limit."""
 
     op = "verify_glu"
     stock_exact = True
