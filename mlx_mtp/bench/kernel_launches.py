@@ -41,25 +41,28 @@ F32 = mx.float32
 
 
 def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
-    """Return `count` launches from the first to the last in even steps."""
+    """Return `count` (at least 2) of the launches, from the first to the last in even steps."""
     every = list(launches)
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
 
 
 @cache
 def can_split(op: Callable[..., object]) -> bool:
-    """Return whether an op's kernel has an alternative whose threads have fewer rows."""
+    """Return whether an op has the option `split`, with which threads have fewer rows."""
     return "split" in inspect.signature(op).parameters
 
 
 def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
-    """Yield launches, and then those with `split=True`."""
+    """Yield the launches, and then those that have it once more with `split=True`."""
     yield from launches()
     yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
-    """Return weights [*before, n, k] of zeros."""
+    """Return quantized weights [*before, n, k] of zeros in a format (mode, bits, group size).
+
+    ends: of stacked linears along n; by default one linear.
+    """
     mode, bits, group = of
     affine = mode == "affine"
     scales = mx.zeros((*before, n, k // group), dtype if affine else mx.uint8)
@@ -226,7 +229,7 @@ def recurrences() -> Iterator[Launch]:
 
 
 def spellings() -> Iterator[Launch]:
-    """Yield the kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
+    """Yield a sample of launches of the kernels with MLX's own sums, in each explicit spelling of multiply-adds."""
     makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
     for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
         for launch in spread(make(), 12):
@@ -241,7 +244,7 @@ def launched(launch: Launch, spelling: str) -> None:
 
 
 def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
-    """Return the groups of launches by name; those of quantized weights once per format."""
+    """Return the groups by name, as functions that yield launches, with splits; of quantized weights per format."""
     quantized = itertools.product((products, matrices, experts, heads), formats)
     found: dict[str, Callable[[], Iterator[Launch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},

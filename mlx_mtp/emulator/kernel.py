@@ -98,7 +98,7 @@ class MetalKernel:
             if len(entries) != needed:
                 raise ValueError(f"{what} has {len(entries)} entries; kernel {self.name} needs {needed}")
         if stream is not None and getattr(stream, "device", stream) in (mx.cpu, mx.Device(mx.cpu)):
-            raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
+            raise ValueError("stream is on the CPU; a Metal kernel needs one on the GPU, or None")
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
         if (count := len(signature.parameters)) > MOST_BUFFERS:

@@ -90,7 +90,9 @@ def _kernel(path: Path) -> c.CDLL:
         library = c.CDLL(str(path))
     except OSError as error:
         symbol = str(error).partition("undefined symbol: ")[2] or str(error)
-        raise CompileError(f"{symbol} is declared and used, but has no value here") from error
+        raise CompileError(
+            f"{symbol} is declared and used, but has no value; option function_constants sets one of a constant"
+        ) from error
     library.emulated_bound.restype = c.c_void_p
     return library
 
