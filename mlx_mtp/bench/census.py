@@ -119,7 +119,7 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Add the experts chosen during the phase, which are known after its evaluation."""
+        """Time the block as part of a phase; then add the bytes of the distinct experts that were chosen in it."""
         with super().during(name):
             yield
         if not name.startswith("build"):

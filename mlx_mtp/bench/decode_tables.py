@@ -55,7 +55,7 @@ class Row:
 
     @property
     def conclusive(self) -> bool:
-        """Whether its ratios have a small spread; for the plain loop, its speed."""
+        """Whether its ratios to plain and to mlx-lm, or its speed if it has none, have a spread of at most 5%."""
         ratios = [m for m, base in ((self.vs_plain, PLAIN), (self.vs_mlx_lm, MLX_LM)) if m and base != self.contender]
         return all(m is not None and m.conclusive for m in ratios or [self.speed])
 

@@ -110,7 +110,7 @@ def routable(logits: mx.array, routing: Routing) -> bool:
 
 
 def room(m: int, top_k: int) -> int:
-    """Return the number of pairs that fit in a threadgroup's memory: those of 8 rows up to m = 8, else of 16."""
+    """Return the number of pairs that fit in a threadgroup's memory: of 8 rows up to m = 8, else of 16; in 128s."""
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 
 

@@ -11,7 +11,7 @@ READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values per chunk; MLX's maximum
 
 
 def add_norm_ref(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Compute `add_norm` with MLX's own ops."""
+    """Return h = x + r and mx.fast.rms_norm(h, weight, eps) by MLX's own ops: the reference of `add_norm`."""
     h = x + r
     return h, mx.fast.rms_norm(h, weight, eps)
 

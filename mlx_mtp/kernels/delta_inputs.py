@@ -45,7 +45,7 @@ def delta_inputs_ref(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Compute `delta_inputs` with plain ops, with sums in float32."""
+    """Return q, k, v, gates and rows by MLX's ops, with sums in float32: the reference of `delta_inputs`."""
     if accepted is not None:
         kept = accepted[:, None] + mx.arange(weight.shape[1] - 1)
         before = mx.take_along_axis(before, kept[..., None], axis=1)

@@ -23,7 +23,10 @@ def mamba2_verify_ref(
     accepted: Maybe = None,
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Compute `mamba2_verify` row by row, in float32."""
+    """Return (y, state) of Mamba2's recurrence over a tape's accepted rows, then new rows, one by one in float32.
+
+    The reference of `mamba2_verify`, with its arguments.
+    """
     if tape is not None and accepted is not None:
         for t in range(tape[0].shape[1]):
             state = mx.where(t < accepted, _after(state, A_log, *(a[:, t] for a in tape)), state)

@@ -76,7 +76,7 @@ def norm_rope_ref(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Compute `norm_rope` with MLX's own ops."""
+    """Return q and k normed (if weights are given), rotated and heads first, by MLX's own ops, as `norm_rope`."""
     D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys

@@ -84,7 +84,10 @@ def verify_attention_ref(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Compute `verify_attention` with a mask over the whole buffers, in float32, rounded before the gate."""
+    """Attend to whole KV buffers with a mask, in float32, rounded before a gate: reference of `verify_attention`.
+
+    Arguments and the result [N, L, Hq * Dv] are the same, without `limit` and `split`.
+    """
     k, v = (_plain(x, group_size, bits) for x in (keys, values))
     if cache_rows is not None:
         k, v = k[cache_rows], v[cache_rows]

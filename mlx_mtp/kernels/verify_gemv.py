@@ -11,7 +11,7 @@ DOT_BLOCK = 16384  # above this K MLX's dot product has partial sums in several 
 
 
 def verify_gemv_ref(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
-    """Compute `verify_gemv` with MLX's matmul, which sums in float32; the bias is added to the rounded product."""
+    """Return x @ w.T by MLX's matmul, which sums in float32, plus the bias, added to the rounded product."""
     y = x @ w.T
     return y if bias is None else y + bias
 

@@ -70,7 +70,10 @@ def verify_moe_ref(
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
 ) -> mx.array:
-    """Compute `verify_moe` from dequantized experts in float32, rounded once before the shared part is added."""
+    """Return the weighted sum of the chosen experts, dequantized, in float32: the reference of `verify_moe`.
+
+    It is rounded once, before the shared output is added. Arguments are the same, without `split`.
+    """
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
     up = _of(visited, experts.up) @ rows

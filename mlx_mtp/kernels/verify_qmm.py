@@ -20,7 +20,7 @@ from ._source import constants, on_metal
 
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Dequantize, multiply in float32, round once, then add the bias."""
+    """Return x times each stacked linear [..., N_p]: dequantized, in float32, rounded once, then plus the bias."""
     return biased(list(mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1)), weights)
 
 

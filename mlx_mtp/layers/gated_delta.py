@@ -63,7 +63,7 @@ class GatedDelta:
         return self["norm"](y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Compute `plain` from the arrays of `grouped` in three launches, one of which also replays the tape."""
+        """Return the output of `plain` for the arrays of `grouped`, in three launches; one also replays the tape."""
         accepted, tape = cache.accepted, None
         earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
@@ -91,7 +91,7 @@ class GatedDelta:
         return [q * scale**2, k * scale]
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Compute g and beta, [1, S, Hv]."""
+        """Return the decay g and the rate beta, [1, S, Hv], for a and b from `inputs`."""
         return compute_g(self["A_log"], a, self["dt_bias"]), mx.sigmoid(b)
 
     def _replay(
