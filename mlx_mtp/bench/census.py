@@ -39,7 +39,7 @@ def operations(*arrays: mx.array) -> Counter:
 
 @dataclass
 class Counted(Timer):
-    """A timer that counts the operations of each phase in the last cycle; the first cycle has other row counts."""
+    """A timer that counts the operations of each phase in `found`; the numbers of the last cycle stay."""
 
     found: dict[str, int] = field(default_factory=dict)
 
@@ -50,7 +50,10 @@ class Counted(Timer):
 
 
 def launches(work: Workload) -> dict[str, int]:
-    """Return the operations of a cycle by phase; "prefill" is one chunk of the prompt in the target."""
+    """Return the number of operations of a cycle by phase; "prefill" is one chunk of the prompt in the target.
+
+    Views do not count; on a GPU each operation is at least one launch.
+    """
     # A few cycles suffice: a phase's graph does not depend on the tokens.
     counted = decode_in_phases(replace(work, max_tokens=min(work.max_tokens, 2 * (work.k + 1))), Counted())
     cache = make_prompt_cache(work.model, num_draft_tokens=0)
@@ -60,7 +63,7 @@ def launches(work: Workload) -> dict[str, int]:
 
 
 class Noted(nn.Module):
-    """Wraps a module and passes its calls' arguments to `note`."""
+    """Wraps a module; each call first calls `note(module, *arguments)`."""
 
     def __init__(self, inner: Any, note: Callable[..., None]):
         super().__init__()
@@ -73,7 +76,7 @@ class Noted(nn.Module):
 
 @contextmanager
 def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Callable[..., None]) -> Iterator[None]:
-    """Call `note(child, *arguments)` inside the block for each call of the modules' chosen children."""
+    """Call `note(child, *arguments)` before each call, in the block, of modules' children that `chosen` accepts."""
     places = [(m, name) for m in modules for name, child in m.items() if chosen(child)]
     for module, name in places:
         module[name] = Noted(module[name], note)
@@ -86,7 +89,10 @@ def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Cal
 
 @contextmanager
 def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Collect (bytes of an expert, chosen experts) for every call of experts inside the block, without kernels."""
+    """Yield a list of (bytes of an expert, indices of chosen experts), one for every call of experts in the block.
+
+    Calls that a kernel replaces are missing.
+    """
     visits: list[tuple[float, mx.array]] = []
 
     def note(experts: Any, _x: mx.array, indices: mx.array) -> None:
@@ -98,7 +104,10 @@ def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
 
 @dataclass
 class Weighed(Timer):
-    """A timer that sums the bytes of experts and caches that each phase reads; `visits`: see `visits_noted`."""
+    """A timer that sums the bytes of experts and of caches that each phase reads, over all cycles.
+
+    visits: the list that `visits_noted` fills.
+    """
 
     visits: list[tuple[float, mx.array]] = field(default_factory=list)
     experts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -110,7 +119,7 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Add the experts chosen during the phase, which are known after its evaluation."""
+        """Time the block as part of a phase; then add the bytes of the distinct experts that were chosen in it."""
         with super().during(name):
             yield
         if not name.startswith("build"):
@@ -121,7 +130,7 @@ class Weighed(Timer):
 def bytes_read(work: Workload) -> dict[str, float]:
     """Return the bytes of weights, keys, values and states that a cycle reads by phase; "prefill" is a total.
 
-    Each array counts once per pass. Experts are those that the text's own rows visited. A recycled head and an LM
+    Each array counts once per pass. Experts are those that the generation's rows visited. A recycled head and an LM
     head count once per draft. Embedding rows, activations and writes are excluded, and in "prefill" keys and values.
     """
     with visits_noted(work.model) as visits:
@@ -137,7 +146,10 @@ def bytes_read(work: Workload) -> dict[str, float]:
 
 
 def dense_bytes(model: Any, k: int) -> tuple[int, int]:
-    """Return the bytes of weights that every pass of the target reads, and that k drafts of its heads read."""
+    """Return the bytes of weights that a pass of the target reads, and that k drafts of its heads read.
+
+    Experts and embedding rows are excluded.
+    """
     modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, (*EXPERTS, *EMBEDDINGS))]
     unembedding = model.unembedding()
     target = sum(own_bytes(m) for name, m in modules if not name.startswith(("mtp.", "drafter.")))
@@ -156,14 +168,14 @@ def own_bytes(module: Any) -> int:
 
 
 def cache_bytes(cache: Any) -> float:
-    """Return the bytes of a layer's cache: its filled rows, or the whole of a state."""
+    """Return the bytes of a layer's cache that a pass reads: its filled rows, or a whole recurrent state."""
     if cache.is_state:
         return sum(part.nbytes for part in cache.parts)
     return sum(part.nbytes * min(1.0, cache.limit / part.shape[2]) for part in cache.parts)
 
 
 def stream_rate(size: int = 1 << 28, runs: int = 5) -> float:
-    """Measure the maximum bytes per second that MLX reads and writes when adding one to an array of `size` bytes."""
+    """Measure bytes per second, read and written, of adding one to an array of `size` bytes: the best of `runs`."""
     x, seconds = mx.zeros(size // 4), []
     mx.eval(x)
     for _ in range(runs):
@@ -179,7 +191,7 @@ VARIABLE = "MTL_CAPTURE_ENABLED"
 
 @dataclass
 class Captured(Timer):
-    """A timer that makes Metal write a trace for each of the first `paths` runs of a phase after warm-up cycles."""
+    """A timer that makes Metal write a trace of each run of `phase` after WARM cycles, one to each of `paths`."""
 
     phase: str = "verify"
     paths: list[Path] = field(default_factory=list)
@@ -206,11 +218,11 @@ def trace_paths(path: Path, cycles: int) -> list[Path]:
 
 
 def check_capture(phase: str, path: Path, cycles: int) -> None:
-    """Raise ValueError if Metal would not write a trace."""
+    """Raise ValueError if Metal cannot write traces: no GPU, not enabled, another suffix, or a file that exists."""
     if not mx.metal.is_available():
         raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none")
     if os.environ.get(VARIABLE) != "1":
-        raise ValueError(f"capture={phase}: Metal captures only if the environment has {VARIABLE}=1")
+        raise ValueError(f"capture={phase}: Metal captures only if the environment has {VARIABLE}=1; set it")
     if path.suffix != ".gputrace":
         raise ValueError(f"capture_path={path}: must end in .gputrace")
     if cycles > 1 and phase == "prefill":
@@ -220,7 +232,7 @@ def check_capture(phase: str, path: Path, cycles: int) -> None:
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
-    """Write traces of `phase` in `cycles` cycles, one file each; fewer if the text ends earlier. Return the files."""
+    """Write traces of `phase` in `cycles` cycles, one file each; fewer if the text ends earlier; return them."""
     paths = trace_paths(path, cycles)
     decode_in_phases(work, Captured(phase=phase, paths=list(paths)))
     return [file for file in paths if file.exists()]

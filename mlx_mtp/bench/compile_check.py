@@ -41,9 +41,10 @@ def _not_reached(job: Job) -> Found:
 
 
 class CompileCheck:
-    """A run over texts and its report, which is written at the start and then about every second.
+    """A compile check of the texts of `jobs`, and its report in `file`, written at the start and about every second.
 
-    found: the report. command: starts a child. lacking: types that the device lacks, with the reason.
+    limit: seconds per text. found: the report. command: starts the compiling process. lacking: types that the device
+    lacks, with the reason.
     """
 
     def __init__(self, jobs: Sequence[Job], file: Path, limit: float = LIMIT, command: Sequence[str] = ()):
@@ -61,9 +62,10 @@ class CompileCheck:
         }
 
     def run(self, progress: Callable[[str, int, int], None]) -> Found:
-        """Compile all texts, reporting the number done before each kernel's; return the report, ready for JSON.
+        """Compile all texts; return the report, ready for JSON, which is written in any case.
 
-        The report is written in any case. Raises ValueError if no child starts or there is no compiler.
+        progress: called before each text with its kernel, the number done and the total. Raises ValueError if no
+        child starts or there is no compiler.
         """
         try:
             self.write()
@@ -90,7 +92,7 @@ class CompileCheck:
         return self.found
 
     def _answer(self, job: Job) -> Found:
-        """Compile one text; return its status, seconds, and the message if it failed."""
+        """Compile one text in the child; return its status, seconds, and the message if it failed."""
         child = self.child or self._start()
         tic = time.monotonic()
         answer = child.ask(job, self.limit, self._write_sometimes)
@@ -111,7 +113,7 @@ class CompileCheck:
         return self.child
 
     def end_child(self) -> None:
-        """Kill the child, if there is one."""
+        """Kill the compiling process, if there is one."""
         child, self.child = self.child, None
         if child:
             child.end()
@@ -121,14 +123,17 @@ class CompileCheck:
             self.write()
 
     def write(self) -> None:
-        """Write the current report."""
+        """Write the current report to the file."""
         self.found["counts"] = dict(Counter(text["status"] for text in self.texts))
         write_whole(self.file, json.dumps(self.found, indent=1) + "\n")
         self.written = time.monotonic()
 
 
 def lines(found: Found) -> Iterator[str]:
-    """Yield a line per kernel, then a line per failed text, then what was not checked."""
+    """Yield a report as lines: one per kernel, one per failed text, then types, compiler and what was not checked.
+
+    If nothing was checked, only the line with the reason.
+    """
     if found["not_checked"]:
         yield f"not checked: {found['not_checked']}"
         return
@@ -152,5 +157,5 @@ def lines(found: Found) -> Iterator[str]:
 
 
 def is_good(found: Found) -> bool:
-    """Return whether each text was compiled or uses a type that the device lacks."""
+    """Return whether the check finished and each text was compiled or uses a type that the device lacks."""
     return found["finished"] and not any(text["status"] in FAILED for text in found["texts"])

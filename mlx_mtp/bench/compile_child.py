@@ -19,7 +19,10 @@ MOST = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 
 
 def by_mlx(job: Job) -> Answer:
-    """Compile and run a job on the GPU, with zeros for missing values; "refused" is MLX's message, or None."""
+    """Compile and run a job with MLX on the GPU, with zeros for missing values.
+
+    Returns "refused", MLX's message or None, and, unless refused, "most_threads".
+    """
     import mlx.core as mx
 
     def value(given: Any) -> Any:
@@ -58,7 +61,7 @@ def most_threads(launch: Callable[..., Any], call: Mapping[str, Any]) -> int | N
 
 
 def by_front_end(job: Job) -> Answer:
-    """Check a job's text with clang's front end; "refused": the findings, or None."""
+    """Check a job's text with clang's front end; return {"refused": the findings, one a line, or None}."""
     from ..emulator.front_end import check
 
     return {"refused": "\n".join(map(str, check(job["text"], job["name"]))) or None}
@@ -68,7 +71,10 @@ WAYS: dict[str, Callable[[Job], Answer]] = {"metal": by_mlx, "front end": by_fro
 
 
 def main(way: str) -> None:
-    """Answer jobs until stdin ends; other output to stdout is redirected to stderr."""
+    """Answer the jobs on stdin, in JSON lines on stdout, until stdin ends; way: "metal" or "front end".
+
+    Other output to stdout is redirected to stderr.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

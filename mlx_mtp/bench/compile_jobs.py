@@ -18,7 +18,7 @@ Job = dict[str, Any]
 
 
 def type_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type in `mx`."""
+    """Return a dtype's name in `mx`, such as "float16"."""
     return str(dtype).removeprefix("mlx.core.")
 
 
@@ -49,7 +49,10 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
 
 
 def job_of(launch: RecordedLaunch) -> Job:
-    """Convert a launch to JSON: shapes and dtypes of arrays, and the values of small arrays, which may be sizes."""
+    """Return a launch ready for JSON: name, text, arguments of `metal_kernel` and of its call.
+
+    Arrays become shapes and dtypes; small arrays keep their values, which may be sizes.
+    """
     call = dict(launch.call)
     call["inputs"] = [_input(x) if isinstance(x, mx.array) else x for x in call["inputs"]]
     call["template"] = [(key, type_name(v) if isinstance(v, mx.Dtype) else v) for key, v in call["template"]]
@@ -63,7 +66,7 @@ def _input(x: mx.array) -> Job:
 
 
 def types_of(job: Job) -> list[str]:
-    """Return the floating-point types that a job's text uses."""
+    """Return the names of the floating-point types that a job's arrays and template use, in the order of TYPES."""
     call = job["call"]
     named = {given["dtype"] for given in call["inputs"] if isinstance(given, dict)} | {*call["output_dtypes"]}
     named |= {value for _, value in call["template"] if isinstance(value, str)}
@@ -71,7 +74,7 @@ def types_of(job: Job) -> list[str]:
 
 
 def probe(dtype: str) -> Job:
-    """Return a job with a minimal kernel that computes in a type."""
+    """Return a job with a minimal kernel that computes in a type; MLX refuses it if the GPU lacks the type."""
     names = {"name": "probe", "input_names": ["x"], "output_names": ["y"]}
     kernel = {**names, "source": "uint i = thread_position_in_grid.x; y[i] = T(float(x[i]) + 1);"}
     sizes = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [dtype]}
@@ -80,7 +83,7 @@ def probe(dtype: str) -> Job:
 
 
 def lacking() -> dict[str, str]:
-    """Return the types that the GPU, if any, does not support, with the reason; every Metal GPU has float32."""
+    """Return the types that the GPU does not support, by name, with the reason; {} without a Metal GPU."""
     found = {dtype: by_mlx(probe(dtype))["refused"] for dtype in (TYPES[1:] if on_metal() else ())}
     return {dtype: reason(message) for dtype, message in found.items() if message}
 

@@ -37,9 +37,10 @@ class Child:
         self.answers.put("")
 
     def ask(self, job: Job | None, limit: float, wait: Callable[[], None]) -> Found:
-        """Send a job, or none, and return the answer or the reason for its absence; call `wait` in between.
+        """Send a job (None: nothing) and return the next answer; call `wait` about every second until it arrives.
 
-        A child that does not answer within `limit` seconds, or ends, is reported as hung or crashed.
+        If there is none within `limit` seconds, or the process ends, the answer has "status" HUNG or CRASHED, and a
+        "message". A hung process is not killed: call `end`.
         """
         end = time.monotonic() + limit
         with contextlib.suppress(OSError):  # the process has ended, which is detected below
@@ -66,7 +67,7 @@ class Child:
         return lines[-1][:MESSAGE] if lines else "no message"
 
     def end(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and its children, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

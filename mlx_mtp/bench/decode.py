@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]  # receives what is next, the number 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Options shared by all loops; `kv_bits` of the target's cache and `mtp_kv_bits` of the heads', None: 16 bits."""
+    """Options shared by all loops. kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized."""
 
     max_tokens: int = 128
     temp: float = 0.0
@@ -52,7 +52,7 @@ class LoopSettings:
 
 @dataclass
 class MlxLm:
-    """mlx-lm's own loop and model class (see `twin`). weights: bytes of the weights that the loop uses."""
+    """mlx-lm's own loop on its own model class (see `twin`). weights: bytes of the weights that the loop uses."""
 
     model: Any
     name: str = "mlx-lm"
@@ -100,9 +100,9 @@ Loop = MlxLm | Ours
 
 
 def twin(model: Any) -> Any:
-    """Return mlx-lm's own model of the target, which shares our model's arrays and so needs no memory.
+    """Return an instance of mlx-lm's model class that shares the arrays of our target and so needs no memory.
 
-    Raises ValueError if mlx-lm's class has other parameters or cannot run it.
+    Raises ValueError if the class has other parameters or cannot run, or the model is split over ranks.
     """
     if model.ranks:
         raise ValueError("mlx-lm's loop does not run on this model, which is split over ranks")
@@ -133,7 +133,10 @@ class TimedRun:
 
 @dataclass
 class Reader:
-    """A loop after a prefill, in `seconds`, of a prompt without its last token; `run` continues from there."""
+    """A loop whose `read` prefills a prompt without its last token; each `run` continues from a copy of that cache.
+
+    seconds, peak: of the prefill.
+    """
 
     loop: Loop
     prompt: list[int]
@@ -155,7 +158,7 @@ class Reader:
         return self
 
     def run(self) -> TimedRun:
-        """Generate once. The peak counts only this loop's weights, cache and temporary arrays."""
+        """Generate once from a copy of the cache; the peak counts the loop's weights, cache and temporary arrays."""
         held = _begin()
         model = self.loop.model
         cache = copy.deepcopy(self.cache, {id(model): model})
@@ -165,7 +168,7 @@ class Reader:
 
 
 def timed(steps: Iterator[int]) -> tuple[list[int], float]:
-    """Return all tokens, and the seconds from the first to the last."""
+    """Return all tokens of an iterator with at least one, and the seconds from the first to the last."""
     tokens = [next(steps)]
     tic = time.perf_counter()
     tokens.extend(steps)
@@ -182,9 +185,9 @@ def _begin() -> int:
 def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> dict[str, Any]:
     """Describe one loop on one prompt, with a value per round in each list; lists about cycles are empty for mlx-lm.
 
-    context, kv_bits, mtp_kv_bits: 0 and None by default. read_seconds: of the prefill without the last token. text: a
-    digest of the tokens; tokens: their number. seconds: since the first token. drafted, accepted: per depth. paused:
-    see `Stats`.
+    context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
+    text: a digest of the first round's tokens; tokens: their number. seconds: since the first token.
+    drafted, accepted: per depth. paused: why drafting was paused at the end, else "".
     """
     stats = [run.stats for run in runs if run.stats]
     counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"
@@ -201,7 +204,11 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
 @dataclass
 class Session:
-    """A running benchmark. differences: from our plain loop's texts. left_out: the reason by loop that cannot run."""
+    """A benchmark: its loops, and the entries (see `entry_of`) measured so far.
+
+    differences: texts that differ from our plain loop's although they must not. left_out: loops that cannot run, with
+    the reason.
+    """
 
     subject: Subject
     loops: list[Loop]
@@ -215,9 +222,8 @@ class Session:
 def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float) -> Session:
     """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
 
-    drafts: by default 1 to the number of synthetic rates, or to USUAL_DRAFTS. Raises ValueError for a number of
-            drafts
-    that the model cannot make.
+    drafts: if empty, 1 to USUAL_DRAFTS (3) or to the number of synthetic rates, if that is more. Without heads only
+        mlx-lm and plain. Raises ValueError for a number of drafts that the model cannot make.
     """
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
@@ -254,7 +260,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
 
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
-    """Return the loops that can run, after the prefill of the prompt."""
+    """Return a Reader, after its prefill of the prompt, per loop that can run; mlx-lm's may be left out."""
     readers = {}
     for loop in session.loops:
         try:
@@ -270,7 +276,10 @@ def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> d
 def _differences(
     session: Session, prompt: BenchPrompt, settings: LoopSettings, found: dict[str, list[TimedRun]]
 ) -> list[dict[str, Any]]:
-    """Return the texts that differ from our plain loop's although they must not: first position and tokens."""
+    """Return a line per loop whose text differs from our plain loop's although it must not: first position, tokens.
+
+    Texts may differ with synthetic acceptance, and mlx-lm's with a temperature.
+    """
     where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
     text, different = found[PLAIN][0].tokens, []
     for name, runs in found.items():
@@ -284,13 +293,16 @@ def _differences(
 
 
 def as_result(session: Session, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the session's result."""
+    """Return the result of a session, ready for JSON; options: further settings to store in it."""
     options = {"rounds": session.rounds, "cooldown": session.cooldown, **options}
     found = {name: getattr(session, name) for name in ("entries", "differences", "left_out")}
     return result("decode", session.subject.facts, options, **found)
 
 
 def broken(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the differences that rounding does not explain: in float32 with unquantized caches."""
+    """Return the differences in a result that rounding cannot explain.
+
+    These are all of settings with an unquantized cache of the target if the model is in float32, else none.
+    """
     exact = found["model"]["dtype"] == "float32"
     return [d for d in found["differences"] if exact and d["kv_bits"] is None]

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def conclusive(self) -> bool:
-        """Whether its ratios have a small spread; for the plain loop, its speed."""
+        """Whether its ratios to plain and to mlx-lm, or its speed if it has none, have a spread of at most 5%."""
         ratios = [m for m, base in ((self.vs_plain, PLAIN), (self.vs_mlx_lm, MLX_LM)) if m and base != self.contender]
         return all(m is not None and m.conclusive for m in ratios or [self.speed])
 
@@ -64,17 +64,17 @@ setting_of = itemgetter("context", "kv_bits", "mtp_kv_bits")  # the Setting of a
 
 
 def settings(found: dict[str, Any]) -> list[Setting]:
-    """Return the measured settings, in order."""
+    """Return the measured settings (context, kv_bits, mtp_kv_bits) of a result, in order, each once."""
     return list(dict.fromkeys(setting_of(entry) for entry in found["entries"]))
 
 
 def categories(found: dict[str, Any]) -> list[str]:
-    """Return the measured kinds of prompts, in order."""
+    """Return the categories of prompts in a result, in order, each once."""
     return list(dict.fromkeys(entry["category"] for entry in found["entries"]))
 
 
 def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[Row]:
-    """Return a row per loop, over all prompts of a setting or those of a category."""
+    """Return a Row per loop, over all prompts of a setting (None) or those of a category."""
     loops: dict[str, list[dict[str, Any]]] = {}
     for entry in found["entries"]:
         if setting_of(entry) == setting and category in (None, entry["category"]):
@@ -96,7 +96,7 @@ def right(header: str) -> Column:
 
 
 def overall(found: dict[str, Any], setting: Setting) -> Table:
-    """Return a table with a row per loop, over all prompts."""
+    """Return a table of a result with a row per loop, over all prompts of a setting."""
     context, kv_bits, mtp_kv_bits = setting
     title = [found["model"]["name"], f"{context} tokens of context" if context else "prompts as they are"]
     title += [f"{bits}-bit {what}" for bits, what in ((kv_bits, "KV"), (mtp_kv_bits, "heads' KV")) if bits]
@@ -115,7 +115,7 @@ def overall(found: dict[str, Any], setting: Setting) -> Table:
 
 
 def by_category(found: dict[str, Any], setting: Setting) -> Table:
-    """Return a table with a row per kind of prompt: each loop's speed relative to our plain loop."""
+    """Return a table of a result with a row per category of prompts: each loop's speed over our plain loop's."""
     names = [row.contender for row in rows(found, setting) if row.contender != PLAIN]
     headers = "prompts", *map(right, ("tokens", *names)), "inconclusive"
     table = Table(*headers, title="tok/s over plain, by kind of prompt", **STYLE)
@@ -144,7 +144,11 @@ def _with_spread(value: Measured | None) -> str:
 
 
 class Change(NamedTuple):
-    """A loop's speed, or a ratio, in two results. beyond: whether it changed by more than either spread."""
+    """A loop's speed, or its ratio to another loop, in two results.
+
+    what: the compared value, "tok/s" or "over ...". ratio: after over before. beyond: whether it changed by more than
+    both spreads.
+    """
 
     setting: Setting
     contender: str
@@ -156,7 +160,7 @@ class Change(NamedTuple):
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Return speeds and ratios of every loop and setting that both results have."""
+    """Return a Change for each speed and ratio of the loops and settings that both results have."""
     found = []
     for setting in settings(after):
         old = {row.contender: row for row in rows(before, setting)}
@@ -171,7 +175,10 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 
 
 def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return one line for each difference of conditions that may explain a change between two results."""
+    """Return a line for each difference in environment, model or options that may explain a change between results.
+
+    A last line counts entries whose text differs.
+    """
     lines = []
     for part in ("environment", "model", "options"):
         names = UNLIKE if part == "environment" else sorted(before[part].keys() | after[part].keys())

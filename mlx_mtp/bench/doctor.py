@@ -44,9 +44,9 @@ Found = dict[str, Any]
 
 
 def examine(subject: Subject, progress: Progress) -> Found:
-    """Run all parts, reporting each before it starts; the model must have been loaded without kernels.
+    """Run all parts and return their results, ready for JSON; the model must have been loaded without kernels.
 
-    Returns the results, ready for JSON; a failed part has only "failed", the first line of its error.
+    progress: receives each part's name before it starts. A failed part has only "failed", its error's first line.
     """
     tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
     found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
@@ -62,7 +62,10 @@ def examine(subject: Subject, progress: Progress) -> Found:
 
 
 def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
-    """Check the bits of these ops, by default all: on the GPU in each supported type, else emulated."""
+    """Check the results of these ops (none: all) on small shapes, without times, and return a report.
+
+    They run on the GPU in each type that it supports, else emulated.
+    """
     tic = time.time()
     found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
     found["metal"] = on_metal()
@@ -86,7 +89,7 @@ def _or_why(line: Found, run: Callable[[], Found]) -> Found:
 
 
 def _every(progress: Progress) -> Found:
-    """Check every kernel: on the GPU on released models' shapes, else emulated on small ones if there is a clang."""
+    """Check every op: on the GPU, timed, on released models' shapes; else emulated on small ones, if clang exists."""
     if not on_metal():
         return _emulated(tuple(SMALL), progress)
     missing, found = lacking(), []
@@ -126,7 +129,10 @@ def _emulated(ops: Sequence[str], progress: Progress) -> Found:
 def on_gpu(
     name: str, op: str, build: Callable[[], Sequence[Any]], dtype: mx.Dtype, timed: bool = True
 ) -> Iterator[Found]:
-    """Check the kernels of some sites, and time them if `timed`, at all row counts that they serve."""
+    """Yield a line for each kernel and row count of the sites that `build` returns: checked and, if `timed`, timed.
+
+    name: of the shape, for reports. A failure is a line with "failed".
+    """
     try:
         made = trials(build(), dtype)
     except Exception as e:
@@ -140,9 +146,10 @@ def on_gpu(
 
 
 def tried(trial: KernelTrial, timed: bool = True) -> Found:
-    """Compile and check one kernel, and time it if it is right and `timed`; ratio: stock MLX's time over its own.
+    """Compile and check one kernel, and time it if it is right and `timed`.
 
-    split: whether its rows are split, if the trial can choose that; refused: by alternative, why it does not run.
+    wrong: what is wrong, or None. ratio: stock MLX's time over its own, None if not timed. For a kernel that may
+    split its rows, split: whether that is faster; refused: why one of the two alternatives does not run.
     """
     tic = time.perf_counter()
     for each in (trial, trial.of_split())[: 2 if trial.split else 1]:
@@ -172,18 +179,18 @@ class ExaminedModel:
 
     @cached_property
     def kernels(self) -> verify.Kernels:
-        """Run the kernel trials and switch on the kernels that are right and faster."""
+        """The model's kernels, tried at the first access; those that are right and faster are on."""
         return verify.Kernels(self.model, None)
 
     def facts(self) -> Found:
-        """Return the model's facts and, on a GPU, the check of its own shapes."""
+        """Return the model's facts and, on a GPU, the check of the kernels on its own shapes as "found"."""
         own, kernels = [], self.kernels
         if on_metal():
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))
         return {**self.subject.facts, "kernels": list(kernels.words), "found": own}
 
     def verify(self) -> Found:
-        """Time passes over 1 to 8 rows, with stock modules and with the kernels that are on."""
+        """Time passes over 1 to 8 rows, stock and with the kernels that are on; costs: relative to one row."""
         text = verify.text_of(self.subject, CONTEXT)
         plan = verify.CurvePlan(ROWS, (CONTEXT,), ROUNDS)
         seconds = next(verify.measure(self.model, text, self.kernels, plan, default_chunk(self.model)))["seconds"]
@@ -192,7 +199,7 @@ class ExaminedModel:
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
 
     def decode(self) -> Found:
-        """Time mlx-lm's loop, ours without drafts, and ours with drafts."""
+        """Time mlx-lm's loop and ours without and with drafts; return a line per loop, and texts that differ."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
         given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_chunk(self.model)}
@@ -213,7 +220,10 @@ class ExaminedModel:
         return {"loops": loops, "differences": decode.broken(found), "left_out": session.left_out}
 
     def host(self) -> Found:
-        """Time a cycle's phases, waiting for each, and the host's work in between."""
+        """Time a cycle's phases, waiting for each, and the host's work in between, in milliseconds per cycle.
+
+        over_the_loop: this time over that of the decoding loop, which overlaps phases.
+        """
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))
         work = profile.Workload(self.model, prompt.tokens, MAX_TOKENS, k, default_chunk(self.model))

@@ -16,7 +16,7 @@ NOT_SAID = "not known: not reported by the system"
 
 
 def verdict(found: Found) -> tuple[bool, str]:
-    """Return whether nothing is wrong, and a line about what was checked and what was not."""
+    """Return whether a report has no fault, and a line about what was checked and what was not."""
     kernels = every_kernel(found)
     wrong = {name_of(k) for k in kernels if k.get("wrong")}
     failed = {name_of(k) for k in kernels if "failed" in k} - wrong
@@ -52,7 +52,7 @@ PARTS = {
 
 
 def page(found: Found) -> str:
-    """Return the whole page."""
+    """Return a report of `examine` or `examine_bits` as a Markdown page."""
     good, words = verdict(found)
     well = "No fault found" if "not_checked" in found["kernels"] else "All well"
     lines = ["# mlx-mtp doctor", "", f"**{well if good else 'Something is wrong'}:** {words}.", ""]
@@ -129,7 +129,7 @@ def kernels(found: Found) -> Iterator[str]:
 
 
 def summary(found: Found) -> Iterator[str]:
-    """Yield a line per kernel, then what was not checked and for which kernels."""
+    """Yield the lines of a table with a row per kernel, then what was not checked and for which kernels."""
     listed = by_kernel(found)
     headers = ("kernel", "checked as", "compiled", "right", "ratio", "alternative", "registers")
     yield "Ratio: the lowest and the highest of all shapes and rows. Empty cells are explained below.\n"

@@ -24,7 +24,7 @@ WRONG, FAILED = "ratio: it is wrong", "ratio: it failed"
 def launched(trial: KernelTrial) -> Found:
     """Describe the launches of a trial's op; call it last, because it leaves zeros in the trial's arrays.
 
-    kernels: the launched kernels. splits: those with an alternative that splits the rows. most_threads: maximum
+    kernels: names of the launched kernels. splits: those whose text differs if rows are split. most_threads: maximum
     threads per group by kernel, for the kernels for which MLX reports it.
     """
     whole, of_split = (_launches(each) for each in (trial, trial.of_split()))
@@ -48,12 +48,12 @@ def _most_threads(launch: RecordedLaunch) -> int | None:
 
 
 def every_kernel(found: Found) -> list[Found]:
-    """Return the results for all kernels, on released shapes and on the model's own."""
+    """Return the lines of a report for all kernels: of the part "kernels", then on the model's own shapes."""
     return [*found["kernels"].get("found", ()), *found.get("facts", {}).get("found", ())]
 
 
 def by_kernel(found: Found) -> list[Found]:
-    """Summarise a report for each kernel, over every op, shape and row count that launches it."""
+    """Return a summary per kernel of a report, over every op, shape and row count that launches it."""
     lines = every_kernel(found)
     own = {name: [k for k in lines if name in k.get("kernels", [k["op"]])] for name in KERNELS}
     return [_of_kernel(name, of, found) for name, of in own.items()]

@@ -35,12 +35,14 @@ Condition = tuple[str, int | None, int | None]  # context, bits of the target's 
 
 
 def source() -> str:
-    """Return the source of the figures."""
+    """Return the source of the published figures, as stated in documents.csv."""
     return FILE.read_text().splitlines()[0].removeprefix("# source: ")
 
 
 def published() -> list[Any]:
-    """Return every line of the table; its columns and the `condition` are attributes.
+    """Return the other engine's published figures, one object per row of documents.csv.
+
+    Its columns and the `condition` are attributes.
 
     Speeds are in tokens/s, acceptance is the share of all drafts, a context is in thousands ("32k"). kv_cache,
     mtp_kv_cache: types of the target's and the heads' caches; the latter is empty if it is the same.
@@ -55,7 +57,7 @@ def published() -> list[Any]:
 
 
 def check(model: Any) -> None:
-    """Raise ValueError if a model does not draft as the one in the table does."""
+    """Raise ValueError unless a model has three chained heads, as the published one does."""
     if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
         found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
         allowed = f"allowed with {DEPTHS} chained heads, as published"
@@ -63,18 +65,21 @@ def check(model: Any) -> None:
 
 
 def conditions() -> list[Condition]:
-    """Return the conditions of the table, the least quantized first."""
+    """Return each (context, bits of the target's cache, of the heads') of the published rows, largest bits first."""
     found = {row.condition for row in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 
 
 def tokens(context: str, *, quick: bool = False) -> int:
-    """Return the number of tokens of a context, shortened with --quick."""
+    """Return the number of tokens of a context such as "32k"; `quick`: a 256th of it."""
     return 1024 * int(context.removesuffix("k")) // (QUICK if quick else 1)
 
 
 def comparison(found: dict[str, Any], *, quick: bool) -> Table:
-    """Return a table of our measurements with every published line of equal context, caches and number of drafts."""
+    """Return a table of the other engine's published rows, each group after our measurement of the same setting.
+
+    found: a result of `bench decode`. The setting is context, caches and number of drafts; unmeasured ones are empty.
+    """
     names = ("plain tok/s", "MTP tok/s", "speed-up", "accepted", "tok/cycle")
     left = ("context", "KV", "heads' KV", "drafts", "where")
     table = Table(*left, *map(right, names), title=f"published: {source()}", **STYLE)
@@ -97,20 +102,22 @@ def comparison(found: dict[str, Any], *, quick: bool) -> Table:
 
 
 def stored(row: Any) -> ModelOps:
-    """Describe the bytes that the engine read in a row: it drafted with the first head only, recycled."""
+    """Return the operations, for byte counts, of the other engine in a published row.
+
+    It drafted with the first head only, recycled.
+    """
     kinds = row.kv_cache, row.mtp_kv_cache or row.kv_cache
     target, heads = (MODELS[MODEL].stored(STORED_BITS[row.weights], None, STORED_BITS[kv] / 8) for kv in kinds)
     return ModelOps(target.layers, target.head, heads.drafts[:1], recycled=True)
 
 
 def documents(chips: dict[str, Chip]) -> list[dict[str, Any]]:
-    """Return floors for every row: published seconds of a plain step and of a cycle, and the minimum by overlap.
+    """Return a line per published row of the other engine: its seconds of a plain step and of a cycle, and floors.
 
-    The minimum is bytes over usable bandwidth, with the fitted share on the Mac Studio and the default share
-    elsewhere.
+    Floors are the minimum seconds, bytes over usable bandwidth (fitted share on the Mac Studio, default elsewhere); a
+    cycle's are by overlap of experts.
     predicted: seconds on the Mac Studio with stock MLX and with our kernels, with 4-bit weights, 16-bit caches, all
-               three
-    heads, and experts routed as published.
+    three heads, and experts routed as published; empty for other machines.
     """
     return [_with_floors(row, chips) for row in published()]
 

@@ -28,7 +28,10 @@ CHAINED = {"verify_glu": 4, "gated_delta_verify": 8, "norm_rope": 4, "add_norm":
 
 
 def of_op(op: str) -> dict[str, Any]:
-    """Check a kernel on its small shape and count the memory traffic of a call; against: the reference used."""
+    """Check an op's kernel, emulated, on its small shape, and count the memory traffic of a call.
+
+    wrong: what is wrong, or None. against: the reference that it is compared with.
+    """
     site: Any = SMALL[op]()
     if op == "verify_latent_attention":  # the slowest to emulate
         site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
@@ -55,7 +58,7 @@ def of_op(op: str) -> dict[str, Any]:
 
 
 def erring(trial: KernelTrial) -> str | None:
-    """Return a message on a row that errs by more than CHAINED roundings of its size; None if there is none.
+    """Return a message on a row whose error, relative to its size, exceeds the op's roundings in CHAINED, or None.
 
     The median of several draws is used, because a norm of nearly zero sometimes magnifies roundings.
     """
@@ -67,7 +70,7 @@ def erring(trial: KernelTrial) -> str | None:
 
 
 def _errors(trial: KernelTrial, draw: int) -> list[float]:
-    """Return the error per row for one draw relative to float32: the maximum error over the row's size."""
+    """Return each row's error for one draw: RMS difference from float32 over the row's RMS, maximum over outputs."""
     x, (ours, theirs) = trial.x(draw), trial.pairs[0]
     found = ours(x)  # first: its cache is then in the kernel's type, in which alone the kernel runs
     exact = (trial.alone[0] if trial.alone else theirs)(x.astype(mx.float32))
@@ -81,7 +84,7 @@ def _errors(trial: KernelTrial, draw: int) -> list[float]:
 
 @contextmanager
 def emulated_mlx() -> Iterator[None]:
-    """Emulate inside both our kernels and MLX's own for a row of a quantized product."""
+    """Emulate our kernels inside the block, and MLX's own for each row of `mx.quantized_matmul`."""
     own = mx.quantized_matmul
     try:
         mx.quantized_matmul = row_by_row
@@ -92,7 +95,10 @@ def emulated_mlx() -> Iterator[None]:
 
 
 def row_by_row(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, **format_: Any) -> mx.array:
-    """Multiply as mx.quantized_matmul(transpose=True), each row by the kernel that MLX has for one."""
+    """Multiply as mx.quantized_matmul(transpose=True), each row by the kernel that MLX has for one, emulated.
+
+    x of another type than the scales is multiplied by dequantized weights.
+    """
     assert format_.pop("transpose", True), "rows of weights only"
     if w.ndim == 3:  # a matrix for each head of x [1, heads, L, K]
         parts = zip(x[0], w, scales, biases, strict=True)

@@ -41,25 +41,28 @@ F32 = mx.float32
 
 
 def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
-    """Return `count` launches from the first to the last in even steps."""
+    """Return `count` (at least 2) of the launches, from the first to the last in even steps."""
     every = list(launches)
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
 
 
 @cache
 def can_split(op: Callable[..., object]) -> bool:
-    """Return whether an op's kernel has an alternative whose threads have fewer rows."""
+    """Return whether an op has the option `split`, with which threads have fewer rows."""
     return "split" in inspect.signature(op).parameters
 
 
 def alternatives(launches: Callable[[], Iterator[Launch]]) -> Iterator[Launch]:
-    """Yield launches, and then those with `split=True`."""
+    """Yield the launches, and then those that have it once more with `split=True`."""
     yield from launches()
     yield from (partial(launch, split=True) for launch in launches() if can_split(launch.func))
 
 
 def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Sequence[int] = ()) -> Quantized:
-    """Return weights [*before, n, k] of zeros."""
+    """Return quantized weights [*before, n, k] of zeros in a format (mode, bits, group size).
+
+    ends: of stacked linears along n; by default one linear.
+    """
     mode, bits, group = of
     affine = mode == "affine"
     scales = mx.zeros((*before, n, k // group), dtype if affine else mx.uint8)
@@ -72,7 +75,7 @@ def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
 
 
 def products(of: Format) -> Iterator[Launch]:
-    """Yield verify_qmm, verify_qmm_heads and verify_glu, for each number of lanes and values per lane."""
+    """Yield launches of verify_qmm, verify_qmm_heads and verify_glu, for each number of lanes and values per lane."""
     widths = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}.values()
     for dtype, k, m in itertools.product(DTYPES, widths, AFFINE_ROWS):
         w, x = weights(of, 64, k, dtype), rows(m, k, dtype)
@@ -90,13 +93,13 @@ def products(of: Format) -> Iterator[Launch]:
 
 
 def matrices(of: Format) -> Iterator[Launch]:
-    """Yield verify_qmm_mma."""
+    """Yield launches of verify_qmm_mma."""
     for dtype, n, m in itertools.product(DTYPES, (64, 2048), (8, 16)):
         yield partial(kernels.verify_qmm_mma, rows(m, 512, dtype), weights(of, n, 512, dtype))
 
 
 def experts(of: Format) -> Iterator[Launch]:
-    """Yield moe_glu, moe_relu2 and moe_down."""
+    """Yield launches of moe_glu, moe_relu2 and moe_down."""
     mixtures = MIXTURES[: None if of in RELEASED else 1]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
     for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
@@ -107,7 +110,7 @@ def experts(of: Format) -> Iterator[Launch]:
 
 
 def heads(of: Format) -> Iterator[Launch]:
-    """Yield verify_head and verify_head_merge."""
+    """Yield launches of verify_head and verify_head_merge."""
     widths = (4096, 4224) if of in RELEASED else (4096,)
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
         x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
@@ -117,7 +120,7 @@ def heads(of: Format) -> Iterator[Launch]:
 
 
 def dense() -> Iterator[Launch]:
-    """Yield verify_gemv."""
+    """Yield launches of verify_gemv."""
     shapes = (3, 64), (64, 64), (8, 1024), (64, 512), (160, 2048), (128, 4096), (2048, 512), (4096, 512)
     for dtype, m, biased, (n, k) in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True), shapes):
         bias = mx.zeros((n,), dtype) if biased else None
@@ -125,7 +128,7 @@ def dense() -> Iterator[Launch]:
 
 
 def dense_heads() -> Iterator[Launch]:
-    """Yield verify_head_dense and verify_dot."""
+    """Yield launches of verify_head_dense and verify_dot."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
         for k, top in itertools.product((64, 512), (1, 20)):
@@ -134,7 +137,7 @@ def dense_heads() -> Iterator[Launch]:
 
 
 def routers() -> Iterator[Launch]:
-    """Yield moe_route and draw_top."""
+    """Yield launches of moe_route and draw_top."""
     for dtype, kind in itertools.product(DTYPES, ("softmax", "sigmoid")):
         for m, count, top in itertools.product((8, 16), (64, 128, 160, 256, 288, 384, 512), (8, 22)):
             for bias_dtype in dict.fromkeys((F32, dtype)) if kind == "sigmoid" else ():
@@ -146,7 +149,7 @@ def routers() -> Iterator[Launch]:
 
 
 def attention(dtype: mx.Dtype) -> Iterator[Launch]:
-    """Yield verify_attention and attention_merge: in chunks, with windows, quantized, for several sequences."""
+    """Yield launches of verify_attention and attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
     for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
@@ -178,7 +181,7 @@ def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -
 
 
 def latent() -> Iterator[Launch]:
-    """Yield latent_scores and latent_values."""
+    """Yield launches of latent_scores and latent_values."""
     widths = (512, 64), (256, 32), (96, 8)
     for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
         queries = (mx.zeros((1, heads_, m, width), dtype) for width in (dv, dr))
@@ -189,7 +192,7 @@ def latent() -> Iterator[Launch]:
 
 
 def norms() -> Iterator[Launch]:
-    """Yield add_norm, gated_norm and norm_rope."""
+    """Yield launches of add_norm, gated_norm and norm_rope."""
     for dtype, of_weight in itertools.product(DTYPES, DTYPES):
         for width in (512, 4100, 12288, 16384):
             x = rows(2, width, dtype)
@@ -205,7 +208,7 @@ def norms() -> Iterator[Launch]:
 
 
 def recurrences() -> Iterator[Launch]:
-    """Yield delta_inputs, gated_delta_verify and mamba2_verify."""
+    """Yield launches of delta_inputs, gated_delta_verify and mamba2_verify."""
     for dtype, other in itertools.product(DTYPES, DTYPES):
         for d in (128, 196):
             for keys, values in ((2, 2), (4, 8)):
@@ -226,7 +229,7 @@ def recurrences() -> Iterator[Launch]:
 
 
 def spellings() -> Iterator[Launch]:
-    """Yield the kernels with multiply-adds of MLX's own sums, in the explicit spellings."""
+    """Yield a sample of launches of the kernels with MLX's own sums, in each explicit spelling of multiply-adds."""
     makers = [partial(make, ("affine", 4, 64)) for make in (products, experts, heads)]
     for make, spelling in itertools.product((*makers, dense, dense_heads, norms, recurrences), EXPLICIT):
         for launch in spread(make(), 12):
@@ -241,7 +244,7 @@ def launched(launch: Launch, spelling: str) -> None:
 
 
 def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
-    """Return the groups of launches by name; those of quantized weights once per format."""
+    """Return the groups by name, as functions that yield launches, with splits; of quantized weights per format."""
     quantized = itertools.product((products, matrices, experts, heads), formats)
     found: dict[str, Callable[[], Iterator[Launch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},

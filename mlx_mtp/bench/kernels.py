@@ -27,7 +27,7 @@ Found = dict[str, Any]  # a kernel at a row count, as in results
 
 
 def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Found]:
-    """Time each kernel, of one op or all, against stock MLX at each row count up to `rows`; needs a GPU."""
+    """Yield `compared` for each case, of one op or all (None), at each row count up to `rows`; needs a Metal GPU."""
     for name, (kind, make) in CASES.items():
         if op in (None, kind):
             sites = [make() for _ in range(LAYERS.get(kind, 4))]
@@ -41,7 +41,8 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
 def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Found:
     """Check one trial's kernel and time it against the operations that it replaces.
 
-    wrong: result of `ab_test.check`; seconds: of calls by side and round; empty if the kernel fails.
+    wrong: what is wrong, or None. seconds: of a call, a value per round, by side ("ours", "stock"); {} if the kernel
+    does not run.
     """
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}
@@ -54,7 +55,10 @@ def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) 
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Found]:
-    """Count the emulated memory traffic of one op, or all, at 1 to `rows` rows; ValueError if it serves none."""
+    """Count the emulated memory traffic of one op, or all (None), at the row counts up to `rows` that it serves.
+
+    Raises ValueError if the one op serves none.
+    """
     for kind in (op,) if op else OPS:
         site = SMALL[kind]()
         served = sorted(m for m in site.candidates if m <= rows)
@@ -67,7 +71,10 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
 
 
 def asked(site: Any, x: mx.array) -> Found:
-    """Count the bytes that a call requests. largest: the buffer with the most distinct bytes; reread: its factor."""
+    """Count the launches and bytes of an emulated call of `site` on x.
+
+    largest: the buffer with the most distinct bytes read; reread: bytes requested of it over these.
+    """
     with emulated() as launches:
         mx.eval(site.ours(x))
     buffers = [b for launch in launches for b in launch.buffers.values() if b.space != "threadgroup"]
@@ -78,7 +85,7 @@ def asked(site: Any, x: mx.array) -> Found:
 
 
 def speed_table(found: Sequence[Found]) -> Table:
-    """Return a table of stock MLX's time over ours, with a line per case and a column per row count."""
+    """Return a table of `compared` lines: stock MLX's time over ours, a line per case, a column per row count."""
     sizes = sorted({line["rows"] for line in found})
     title, caption = "stock MLX's time over our kernel's", "WRONG: its values are wrong"
     table = new_table(title, "op", "case", *(f"M={m}" for m in sizes), left=2, caption=caption)
@@ -90,12 +97,12 @@ def speed_table(found: Sequence[Found]) -> Table:
 
 
 def speedup(line: Found) -> Measured:
-    """Return stock MLX's time over ours."""
+    """Return stock MLX's time over ours, of a `compared` line."""
     return ratio(line["seconds"]["stock"], line["seconds"]["ours"])
 
 
 def traffic_table(found: Sequence[Found]) -> Table:
-    """Return a table with a line per op and row count."""
+    """Return a table of `traffic` lines, one per op and row count."""
     names = ("M", "launches", "KiB requested", "KiB written", "largest buffer", "read")
     title, caption = "memory traffic of our kernels, emulated", "of small shapes; counts, not times"
     table = new_table(title, "op", *names, caption=caption)

@@ -154,7 +154,7 @@ POSITIONS = 256  # size of small caches
 
 
 def near(site: Any) -> Any:
-    """Place an attention's rows after few positions."""
+    """Place the trial rows of an attention's site after few positions, and return the site."""
     site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
     return site
 

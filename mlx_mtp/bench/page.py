@@ -25,7 +25,7 @@ STYLE = Path(__file__).with_name("page.css")
 
 
 def page(results: Sequence[Found]) -> str:
-    """Return a complete HTML document."""
+    """Return results as a complete HTML document."""
     names = dict.fromkeys(f"{found['bench']} {subject(found)}" for found in results)
     title = escape("mlx-mtp bench: " + ", ".join(names))
     start = (
@@ -107,7 +107,7 @@ def _text(cell: Any) -> str:
 
 
 def numbers_of(panel: Panel) -> Table:
-    """Return a picture's numbers as a table."""
+    """Return the numbers that a panel draws, as a table."""
     corner, columns, rows = panel.x_label, [], []
     match panel:
         case LinePanel():

@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Title and x-axis of a picture."""
+    """One picture as plain numbers; subclasses add its contents to the title and the label of the x-axis."""
 
     title: str
     x_label: str
@@ -86,7 +86,7 @@ class RangePanel(Panel):
 
 
 def panels(*results: Found) -> list[Panel]:
-    """Return the pictures of results: profiles together in one panel, other results one after the other."""
+    """Return the panels of results: all profiles together in one, last; other results one after the other."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]
@@ -134,7 +134,7 @@ def _setting(setting: Setting) -> str:
 
 
 def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) -> Series:
-    """Return points with their intervals; the label states if a spread is too wide."""
+    """Return (x, value) points as a Series with intervals; the label marks a spread that is too wide."""
     y, low, high = ([getattr(m, name) for _, m in points] for name in ("median", "low", "high"))
     marked = label if all(m.conclusive for _, m in points) else f"{label} (inconclusive)"
     return Series(marked, [x for x, _ in points], y, low, high, **drawn)
@@ -179,7 +179,7 @@ def verify_panel(title: str, series: list[Series]) -> LinePanel:
 
 
 def phase_bars(results: Sequence[Found]) -> BarPanel:
-    """Return milliseconds of a cycle by phase, with a bar per profile; unexplained time is a separate part."""
+    """Return milliseconds of a cycle by phase, without the prefill, a bar per profile; unexplained time is a part."""
     bars = [f"{found['model']['name']}, k={found['options'].get('k', '?')}" for found in results]
     parts: dict[str, list[float]] = {}
     for found in results:
@@ -190,7 +190,7 @@ def phase_bars(results: Sequence[Found]) -> BarPanel:
 
 
 def kernel_grid(found: Found) -> Iterator[Panel]:
-    """Yield stock MLX's time over ours by case and rows; if emulated, the memory traffic."""
+    """Yield a grid of stock MLX's time over ours by case and rows; of an emulated result, of memory traffic."""
     if found["options"]["emulate"]:
         yield from _traffic_grids(found["found"])
         return
@@ -232,7 +232,7 @@ def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
 
 
 def model_curve(found: Found) -> Iterator[Panel]:
-    """Yield T(M)/T(1) of the floor at each overlap, of predictions and of measurements."""
+    """Yield a verify's cost T(M)/T(1), of a `bench model` result: floor at each overlap, predicted, measured."""
     series = []
     for overlap in dict.fromkeys(line["overlap"] for line in found["floors"]):
         points = {f["rows"]: f["bytes"]["total"] for f in _passes(found["floors"]) if f["overlap"] == overlap}
@@ -259,7 +259,10 @@ def _ratios(label: str, points: dict[int, float], colour: int | None, line: str 
 
 
 def model_cycles(found: Found) -> Iterator[Panel]:
-    """Yield draft and verify of a cycle per number of drafts, next to a plain step: floor, stock MLX and ours."""
+    """Yield the ms of draft and verify of a cycle, per number of drafts, and of a plain step.
+
+    Bars are the floor and predictions for stock MLX and ours; nothing without predictions.
+    """
     if "predicted" not in found:
         return
     bandwidth, lines = found["chip"]["bandwidth"], found["floors"]
@@ -275,7 +278,10 @@ def model_cycles(found: Found) -> Iterator[Panel]:
 
 
 def documents(found: Found) -> Iterator[Panel]:
-    """Yield the published engine's cycles over their floors, from all experts shared to independent routing."""
+    """Yield the other engine's published times on the Mac Studio, the ranges of their floors, and our predictions.
+
+    A floor ranges from all experts shared to independent routing; nothing without published rows.
+    """
     spans, marks = {}, {}
     for line in (line for line in found["documents"] if line["machine"] == MAC):
         for kind, step in (("plain", "plain"), ("cycle", f"k={line['drafts']}")):

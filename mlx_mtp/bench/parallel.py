@@ -40,10 +40,10 @@ class BatchRun:
 def contenders(
     subject: Subject, step: int, *, replayed: bool = False
 ) -> tuple[dict[str, Callable[..., BatchRun]], str | None]:
-    """Return the contenders that can run this model, as functions of prompts and a maximum length, and why mlx-lm
-    cannot.
+    """Return the contenders that can run this model, as functions of prompts and a length, and why mlx-lm cannot.
 
-    replayed: include ours both with built and with replayed cycles; otherwise in its default mode.
+    The reason is None if mlx-lm can. step: prompt tokens per prefill chunk. replayed: include ours both with built
+    and with replayed cycles; otherwise in its default mode.
     """
     model = subject.model
     found: dict[str, Callable[..., BatchRun]] = {}
@@ -63,7 +63,7 @@ def contenders(
 
 
 def _batch(make: Callable[[], Any], prompts: Sequence[list[int]], length: int) -> BatchRun:
-    """Run either generator; both have the same interface."""
+    """Run a batch on the generator that `make` returns, ours or mlx-lm's; both have the same interface."""
     batch = make()
     uids = batch.insert([list(prompt) for prompt in prompts], [length] * len(prompts))
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -100,9 +100,10 @@ def measure(
     drawn: bool = False,
     **turns_of: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Time `texts` of the prompts in one batch; yield one entry per contender, with a value per round in each list.
+    """Time `texts` of the prompts together, `length` tokens each; yield an entry per contender, a value per round.
 
-    drawn: acceptance is drawn at random, so the texts have no meaning and are not compared.
+    differs: number of sequences, of all rounds, that differ from our loop's. drawn: acceptance is drawn at random, so
+    texts have no meaning and are not compared. turns_of: of `interleaved`, such as rounds.
     """
     chosen = [prompts[i * len(prompts) // texts].tokens for i in range(texts)]
     found = interleaved({name: partial(run, chosen, length) for name, run in running.items()}, **turns_of)
@@ -121,7 +122,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of speeds of all sequences and of one, relative to mlx-lm or else to our loop, and of gaps."""
+    """Return a table of a result: tok/s of all sequences and of one, over mlx-lm's (else our loop's), and gaps."""
     base = MLX_LM if any(e["contender"] == MLX_LM for e in found["entries"]) else AFTER
     columns = ("texts", "context", "", "tok/s together", "of one", f"x {base}", "gap p50", "p95", "p99 ms", "differ")
     made = new_table(f"{named(found['model'])}, {found['options']['max_tokens']} tokens each", *columns)

@@ -47,7 +47,7 @@ DODGE, SPREAD = 0.018, 0.7
 
 
 def check(path: Path) -> None:
-    """Raise ValueError if a picture cannot be written: another suffix, or no matplotlib."""
+    """Raise ValueError if a picture cannot be written: no .png or .svg suffix, or no matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"plot={path}: a picture ends in {' or '.join(SUFFIXES)}, not in {path.suffix or 'nothing'}")
     need_matplotlib()
@@ -62,7 +62,7 @@ def need_matplotlib() -> None:
 
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
-    """Draw all pictures of the results, one below the other, into a .png or .svg file."""
+    """Draw the results' pictures, one below the other, into a .png or .svg file; ValueError if there are none."""
     drawn = panels(*results)
     if not drawn:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")
@@ -83,7 +83,7 @@ def _rendered(panels: Sequence[Panel], kind: str, dark: bool, salt: str = "mlx-m
 
 
 def style(theme: Theme, salt: str = "mlx-mtp") -> AbstractContextManager[None]:
-    """Configure matplotlib while a picture is drawn and written."""
+    """Return a context that configures matplotlib while a picture is drawn and written; salt: of an SVG's ids."""
     import matplotlib
 
     return matplotlib.rc_context(
@@ -115,7 +115,7 @@ def figure(panels: Sequence[Panel], theme: Theme) -> "Figure":
 
 
 def height(panel: Panel) -> float:
-    """Return the height in inches, with title, axis and legend."""
+    """Return the height of a panel in inches, with title, axis and legend."""
     match panel:
         case BarPanel():
             return 1.3 + ROW * max(len(panel.bars), 0.55 * len(panel.parts))

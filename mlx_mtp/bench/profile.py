@@ -30,7 +30,7 @@ HOST = ("build the draft", "build the verify", "commit")  # the parts of "host"
 
 @dataclass(frozen=True)
 class Workload:
-    """A greedy text of max_tokens with k drafts from the heads in every cycle; ValueError for too many drafts."""
+    """A greedy generation of max_tokens with k drafts from the heads in every cycle; ValueError for a wrong k."""
 
     model: Any
     prompt: Sequence[int]
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass
 class Timer:
-    """Times a generation: seconds by phase and by part of "host"; `wall` is measured separately."""
+    """Times a generation: `seconds` by phase and by part of "host"; `wall`: of the whole, measured separately."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES[:-1], *HOST), 0.0))
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ Watch = TypeVar("Watch", bound=Timer)
 
 
 def decode_in_phases(work: Workload, watch: Watch) -> Watch:
-    """Generate once, phase by phase; return the timer, filled with tokens, cycles and seconds."""
+    """Generate once, phase by phase; return `watch`, filled with tokens, cycles and seconds."""
     tic, plan = time.perf_counter(), Plan(source_of(work.model), work.k) if work.k else Plan()
     with watch.during("prefill"):
         d, last = read_prompt(work.model, work.prompt, work.k, work.step, work.max_tokens)
@@ -107,7 +107,10 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
 
 
 def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Flight]:
-    """Prefill a prompt in the target and in heads that draft k, in chunks of `step`; reserve `more` tokens."""
+    """Prefill a prompt in the target and in heads that draft k; return the decoder and the flight of its first token.
+
+    step: prompt tokens per chunk. more: number of tokens for which the cache reserves memory after the prompt.
+    """
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)
     d = Decoder(model, cache, Picker(), Fixed(k), Stats(), step, k)
@@ -115,7 +118,7 @@ def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int)
 
 
 def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) -> Flight:
-    """Return the cycle after `last`, of which `accepted` drafts were accepted; its tokens have not been read."""
+    """Run the cycle after `last`, `accepted` of whose drafts were accepted; return it before its tokens are read."""
     cache, new = d.cache, Flight(plan, last.after)
     with watch.during("build the draft"):
         frame, _ = prepare(d, last, plan, None)
@@ -142,7 +145,10 @@ def undisturbed(work: Workload) -> tuple[list[int], float]:
 
 
 def profile(work: Workload, *, rounds: int, cooldown: float = 0.0) -> tuple[list[Timer], list[float]]:
-    """Time `rounds` generations phase by phase, and the same number of undisturbed ones in turn; return both."""
+    """Time `rounds` generations phase by phase and as many undisturbed ones, in turn.
+
+    Returns the timers, and the seconds of the undisturbed generations; all must give the same text.
+    """
     turns: list[Any] = [lambda: decode_in_phases(work, Timer()), lambda: undisturbed(work)]
     timers, plain = interleaved(dict(enumerate(turns)), rounds, cooldown=cooldown).values()
     assert all(t.tokens == tokens for t in timers for tokens, _ in plain), "the profiled text differs"

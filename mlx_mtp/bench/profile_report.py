@@ -19,7 +19,10 @@ COLUMNS = ("ms", "of the wall", "operations", "MB read", "GB/s", "of bandwidth")
 
 @dataclass(frozen=True)
 class Line:
-    """One phase. ms: per cycle, for "prefill" of the whole prompt; operations, nbytes: as counted by `census`."""
+    """One phase. ms: per cycle, but of the whole prompt for "prefill". share: of the wall time.
+
+    operations: launches at least; nbytes: read; None if not counted.
+    """
 
     name: str
     ms: Measured
@@ -29,12 +32,15 @@ class Line:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second."""
+        """Bytes read per second; None if bytes were not counted."""
         return self.nbytes and self.nbytes / (self.ms.median / 1e3)
 
 
 def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
-    """Return every round's seconds for a result; the caller adds "operations", "bytes" and "bandwidth"."""
+    """Return the times of every round for a profile's result.
+
+    The caller adds "operations", "bytes" and "bandwidth", which tables need.
+    """
     first = timers[0]
     return {
         **{"tokens": len(first.tokens), "cycles": first.cycles, "undisturbed": undisturbed},
@@ -44,7 +50,7 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
 
 
 def lines(found: Found) -> list[Line]:
-    """Return a line per phase that took time, the parts of "host", and the rest of the wall time."""
+    """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time, if above 0."""
     made, seconds = [], found["seconds"]
     host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]
     seconds = {**seconds, "host": host, REST: found["unexplained"]}
@@ -58,7 +64,7 @@ def lines(found: Found) -> list[Line]:
 
 
 def phase_table(found: Found) -> Table:
-    """Return a table of the lines, with the share of the bandwidth that each phase achieved."""
+    """Return a table of a profile's lines, with the share of the memory bandwidth that each phase achieved."""
     bandwidth = found["bandwidth"]["rate"]
     title = f"{named(found['model'])}, {found['options']['k']} drafts per cycle"
     caption = f"per cycle, prefill: per prompt; bandwidth {bandwidth / 1e9:.1f} GB/s, "

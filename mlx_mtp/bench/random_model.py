@@ -29,7 +29,7 @@ INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
 def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
-    """Build a port's model of a config.json with random weights; shape: arguments of `shaped_model`."""
+    """Build a port's model of a config.json with random weights; shape: options of `shaped_model`, such as bits."""
     mx.random.seed(seed)  # for vectors that mlx-lm draws
     model, config = shaped_model(file, **shape)
     draw_weights(model, seed)
@@ -43,10 +43,10 @@ def shaped_model(
 ) -> tuple[Any, dict]:
     """Build a port's model of a config.json without computing arrays; also return the config.
 
-    layers, mtp: this number of first layers (None: all), with all heads or none.
+    layers: keep only this number of first layers (None: all). mtp: with all heads, else none.
     bits, group_size: None uses the file's `quantization`, else 4 and 64. With 16 bits weights have the precision of
     activations: float32 on a CPU, else bfloat16. Bits of single modules follow the file, or mlx-lm's rules for the
-                 family.
+    family.
     Raises a one-line ValueError for an unreadable file, a family without a port, or invalid sizes.
     """
     try:
@@ -73,7 +73,10 @@ def shaped_model(
 
 
 def head_count(config: dict, spec: Any) -> int:
-    """Return the number of heads in config.json, else the family's usual number; 0 for a family without heads."""
+    """Return the number of heads in config.json, at most the family's usual number, which is the default.
+
+    0 for a family without heads.
+    """
     if not spec.tensors:
         return 0
     text, usual = config.get("text_config", config), UNDECLARED[spec.topology]
@@ -81,7 +84,7 @@ def head_count(config: dict, spec: Any) -> int:
 
 
 def first_layers(config: dict, layers: int) -> dict:
-    """Cut a config.json to its first layers but keep the heads' entries; ValueError for an invalid number."""
+    """Return a copy of a config.json with only its first layers, and its heads; ValueError for a wrong number."""
     text = config.get("text_config", config)
     total = text.get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:

@@ -42,13 +42,13 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_cores() -> int | None:
-    """Return the number of GPU cores on a Mac, which MLX does not report."""
+    """Return the number of GPU cores on a Mac, which MLX does not report; None elsewhere."""
     found = re.search(r'"gpu-core-count" = (\d+)', _output("ioreg", "-rc", "AGXAccelerator", "-d", "1") or "")
     return int(found[1]) if found else None
 
 
 def thermal_state() -> str | None:
-    """Return macOS's thermal state in one line."""
+    """Return macOS's thermal state in one line; None elsewhere."""
     lines = (_output("pmset", "-g", "therm") or "").splitlines()
     return "; ".join(line.strip(" \t-") for line in lines if line.strip()) or None
 
@@ -62,8 +62,8 @@ def _output(*command: str) -> str | None:
 def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
     """Return a benchmark's result, ready to be written as one line of JSON.
 
-    model: name, family, bytes, quantization, kernels that are on. options: the requested settings. measured: raw
-           values.
+    kind: one of KINDS. model: name, family, bytes, quantization, kernels that are on. options: the requested
+    settings. measured: raw values, which become further entries.
     """
     assert kind in KINDS
     found = {"bench": kind, "format": FORMAT, "environment": environment(), "model": model, "options": options}
@@ -76,12 +76,12 @@ def named(model: dict[str, Any]) -> str:
 
 
 def curve_title(curve: dict[str, Any]) -> str:
-    """Return the name of a curve of `bench verify`."""
+    """Return the name of a curve of `bench verify`, with its context if it has one."""
     return curve["name"] if curve["context"] is None else f"{curve['name']} at {curve['context']}"
 
 
 def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> Table:
-    """Return a table whose columns from `left` on are numbers."""
+    """Return an empty table with these columns: the first `left` aligned left, the others (numbers) right."""
     table = Table(title=title, **style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
@@ -89,17 +89,20 @@ def new_table(title: str | None, *columns: str, left: int = 1, **style: Any) -> 
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write a result as one line, atomically."""
+    """Write a result to a file as one line of JSON, atomically."""
     write_whole(path, json.dumps(found) + "\n")
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result written with `write`, or from the last line of a text; ValueError for any other file."""
+    """Read a result from a file of `write`, or from the last line of a file; ValueError if it is none.
+
+    kind: of KINDS, the only one that is accepted; None for all.
+    """
     with one_line(f"{path}: no result of `mlx-mtp bench`", (ValueError, RecursionError)):
         text = path.read_text().strip()
         found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("bench") not in KINDS:
-        raise ValueError(f"{path}: no result of `mlx-mtp bench`, format {FORMAT}")
+        raise ValueError(f"{path}: no result of `mlx-mtp bench` in format {FORMAT}; run the benchmark again")
     if kind and found["bench"] != kind:
         raise ValueError(f"{path}: a result of `bench {found['bench']}`, not of `bench {kind}`")
     return found

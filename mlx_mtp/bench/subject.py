@@ -37,16 +37,16 @@ DEMO = "demo"
 
 
 class NothingRemembered:
-    """Replaces a model's stored costs, so that a benchmark neither uses nor stores any."""
+    """Replaces the store of a model's measured costs, so that a benchmark neither uses nor stores any."""
 
     def recall(self, *_: Any) -> None:
-        """Return nothing, and store nothing."""
+        """Return None, and store nothing."""
 
     recall_compiled = keep = recall
 
 
 def reset_costs(model: Any) -> None:
-    """Reset a model's measured costs and recorded cycles, and do not store new ones."""
+    """Drop a model's measured costs and recorded cycles; new costs are not stored on disk from now on."""
     nothing: Any = NothingRemembered()
     model.runtime.learned = Learned(kernels_of(model), nothing, nothing, dense)
     model.runtime.recorder = None
@@ -96,7 +96,7 @@ def open_subject(
     """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
     layers, bits, group_size: of the random model; see `random_model`. kernels, draft_model, tensor_group: as in
-    `load`.
+    `load`. mtp: with the MTP heads.
     synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
     Raises a one-line ValueError for what cannot be loaded or combined.
     """
@@ -134,7 +134,7 @@ def open_subject(
 
 
 def dtype_of(model: nn.Module) -> str:
-    """Return the widest type of the vectors, which are norms: the type of activations."""
+    """Return the name of the type of activations: the widest type of the model's vectors, such as norms."""
     arrays: Any = tree_flatten(model.parameters())
     found = {a.dtype for _, a in arrays if a.ndim == 1 and mx.issubdtype(a.dtype, mx.floating)}
     widest = max(found, key=lambda dtype: dtype.size, default=mx.float32)
@@ -146,7 +146,7 @@ DEPTHS = 16
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """Return one rate per depth; ValueError for one that is not a probability or exceeds the previous one."""
+    """Return the rates, one per depth, as a tuple; ValueError for one outside 0 to 1 or above the previous one."""
     if wrong := [rate for rate in rates if not 0 <= rate <= 1]:
         raise ValueError(f"synth_rates={wrong[0]}: allowed is between 0 and 1")
     if risen := [pair for pair in itertools.pairwise(rates) if pair[1] > pair[0]]:
@@ -163,7 +163,7 @@ def rate_at(rates: Sequence[float], depth: int) -> float:
 
 
 def draws(rates: Sequence[float], seed: int) -> mx.array:
-    """Draw whether the draft at a depth of the cycle at a position is accepted; bool [POSITIONS, DEPTHS]."""
+    """Return bool [POSITIONS, DEPTHS], drawn: whether the draft at a depth of the cycle at a position is accepted."""
     chances = mx.array([rate_at(rates, depth) for depth in range(DEPTHS)])
     return mx.random.uniform(shape=(POSITIONS, 1), key=mx.random.key(seed)) < chances
 
@@ -207,8 +207,7 @@ class BenchPrompt:
 def make_prompts(
     tokenizer: Any, vocab_size: int, *, each: int, context: int = 0, only: Iterable[str] = ()
 ) -> list[BenchPrompt]:
-    """Return `each` prompts of every category (or of `only` these), padded in front to `context` tokens (0:
-    unpadded).
+    """Return `each` prompts of every category, or of `only` these, padded in front to `context` tokens (0: unpadded).
 
     tokenizer: None uses random tokens, in a category of their own.
     Raises ValueError for an unknown category, or a context that is shorter than a prompt.
@@ -225,7 +224,10 @@ def make_prompts(
 
 
 def padded(tokenizer: Any, text: str, context: int) -> list[int]:
-    """Encode a message after as much text as fits into `context` tokens."""
+    """Encode a message after as much source code as fits into `context` tokens; 0: the message alone.
+
+    Raises ValueError if the message alone is longer.
+    """
     tokens = encode(tokenizer, text)
     if not context:
         return tokens
@@ -253,7 +255,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Return this number of characters of the running Python's standard library, file after file."""
+    """Return this number of characters of source code, from the running Python's standard library."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

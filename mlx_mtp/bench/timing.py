@@ -48,14 +48,14 @@ class Measured:
 
 
 def measured(values: Sequence[float]) -> Measured:
-    """Return the median of at least one value, with its interval."""
+    """Return the median of at least one value, with its 90% interval."""
     ordered = sorted(values)
     skip = _skipped(len(ordered))
     return Measured(statistics.median(ordered), ordered[skip], ordered[-1 - skip], len(ordered))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Measured:
-    """Divide two contenders' values round by round; of seconds, `base` over `values` is the speed."""
+    """Return the median of `values` over `base`, divided round by round, with its 90% interval."""
     return measured([value / other for value, other in zip(values, base, strict=True)])
 
 
@@ -111,13 +111,16 @@ def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
 
 
 def links(calls: Sequence[Call]) -> list[Call]:
-    """Return the chain without its calls, that is, the dependencies between them, which also cost time."""
+    """Return a chain of the same dependencies without the calls' work, to subtract its time from the chain's."""
     counts = [len(call.op(call.x)) for call in calls]
     return [Call(lambda x, outputs=n: [x] * outputs, call.x) for n, call in zip(counts, calls, strict=True)]
 
 
 class Timed:
-    """A chain to be timed turn by turn, minus the time of its links. steps: calls in a turn."""
+    """A chain of calls; calling it returns the seconds of one call, without the chain's dependencies (`links`).
+
+    steps: number of calls in a run of the chain; each turn continues with the calls after the previous one's.
+    """
 
     def __init__(self, calls: Sequence[Call], steps: int):
         self.calls, self.links, self.steps, self.start = calls, links(calls), steps, 0
@@ -125,7 +128,7 @@ class Timed:
             chain_seconds(chain, min(steps, len(calls)))  # compiles
 
     def __call__(self) -> float:
-        """Return the seconds of a call."""
+        """Return the seconds of one call, from the fastest of REPEATS runs."""
         starts = [self.start + i * self.steps for i in range(REPEATS)]
         chains = [[chain_seconds(chain, self.steps, at) for at in starts] for chain in (self.calls, self.links)]
         own, waiting = map(min, chains)
@@ -134,7 +137,7 @@ class Timed:
 
 
 def steps_for(calls: Sequence[Call], seconds: float) -> int:
-    """Return the number of calls that take about `seconds`; at least one of each."""
+    """Return the number of steps, a multiple of the calls, that take about `seconds`; at least one of each call."""
     chain_seconds(calls, len(calls))  # compiles
     once = min(chain_seconds(calls, len(calls)) for _ in range(2))
     return len(calls) * max(1, min(round(seconds / once), MOST_STEPS // len(calls)))

@@ -38,9 +38,10 @@ Turns = dict[tuple[str, int], Callable[[], float]]  # functions that return seco
 
 
 class Kernels:
-    """The kernels that are on for a model, which can be switched off and on again; none without a Metal GPU.
+    """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
-    The model must have been loaded without kernels. lane: as `kernels` of `load`.
+    The model must have been loaded without kernels, and have a port. lane: which kernels to try, as `kernels` of
+    `load`.
     """
 
     def __init__(self, model: Any, lane: str | None):
@@ -62,7 +63,7 @@ class Kernels:
 
     @contextmanager
     def only(self, side: str) -> Iterator[None]:
-        """Use mlx-lm's modules inside the block, or ours."""
+        """Inside the block run mlx-lm's modules (side STOCK), or the kernels that are on (OURS)."""
         try:
             for site in self.sites if side == STOCK else ():
                 site.rows = frozenset()
@@ -75,9 +76,9 @@ class Kernels:
 class VerifyPass:
     """The target's pass over M rows after a context, repeatable.
 
-    text: tokens, of which `context` are prefilled; the rows follow. The context ends with one fully accepted verify
-          of M
-    rows, so that recurrent layers have a tape to replay, as in the loop.
+    text: tokens, of which the first `context` are prefilled; the rows follow. step: tokens per prefill chunk.
+    A fully accepted verify of M rows precedes a timed pass, so that recurrent layers have a tape to replay, as in the
+    loop.
     """
 
     def __init__(self, model: Any, text: Sequence[int], context: int, step: int):
@@ -88,7 +89,10 @@ class VerifyPass:
         self.states: dict[int, list[Any]] = {0: [c.parts for c in self.recurrent]}
 
     def graph(self, rows: int, start: int, states: int) -> Run:
-        """Return a pass over rows from position `start` on, from the states of this row count; not computed."""
+        """Return a pass over `rows` rows from position `start` on, not computed.
+
+        states: the row count whose stored states recurrent layers start from; 0: those after the prefill.
+        """
         cache = self.d.cache
         at = mx.array([start]) if rows > 1 else start
         for c in cache.layers:
@@ -101,7 +105,7 @@ class VerifyPass:
         return verify(frame, last, drafts)
 
     def run(self, rows: int, start: int, states: int) -> float:
-        """Return the seconds of a pass whose graph is built before."""
+        """Return the seconds of evaluating the pass that `graph` returns, without those of building it."""
         found = self.graph(rows, start, states)
         mx.synchronize()
         tic = perf_counter()
@@ -119,7 +123,10 @@ class VerifyPass:
 
 @dataclass(frozen=True)
 class CurvePlan:
-    """Row counts, including 1, and contexts to time; seconds: of a part's chain. ValueError for invalid values."""
+    """Row counts, including 1, and contexts to time, in this number of rounds; ValueError for invalid values.
+
+    cooldown: seconds of rest before each turn. seconds: of a part's chain.
+    """
 
     rows: Sequence[int]
     contexts: Sequence[int]
@@ -136,7 +143,7 @@ class CurvePlan:
 
 
 def text_of(subject: Subject, context: int) -> list[int]:
-    """Return tokens for a context and the rows after it: source code, or random tokens without a tokenizer."""
+    """Return the tokens of a context and of the rows after it: source code, or random tokens without a tokenizer."""
     length = context + 2 * MAX_ROWS
     if subject.tokenizer is None:
         return make_prompts(None, subject.model.vocab_size, each=1, context=length)[0].tokens
@@ -147,9 +154,10 @@ def text_of(subject: Subject, context: int) -> list[int]:
 
 
 def measure(model: Any, text: Sequence[int], kernels: Kernels, plan: CurvePlan, step: int) -> Iterator[Curve]:
-    """Yield curves T(M) of the whole at each context, then of each part.
+    """Yield the times T(M) of the whole model at each context, then of each part, as curves.
 
     A curve has a name, context, and seconds by side and rows, a value per round, of one pass over all layers.
+    text: as `text_of` returns it for the longest context. step: tokens per prefill chunk.
     """
     with expert_inputs(model) as inputs, kernels.only(STOCK):
         VerifyPass(model, text, plan.contexts[0], step).run(MAX_ROWS, plan.contexts[0], 0)
@@ -179,7 +187,7 @@ def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[in
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
-    """Return a table of T(M)/T(1), a line per row count, a column per curve, after T(1) of a pass over all layers."""
+    """Return a table of T(M)/T(1) of one side, a line per M, a column per curve; its first line is T(1) in ms."""
     seconds = [curve["seconds"][side] for curve in curves]  # as in JSON, with rows as strings
     table = new_table(title, "M", *map(curve_title, curves), left=0)
     table.add_row("1, ms", *(f"{1e3 * measured(of['1']).median:.3f}" for of in seconds), end_section=True)
@@ -192,7 +200,7 @@ def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
 
 
 def remarks(kernels: Kernels, weights: int) -> list[str]:
-    """Return remarks on the tables; weights: bytes of the target."""
+    """Return remarks on the tables of `bench verify`, a sentence each; weights: bytes of the target."""
     sentences = [
         f"A pass reads up to {weights / 1e6:.0f} MB of weights; those that fit into the chip's caches are not cold."
     ]

@@ -35,10 +35,10 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 
 @dataclass(frozen=True)
 class VerifyPart:
-    """One part of a verify. calls: returns the calls at a row count, about one per layer, with the kernels that are
-    on.
+    """One part of a verify, such as "projections" or "attention", to be timed.
 
-    context: number of cached positions, if it matters; most: maximum number of rows.
+    calls: returns the calls at a row count, about one per layer, with the kernels that are on. context: number of
+    cached positions, None if it makes no difference. most: maximum number of rows.
     """
 
     name: str
@@ -179,7 +179,7 @@ def _either(site: Any, placed: Any, x: mx.array) -> list[mx.array]:
 
 
 def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
-    """Return a state after some rows of a prompt and a verify of which half is accepted."""
+    """Return a mixer's cache after some rows of a prompt and a verify of which half is accepted."""
     cache, rows = RecurrentCache(), _random(8, width_of(mixer.in_proj), dtype)
     mixer(rows[:, :4], None, cache)
     cache.seek(mx.array([4]), 4)
@@ -191,7 +191,7 @@ def _taped(mixer: Any, dtype: mx.Dtype) -> RecurrentCache:
 
 @contextmanager
 def expert_inputs(model: Any) -> Iterator[dict[int, mx.array]]:
-    """Record the last inputs of blocks with experts inside the block, by their ids."""
+    """Yield a dict in which calls of modules with experts, inside the block, store their last input by module id."""
     inputs: dict[int, mx.array] = {}
     with calls_noted(target_modules(model), _has_experts, lambda block, x: inputs.update({id(block): x})):
         yield inputs

@@ -29,8 +29,9 @@ def _bytes(x: mx.array) -> np.ndarray:
 
 
 def input_buffers(name: str, x: mx.array, contiguous: bool) -> dict[str, KernelBuffer]:
-    """Return copies of a kernel's inputs for x by parameter name: bytes, shape, strides (in elements) and ndim.
+    """Return buffers with copies of x's bytes and, unless it is a scalar, its shape, strides (in elements) and ndim.
 
+    Keys: `name`, and `name`_shape, _strides and _ndim.
     With `contiguous`, x is copied row by row if needed; otherwise a view includes all bytes between its ends.
     """
     a = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)

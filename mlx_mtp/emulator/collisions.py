@@ -19,9 +19,9 @@ _INTERNAL = re.compile(
 
 
 def definitions(code: str, namespaces: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the index and name of each function and type that a text without comments declares outside braces.
+    """Yield the index and name of each function and type, except kernels, that a text declares outside braces.
 
-    namespaces: whether the contents of namespaces are also left out.
+    code: the text without comments. namespaces: whether declarations inside namespaces are left out, too.
     """
     own = {name for name, *_ in kernels(code)}
     outside = blanked(code, namespaces)
@@ -39,9 +39,12 @@ def library_names(library: str) -> set[str]:
 
 
 def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
-    """Yield text, index and message of each macro of `text`, or definition in `expanded`, with one of `names`."""
+    """Yield text, index and message of each macro of `text`, or definition in `expanded`, with one of `names`.
+
+    expanded: the same text with its macros expanded. names: as from `library_names`.
+    """
     macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
     others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))
     for where, index, name in (*macros, *others):
         if name in names:
-            yield where, index, f"{name} is also a name of Metal's library or of MLX's preamble"
+            yield where, index, f"{name} is also a name of Metal's library or of MLX's preamble; rename it"

@@ -70,7 +70,7 @@ def version_of(*command: str) -> str:
 
 
 def find_zig() -> str:
-    """Return the path of the `ziglang` package's program; "" if it is not installed."""
+    """Return the path of the zig program in the `ziglang` package; "" if it is not installed."""
     package = importlib.util.find_spec("ziglang")
     zig = Path(package.origin).with_name("zig") if package and package.origin else None
     return str(zig) if zig and zig.exists() else ""
@@ -121,7 +121,7 @@ def directory_digest(directory: Path) -> str:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """Yield a folder next to `target` whose file `out` becomes `target` when the block ends."""
+    """Yield a folder next to `target`; its file `out`, which the block writes, becomes `target` at the end."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
@@ -134,7 +134,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 @functools.cache
 def runtime_library() -> Path:
-    """Build the runtime once per version of its source and of clang; return its path."""
+    """Return the path of the emulator's runtime library, built once per version of its source and of clang."""
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
     target = cache_directory() / f"runtime-{digest(directory_digest(NATIVE), version, flags)}.so"
@@ -160,7 +160,7 @@ def _parsed(library: str, command: list[str], version: str) -> Path:
 
 
 def entry_call(signature: Signature) -> str:
-    """Return C++ that calls the kernel with the arguments of one thread."""
+    """Return C++ that calls the kernel for one thread, with pointers from `arguments` and the thread's attributes."""
     arguments = []
     for i, p in enumerate(signature.parameters):
         type_ = re.sub(r"\b(constant|device)\b", "", p.declaration.rsplit(" ", 1)[0])
@@ -179,7 +179,7 @@ def _lowered(preprocessed: str, constants: Mapping[str, object] | None = None) -
 
 
 def translation_unit(signature: Signature, source: str, header: str, name: str) -> str:
-    """Return the C++ file; errors in it have the line numbers of the kernel's header and source."""
+    """Return C++ with the kernel and its entry point; compile errors have the lines of `header` and `source`."""
     file = _file(name)
     return (
         f'{PREFIX}# 1 "{file}.h"\n{header}\n# 1 "{file} signature"\n{signature.head}'
@@ -188,9 +188,9 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 
 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
-    """Build the kernel's library unless the cache has it; return its path.
+    """Return the path of the kernel's shared library, built unless the cache has it.
 
-    CompileError names lines of <name>.h and <name>.metal, or those of `#line` directives.
+    Raises CompileError, which names lines of <name>.h and <name>.metal, or those of `#line` directives.
     """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]

@@ -49,7 +49,10 @@ def closing(text: str, start: int) -> int:
 
 
 def blanked(code: str, namespaces: bool = True) -> str:
-    """Replace preprocessor lines and the contents of braces by spaces; `namespaces`: also those of namespaces."""
+    """Replace preprocessor lines and the contents of braces by spaces; `namespaces`: those of namespaces, too.
+
+    Line breaks and all indices stay.
+    """
     code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), code, flags=re.MULTILINE)
     opened = set() if namespaces else {m.start(1) for m in _NAMESPACE.finditer(code)}
     pieces, last = [], 0
@@ -89,7 +92,7 @@ def _with_storage(text: str) -> str:
                     pieces.append(f"using {variable}_memory = {type_} {extents}; ")
                     pieces.append(f"{memory}& {variable} = *({memory}*)({address}); ")
                     sizes.append(f"(sizeof({type_} {extents}) + 15) / 16 * 16")
-                message = f"a kernel has {MOST_THREADGROUP_BYTES} bytes of threadgroup memory"
+                message = f"a kernel has at most {MOST_THREADGROUP_BYTES} bytes of threadgroup memory"
                 pieces.append(f'static_assert({" + ".join(sizes)} <= {MOST_THREADGROUP_BYTES}, "{message}");')
                 pieces.append("\n" * text.count("\n", found.start(1), stop))
                 last = stop + 1
@@ -141,7 +144,7 @@ def with_unknown_numbers(translated: str) -> str:
 
 
 def to_opencl(text: str) -> str:
-    """Translate Metal source with macros expanded; the result compiles if Metal accepts it, as far as possible."""
+    """Translate Metal source, macros expanded, to C++ for OpenCL that should compile if Metal accepts the source."""
     text = _INSTANCE.sub("template", without_comments(text))
     text = _TO_BFLOAT.sub("declared::to_bfloat(", text)
     text = _BFLOAT_LITERAL.sub(r"bfloat(\1f)", text)

@@ -26,7 +26,7 @@ ELSEWHERE = {
     2: "out of bounds: {action} {f.size} bytes at {f.address:#x}, which are in no buffer",
     6: "divergent simdgroup: {text}; all its threads must meet at the same call",
     7: "divergent barrier: {text}; every thread of the threadgroup must reach the same barrier",
-    8: "does not end: one thread has run {max_steps} blocks of code",
+    8: "does not end: one thread has run {max_steps} blocks of code (option max_steps)",
     9: "a thread's stack is used up: its own arrays are too large, or it calls itself",
     11: "{text} reads lane {f.offset}, but {lane}",
     13: "out of bounds: index {f.offset} of an array that has no such element",
@@ -36,7 +36,7 @@ Place = tuple[str, int]  # a file's name without folders, and a line number
 
 
 def numbered(file: str, text: str) -> dict[Place, str]:
-    """Return the lines of a text by place, numbered from line 1 of `file` or by `#line` directives."""
+    """Return a text's lines, stripped, by (file, line): from line 1 of `file`, or as `#line` directives state."""
     found, number = {}, 1
     for line in text.split("\n"):
         if directive := LINE.match(line):
@@ -49,7 +49,7 @@ def numbered(file: str, text: str) -> dict[Place, str]:
 
 @dataclass(frozen=True)
 class Explainer:
-    """Describes the faults of one launch."""
+    """Describes the faults of one launch in sentences; `message` is the text of a KernelFault."""
 
     kernel: str
     library: Path
@@ -59,7 +59,7 @@ class Explainer:
     max_steps: int
 
     def where(self, site: int) -> str:
-        """Return `file:line`, with the line's code if it is in the kernel's own text."""
+        """Return `file:line` of a code address, with the line's code if it is in the kernel's own text."""
         found = find_line(self.library, site - self.outcome.image_low - 1) if site else None
         if found is None:
             return "an unknown line"
@@ -100,7 +100,7 @@ class Explainer:
         return f"{self.thread(f.thread, f.group)}, {self.where(f.site)}: {self.what(f)}"
 
     def message(self) -> str:
-        """Return a sentence about the launch's fault, and one about an earlier fault that may have caused it."""
+        """Return sentences about the launch's fault and, if any, an earlier fault that may cause it."""
         assert self.outcome.fault is not None
         text, before = f"kernel {self.kernel}, {self.event(self.outcome.fault)}", self.outcome.earlier
         return text if before is None else f"{text}. Before it, {self.event(before)}"
@@ -146,7 +146,7 @@ def _section(elf: bytes, wanted: bytes) -> bytes:
 
 
 def _unit(r: _Reader) -> Iterator[tuple[int, str, int]]:
-    """Yield a unit's rows (address, file, line); line -1 ends a sequence."""
+    """Yield the rows (address, file, line) of one unit of a line table; line -1 ends a sequence of addresses."""
     (size,) = r.take("I")
     end = r.tell() + size
     _, header_size = r.take("HI")

@@ -18,7 +18,7 @@ class Finding(NamedTuple):
 
 
 def place(text: str, index: int, name: str) -> tuple[str, int]:
-    """Return the file and line of an index, from `#line` directives and the preprocessor's line markers."""
+    """Return the file and line of an index in `text`: line markers and `#line` count, before them lines of `name`."""
     file, line, start = name, 1, 0
     for directive in _LINE.finditer(text, 0, index):
         file, line, start = directive[2] or file, int(directive[1]), directive.end() + 1

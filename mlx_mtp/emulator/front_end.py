@@ -37,8 +37,8 @@ def check(text: str, name: str = "program_source", preamble: bool = True) -> lis
     """Return the constructs in `text` that Metal's front end would refuse.
 
     `text` is a kernel as MLX generates it, with its instantiation. Lines are those of `#line` directives, else those
-    of `name`. MLX's preamble precedes the text unless `preamble` is false. Raises ValueError if `ziglang` is not
-    installed or too old.
+    of `name`. MLX's preamble precedes the text unless `preamble` is false. The list is empty if nothing is refused.
+    Raises ValueError if `ziglang` is not installed or too old.
     """
     code = expanded(text, name)
     translated = to_opencl(code)
@@ -60,7 +60,7 @@ def _names() -> set[str]:
 
 
 def _finding(each: Diagnostic) -> Finding:
-    """Convert a message to Metal's words, at the line of the text that causes it."""
+    """Convert clang's message to Metal's words, at the line of the text that causes it."""
     file, line, message = each.file, each.line, each.message
     if file.startswith(str(STRICT)):
         used = [n for n in each.notes if n.message.endswith("requested here") and not n.file.startswith(str(STRICT))]
@@ -77,7 +77,7 @@ def _finding(each: Diagnostic) -> Finding:
 
 
 def _counts(each: Diagnostic, spaces: Spaces) -> bool:
-    """Return whether Metal's front end would report this, too."""
+    """Return whether Metal's front end would report this message of clang, too."""
     if each.warning:
         target = each.message.rpartition(" to ")[2]
         return "'double'" in target if "increases" in each.message else "__bf16" in target and "loses" in each.message

@@ -84,13 +84,13 @@ class MetalKernel:
     ) -> list[mx.array]:
         """Run the kernel now. Arguments are those of `mx.fast.metal_kernel`'s result, and `options`.
 
-        Raises KernelFault for behaviour that Metal leaves undefined, CompileError, and ValueError for wrong
-        arguments.
+        options: None for those of the innermost `emulated` block, else the defaults. Raises KernelFault for behaviour
+        that Metal leaves undefined, CompileError, and ValueError for wrong arguments.
         """
         options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")
         if group[0] * group[1] * group[2] > MAX_THREADS:
-            raise ValueError(f"threadgroup is {group}: {np.prod(group)} threads; it may have {MAX_THREADS}")
+            raise ValueError(f"threadgroup is {group}: {np.prod(group)} threads; allowed are at most {MAX_THREADS}")
         group = tuple(min(t, g) for t, g in zip(group, threads, strict=True))
         given = {"inputs": inputs, "output_shapes": output_shapes, "output_dtypes": output_dtypes}
         for what, entries in given.items():
@@ -98,12 +98,12 @@ class MetalKernel:
             if len(entries) != needed:
                 raise ValueError(f"{what} has {len(entries)} entries; kernel {self.name} needs {needed}")
         if stream is not None and getattr(stream, "device", stream) in (mx.cpu, mx.Device(mx.cpu)):
-            raise ValueError("stream is on the CPU; a Metal kernel's is on the GPU")
+            raise ValueError("stream is on the CPU; a Metal kernel needs one on the GPU, or None")
         arrays = _values(inputs)
         signature = self._signature(arrays, output_dtypes, template or [])
         if (count := len(signature.parameters)) > MOST_BUFFERS:
             has = f"{count} buffers, shapes and strides included"
-            raise CompileError(f"kernel {self.name} has {has}; Metal has {MOST_BUFFERS}")
+            raise CompileError(f"kernel {self.name} has {has}; Metal allows {MOST_BUFFERS}")
         if verbose:
             sys.stdout.write(self.generated_source(signature) + "\n")
         named: dict[str, KernelBuffer] = {}
@@ -130,7 +130,7 @@ class MetalKernel:
         return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
 
     def text(self, signature: Signature) -> str:
-        """Return the text that MLX would compile after its preamble."""
+        """Return the text that MLX would compile after its preamble: header, function and instantiation, if any."""
         return f"{self.header}{signature.head}{self.source}\n}}\n{signature.host_name}"
 
     def generated_source(self, signature: Signature) -> str:
@@ -232,7 +232,10 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
 
 @contextmanager
 def replaced(maker: Callable[..., Any]) -> Iterator[None]:
-    """Create the kernels inside with `maker`, which returns instances of MetalKernel, as `emulated` describes."""
+    """Replace `mx.fast.metal_kernel` by `maker` inside the block, which returns instances of MetalKernel.
+
+    As in `emulated`, Metal counts as available, mx.compile is off, and modules' kernels are recreated.
+    """
     gpu = mx.Device(mx.gpu)
     with ExitStack() as undo:
         _replace(undo, mx.fast, "metal_kernel", maker)

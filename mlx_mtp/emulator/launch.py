@@ -62,7 +62,10 @@ class _Launch(c.Structure):
 
 @dataclass
 class Outcome:
-    """A completed launch; `buffers` has its threadgroup arrays after the kernel's parameters."""
+    """A launch that has run: its buffers (threadgroup arrays after the parameters), fault if any, and counts.
+
+    earlier: a fault before it that may be its cause. image_low: the address at which the kernel's library is loaded.
+    """
 
     buffers: list[KernelBuffer]
     fault: Fault | None
@@ -87,7 +90,9 @@ def _kernel(path: Path) -> c.CDLL:
         library = c.CDLL(str(path))
     except OSError as error:
         symbol = str(error).partition("undefined symbol: ")[2] or str(error)
-        raise CompileError(f"{symbol} is declared and used, but has no value here") from error
+        raise CompileError(
+            f"{symbol} is declared and used, but has no value; option function_constants sets one of a constant"
+        ) from error
     library.emulated_bound.restype = c.c_void_p
     return library
 
@@ -95,7 +100,10 @@ def _kernel(path: Path) -> c.CDLL:
 def run(
     path: Path, buffers: list[KernelBuffer], grid: Triple, threadgroup: Triple, options: EmulatorOptions
 ) -> Outcome:
-    """Run the kernel at `path` on `buffers`, one per parameter, and fill in their data and counts."""
+    """Run the kernel library at `path` on `buffers`, one per parameter; return faults and counts.
+
+    It writes outputs to the buffers' data, and their counts of accesses. grid: all threads.
+    """
     runtime, kernel = _runtime(), _kernel(path)
     free = c.CDLL(None).free
     free.argtypes = [c.c_void_p]
@@ -139,6 +147,7 @@ class BufferTraffic:
 
     `simd_accesses` counts accesses by simdgroups: the n-th execution of an instruction by each of the 32 lanes is one
     access. `simd_lines` sums the distinct 64-byte lines of each; `group_lines` sums those of each threadgroup.
+    distinct_read, distinct_written: bytes, each counted once.
     """
 
     name: str
@@ -156,7 +165,7 @@ class BufferTraffic:
 
     @property
     def reread(self) -> float:
-        """Ratio of bytes read to distinct bytes read."""
+        """Ratio of bytes read to distinct bytes read; 0 if none was read."""
         return self.bytes_read / self.distinct_read if self.distinct_read else 0.0
 
     @property
@@ -166,7 +175,7 @@ class BufferTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of one launch: buffers by name, and barriers and collectives per thread, mean and maximum."""
+    """The traffic of one launch: buffers by name, and barriers and collectives of all threads and at most of one."""
 
     kernel: str
     grid: Triple

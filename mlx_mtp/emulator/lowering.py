@@ -58,7 +58,7 @@ def _split(text: str) -> list[str]:
 
 
 def declarators(declaration: str) -> list[tuple[str, str, str]]:
-    """Parse `T a[2][3], b`: return type, name and extents of each; nothing if it cannot be parsed."""
+    """Parse a declaration such as `T a[2][3], b`: return (type, name, extents) of each variable; [] if that fails."""
     first, *others = _split(re.sub(r"\balignas\s*\([^()]*\)|^\s*#.*$", "", declaration, flags=re.MULTILINE))
     match = re.fullmatch(r"\s*(.*?)\s*\b(\w+)\s*((?:\[.*\])?)\s*", first, re.DOTALL)
     if match is None or not match[1]:
@@ -87,9 +87,9 @@ def _from_runtime(type_: str, array: str, name: str) -> str:
 
 
 def lower_threadgroup(text: str) -> str:
-    """Replace every `threadgroup T name[n];` by storage from the runtime and remove the word elsewhere.
+    """Return text with every `threadgroup T name[n];` as storage from the runtime, and without the word elsewhere.
 
-    `text` is preprocessed source; line numbers are unchanged.
+    `text` is preprocessed source; line numbers are unchanged. CompileError for a declaration that is not supported.
     """
     text = _ATTRIBUTE.sub("", text)
     out, last = [], 0
@@ -134,5 +134,5 @@ def _constant(values: Mapping[str, object], match: re.Match) -> str:
 
 
 def lower_function_constants(text: str, values: Mapping[str, object]) -> str:
-    """Set the values of function constants; one without a value stays undefined, so that its use is an error."""
+    """Define function constants by `values`, by name; one without a value stays undefined, so its use is an error."""
     return _FUNCTION_CONSTANT.sub(partial(_constant, values), text)

@@ -67,7 +67,7 @@ def zig() -> str:
 
 
 def language(spaces: Spaces) -> list[str]:
-    """Return the command that compiles C++ for OpenCL with Metal's library, for any target."""
+    """Return the start of a clang command for C++ for OpenCL with Metal's library; the caller adds a target."""
     off = OFF if spaces == "generic" else (*OFF, "generic_address_space")
     return [zig(), *LANGUAGE, "-Xclang", "-cl-ext=" + ",".join(f"-__opencl_c_{name}" for name in off)]
 
@@ -77,7 +77,7 @@ def _command(spaces: Spaces) -> list[str]:
 
 
 def run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]]:
-    """Run clang on a text as file `name`; return its output and its messages."""
+    """Run clang on a text as file `name`; return its output and messages. CompileError if it fails without any."""
     done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
     messages = diagnostics(done.stderr)
     if done.returncode and not messages:
@@ -98,7 +98,10 @@ def diagnostics(output: str) -> list[Diagnostic]:
 
 
 def expanded(text: str, name: str) -> str:
-    """Expand a text's own macros for the checks of the text; Metal's words and headers stay."""
+    """Return a text with its own macros expanded, or the text itself if clang reports errors.
+
+    Metal's words and `#include` lines stay.
+    """
     kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
     done, messages = run([zig(), *LANGUAGE, *CHECKS, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
     return re.sub(r"^#pragma metal_include (.*)$", r"#include \1", done, flags=re.MULTILINE) if not messages else text
@@ -107,14 +110,17 @@ def expanded(text: str, name: str) -> str:
 def read(
     text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
 ) -> tuple[str, list[Diagnostic]]:
-    """Parse, or with `compiled` compile, the output of `to_opencl`; return LLVM's assembly, if any, and messages."""
+    """Parse the output of `to_opencl`; return LLVM's assembly (with `compiled`, else nothing) and messages.
+
+    preamble: put the declarations of Metal's library and MLX's preamble before it.
+    """
     before = ["-Xclang", "-include-pch", "-Xclang", str(_parsed(spaces))] if preamble else []
     more = ["-S", "-emit-llvm", "-o", "-"] if compiled else ["-fsyntax-only"]
     return run([*_command(spaces), *before, *TOLERANT, *more], text, name)
 
 
 def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
-    """Concatenate MLX's headers as its build does for run-time kernels: each once, after those it includes."""
+    """Return MLX's preamble: `header` after the headers that it includes, each once; `seen`: headers to leave out."""
     seen = set() if seen is None else seen
     seen.add(header)
     text = (MLX_INCLUDE / header).read_text()
@@ -134,7 +140,7 @@ def _parsed(spaces: Spaces) -> Path:
 
 
 def precompiled(name: str, command: list[str], headers: str, preamble: str) -> Path:
-    """Precompile Metal's headers and MLX's preamble for all texts, in the cache; return the file."""
+    """Return the file of Metal's headers and MLX's preamble, precompiled with `command` unless the cache has it."""
     version = version_of(zig(), "clang")
     target = cache_directory() / f"{name}-{digest(preamble, command[1:], version, directory_digest(STRICT))}.pch"
     if not target.exists():

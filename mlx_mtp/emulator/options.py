@@ -14,7 +14,8 @@ class EmulatorOptions:
 
     `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
     barriers with `mem_flags::mem_none` then order memory. `order` of threads and threadgroups is "forward", "reverse"
-    or a seed of at least 2. A thread may run `max_steps` blocks of code. `fp_contract` is clang's option.
+    or a seed of at least 2. A thread may run `max_steps` blocks of code. `optimize` and `fp_contract` are clang's
+    options. traffic: whether accesses are counted. function_constants: values by name.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()
@@ -27,7 +28,7 @@ class EmulatorOptions:
 
     def __post_init__(self):
         if unknown := set(self.allow) - set(ALLOWABLE):
-            raise ValueError(f"allow has {sorted(unknown)}; it may have {', '.join(ALLOWABLE)}")
+            raise ValueError(f"allow has {sorted(unknown)}; allowed are {', '.join(ALLOWABLE)}")
         if not (self.order in ORDERS or (isinstance(self.order, int) and 2 <= self.order < 2**32)):
             raise ValueError(f"order is {self.order!r}; it must be 'forward', 'reverse' or a seed from 2 on")
         if self.optimize not in (0, 1, 2, 3):

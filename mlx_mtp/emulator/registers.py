@@ -65,7 +65,7 @@ class Registers(NamedTuple):
 
 
 def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
-    """Count the registers of a kernel as MLX generates it, if a thread has at most `words`.
+    """Return the proxy's register counts of a kernel text as MLX generates it, for `words` registers per thread.
 
     Raises CompileError if it does not compile, and ValueError if `ziglang` is not installed or too old.
     """

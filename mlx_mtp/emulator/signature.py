@@ -59,7 +59,7 @@ class Signature:
 
     @property
     def host_name(self) -> str:
-        """The line with which MLX instantiates a template, or nothing."""
+        """The line with which MLX instantiates a template; "" without template arguments."""
         if not self.template:
             return ""
         return f'\ntemplate [[host_name("{self.name}")]] [[kernel]] decltype({self.instance}) {self.instance};\n'
@@ -73,7 +73,7 @@ def type_name(dtype: mx.Dtype) -> str:
 
 
 def template_argument(name: str, value: object) -> tuple[str, str, str]:
-    """Return a template parameter's kind, name and value; ValueError unless it is a dtype, bool or natural number."""
+    """Return a template parameter's kind, name and value; ValueError unless it is a dtype, a bool or an int >= 0."""
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):

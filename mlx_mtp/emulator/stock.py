@@ -37,7 +37,7 @@ def launched(
 ) -> tuple[Any, ...]:
     """Launch `groups` threadgroups of a kernel that calls one of MLX's functions; return its outputs and the traffic.
 
-    outputs: shapes and dtypes by name. body: by default the file in BODIES. more: threadgroup, template and options.
+    outputs: (shape, dtype) by name. body: by default BODIES/<name>.metal. more: `threadgroup`, `template`, `options`.
     """
     body = body or (BODIES / f"{name}.metal").read_text()
     kernel = _kernel(name, tuple(inputs), tuple(outputs), body, header)
@@ -48,13 +48,13 @@ def launched(
 
 
 def fast_alignment(bits: int) -> int:
-    """Return the number of which K must be a multiple for `qmv_fast`."""
+    """Return the number that K must be a multiple of for `qmv_fast` to be chosen."""
     pack = 8 if bits in (3, 5) else 4 if bits == 6 else 32 // bits
     return pack * (1 if bits == 2 else 2) * 32
 
 
 def chosen(k: int, n: int, bits: int) -> str:
-    """Return the name of the kernel that MLX picks for one row."""
+    """Return the name of MLX's kernel for one row of a quantized product with an (n, k) matrix."""
     if k in (64, 128) and bits in (2, 4, 8):
         return "qmv_quad"
     return "qmv_fast" if k % fast_alignment(bits) == 0 else "qmv"
@@ -141,7 +141,7 @@ def gather_qmv(
 
 
 def fused(rows: int, group: int) -> bool:
-    """Return whether MLX has an attention kernel for this number of queries and heads per KV head."""
+    """Return whether MLX has an attention kernel for `rows` queries and `group` heads per KV head."""
     return rows <= 8 and rows * group <= MOST_ROWS
 
 
@@ -155,7 +155,7 @@ def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple
 def sdpa_vector(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False
 ) -> tuple[mx.array, Traffic]:
-    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass without a mask: (B, H, L, D), and the traffic."""
+    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass: (B, H, L, D), and the traffic."""
     (b, h, rows, _), kv = q.shape, k.shape[1]
     template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}
@@ -166,7 +166,7 @@ def sdpa_vector(
 def sdpa_vector_2pass(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False, blocks: int = 32
 ) -> tuple[mx.array, Traffic, Traffic]:
-    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) without a mask: (1, H, L, D), and the traffic of both passes.
+    """Attend from q (1, H, L, D) to k, v (1, KV, S, D) in two passes: (1, H, L, D), and the traffic of both.
 
     `blocks`, a multiple of 32: the number of parts of the keys. MLX uses 32 to 1024 by chip, S, L and H / KV.
     """
@@ -248,7 +248,7 @@ def gemv(
 
 
 def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tuple[mx.array, Traffic]:
-    """Multiply rows of x (M, K) by w (1, K): (M, 1), and the traffic; ValueError if MLX would split the sums."""
+    """Multiply rows of x (M, K) by w (1, K): return (M, 1) and the traffic; ValueError for K above DOT_BLOCK."""
     m, k = x.shape
     if k > DOT_BLOCK:
         raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")

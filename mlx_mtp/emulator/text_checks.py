@@ -61,14 +61,17 @@ def _words(code: str) -> Iterator[tuple[int, str]]:
 
 
 def _components(code: str) -> Iterator[tuple[int, str]]:
-    """Yield OpenCL's names of vector components, unless the text declares a field of that name."""
+    """Yield (index, message) for OpenCL's names of vector components, unless the text has a field of that name."""
     for found in _COMPONENT.finditer(code):
         if not re.search(rf"(?<!\.)\b{found[1]}\b", code):
             yield found.start(1), f"Metal's vectors have no component {found[1]}"
 
 
 def _methods(code: str) -> Iterator[tuple[int, str]]:
-    """Yield methods without an address space: from Metal 4.1 on their `this` is a generic pointer."""
+    """Yield (index, message) for each method without an address space.
+
+    From Metal 4.1 on its `this` is a generic pointer, so its members do not fit `thread` pointers and references.
+    """
     for struct in _STRUCT.finditer(code):
         begin = struct.start(2) + 1
         inside = blanked(code[begin : closing(code, begin - 1)])
@@ -102,7 +105,7 @@ def _types(code: str) -> str:
 
 
 def _without_space(code: str) -> Iterator[tuple[int, str]]:
-    """Yield pointers and references that are declared without an address space."""
+    """Yield (index, message) for pointers and references that are declared without an address space."""
     type_ = _types(code)
     declarator = re.compile(
         rf"(?P<before>(?:\b(?:{_QUALIFIERS})\s+)*)(?<![\w.])(?P<type>{type_})"

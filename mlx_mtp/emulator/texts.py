@@ -27,7 +27,7 @@ class RecordedLaunch(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """The threads of a group."""
+        """Number of threads in a threadgroup."""
         return math.prod(self.call["threadgroup"])
 
 
@@ -75,7 +75,7 @@ def text_kernel(
 
 @contextmanager
 def recorded() -> Iterator[list[RecordedLaunch]]:
-    """Yield the list to which every launch inside is added; outputs are zeros, and nothing is compiled."""
+    """Yield a list to which every launch inside the block is added; outputs are zeros, and nothing is compiled."""
     found: list[RecordedLaunch] = []
     _recordings.append(found)
     try:
@@ -87,7 +87,7 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
 
 @contextmanager
 def collected() -> Iterator[list[LaunchText]]:
-    """Yield a list to which the text of every launch inside is added at the end of the block; see `recorded`."""
+    """Yield a list that holds the text of every launch inside the block once it has ended; outputs are zeros."""
     texts: list[LaunchText] = []
     with recorded() as found:
         yield texts

@@ -18,16 +18,16 @@ SHORT_OF_MEMORY = re.compile(r"malloc|allocate|out of memory|insufficient memory
 
 
 class Refusal(NamedTuple):
-    """A kernel that MLX could not construct, compile or run, and the exception."""
+    """A kernel that MLX could not construct, compile or run: its name and variant, and the exception."""
 
     key: Key
     error: Exception
 
 
 class KernelRefused(RuntimeError):
-    """Kernels were refused, and no graph was evaluated.
+    """Raised before a graph is evaluated, if MLX cannot construct, compile or run kernels that are part of it.
 
-    refusals: of this process; empty if only another rank has some. voted: every rank has raised this.
+    refusals: of this process; empty if only another rank has some. voted: every rank raises this, so none waits.
     """
 
     def __init__(self, refusals: list[Refusal], *, voted: bool = False):
@@ -36,7 +36,7 @@ class KernelRefused(RuntimeError):
 
     @classmethod
     def of(cls, refusal: Refusal) -> "KernelRefused":
-        """Return the exception of one refusal; it is also an instance of its error's class."""
+        """Return the exception of one refusal; it is also an instance of its error's class, if Python allows that."""
         return _both(type(refusal.error))([refusal])
 
 
@@ -49,10 +49,10 @@ def _both(kind: type[Exception]) -> type[KernelRefused]:
 
 
 class Launch(NamedTuple):
-    """A launch without its arrays.
+    """A kernel launch that can be run again on zeros.
 
-    inputs: (shape, dtype) of each array, numbers unchanged. maker, call: MLX's function, and the kernel that it
-    returned.
+    inputs: (shape, dtype) of each array, numbers unchanged. how: the other arguments of the call.
+    maker, call: MLX's function that made the kernel, and the kernel.
     ran: every variant with which the kernel's text has run.
     """
 
@@ -70,11 +70,11 @@ class Launch(NamedTuple):
 
     @property
     def current(self) -> bool:
-        """Whether there is a GPU and `mx.fast.metal_kernel` is not replaced; graphs are also recorded otherwise."""
+        """Whether the launch can run: Metal is available, and the kernel was made by the present `metal_kernel`."""
         return mx.metal.is_available() and self.maker is mx.fast.metal_kernel
 
     def run(self) -> Exception | None:
-        """Evaluate the launch on zeros; return the exception that MLX raises, None if it runs."""
+        """Evaluate the launch on zeros and add its variant to `ran`; return MLX's exception instead if it fails."""
         try:
             inputs = [mx.zeros(*given) if isinstance(given, tuple) else given for given in self.inputs]
             mx.eval(self.call(inputs=inputs, **self.how))
@@ -85,7 +85,7 @@ class Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """A thread's new launches."""
+    """Launches that a thread has noted and that have not run yet."""
 
     def __init__(self):
         self.new: dict[tuple[Key, int], Launch] = {}
@@ -97,12 +97,18 @@ listeners: list[list[Key]] = []  # lists of nested `launched`, the innermost las
 
 
 def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
-    """Return whether an equal launch is noted already; a model has one per layer, and one of them is enough."""
+    """Return whether this thread has noted a launch of the same variant and text; False inside `launched`.
+
+    ran: the set of the kernel's text, which identifies it. Of a model's equal launches, one per layer, one is enough.
+    """
     return not listeners and (key, id(ran)) in _thread.new
 
 
 def note(launch: Launch) -> None:
-    """Note a launch that has not run, or add it to the list of `launched`."""
+    """Keep a launch for `run_new`; inside `launched` only add its key to the innermost list.
+
+    A kernel that has run when its call returns, as the emulator's, is marked as run instead.
+    """
     if listeners:
         listeners[-1].append(launch.key)
     elif getattr(launch.call, "runs_at_once", False):
@@ -114,7 +120,7 @@ def note(launch: Launch) -> None:
 
 @contextmanager
 def launched() -> Iterator[list[Key]]:
-    """Yield a list to which each launch inside adds its key; these launches need not run."""
+    """Yield a list to which each launch inside the block adds its key; `run_new` does not run these launches."""
     listeners.append([])
     try:
         yield listeners[-1]
@@ -123,7 +129,10 @@ def launched() -> Iterator[list[Key]]:
 
 
 def run_new() -> None:
-    """Run this thread's new launches. Raises KernelRefused for those that fail."""
+    """Run the launches that this thread has noted, on zeros; KernelRefused lists those that fail.
+
+    Launches that cannot run here (`Launch.current`) are dropped; one that lacks memory is no refusal.
+    """
     if not _thread.new:
         return
     new, _thread.new = _thread.new, {}
@@ -141,7 +150,7 @@ def run_new() -> None:
 
 
 def all_ran() -> None:
-    """Note that this thread has evaluated all its launches."""
+    """Mark the launches that this thread has noted as run, because the caller has evaluated their graph."""
     for launch in _thread.new.values():
         launch.ran.add(launch.key[1])
         _known[launch.text] = launch
@@ -149,13 +158,16 @@ def all_ran() -> None:
 
 
 def run_again() -> list[Refusal]:
-    """Run every launch that has run before; return those that now fail."""
+    """Run every launch that has run before, of any thread, on zeros; return those that now fail.
+
+    A launch that lacks memory is not among them.
+    """
     found = [(launch.key, launch.run()) for launch in _known.values() if launch.current]
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]
 
 
 def drop_new() -> None:
-    """Drop this thread's new launches, which were not evaluated."""
+    """Drop the launches that this thread has noted, without running them."""
     _thread.new = {}
 
 

@@ -23,7 +23,7 @@ class Quantized:
     """Weights of one or several linears with the same input x, stacked along N.
 
     w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], biases in affine formats only. ends: the end of
-    each linear along N. bias: [N], added to the rounded product by some ops.
+    each linear along N. bias: [N], added to the rounded product (not by the products per head or of experts).
     """
 
     w: mx.array
@@ -50,7 +50,7 @@ class Quantized:
 
     @property
     def kind(self) -> str:
-        """Describe what a kernel of these weights is compiled for: the format, and how lanes share a row."""
+        """Describe what a kernel of these weights is compiled for: their format, and the lanes per weight row."""
         values, lanes_per_row = lanes(self)
         bias = "" if self.bias is None else " with bias"
         return f"{self.mode} {self.bits}-bit g{self.group_size}, {lanes_per_row} lanes of {values}{bias}"
@@ -67,22 +67,22 @@ def check_columns(x: mx.array, weights: Quantized) -> None:
 
 
 def served(mode: str, bits: int, group_size: int) -> bool:
-    """Return whether kernels support this format."""
+    """Return whether kernels support this quantization format."""
     return bits in BITS.get(mode, ()) and group_size in GROUP_SIZES[mode]
 
 
 def known(x: mx.array, weights: Quantized) -> bool:
-    """Return whether kernels support the format and the type of x, which must not be empty."""
+    """Return whether kernels support the weights' format and the type of the product; False for an empty x."""
     return served(weights.mode, weights.bits, weights.group_size) and weights.dtype(x) in DTYPES and x.size > 0
 
 
 def supported(x: mx.array, weights: Quantized) -> bool:
-    """Return whether kernels for a single matrix support these."""
+    """Return whether kernels for a single matrix [N, K] support x and the weights (see `known`)."""
     return known(x, weights) and weights.w.ndim == 2
 
 
 def small(weights: Quantized) -> bool:
-    """Return whether MLX would not pass arrays of this size in device memory."""
+    """Return whether w or scales have so few elements that MLX passes them in constant memory."""
     return min(weights.w.size, weights.scales.size) < DEVICE
 
 
@@ -115,10 +115,10 @@ def multiplied(x: mx.array, weights: Quantized) -> mx.array:
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.array]:
-    """Return the arrays by their names in kernels, `name`_scales with a name; affine ones in `dtype`.
+    """Return the arrays by their names in kernels: w, scales, biases; or NAME, NAME_scales, NAME_biases.
 
-    In formats without biases the scales stand for them; small arrays are repeated until MLX passes them in device
-    memory.
+    Affine scales and biases are converted to `dtype`. Formats without biases pass the scales twice. Small arrays are
+    repeated until MLX passes them in device memory.
     """
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
@@ -132,13 +132,13 @@ def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.
 
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> dict[str, object]:
-    """Return the template arguments for x of type `dtype` and the weights, common to all kernels."""
+    """Return the template arguments that all kernels share, for x of type `dtype` and these weights."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
     return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "FP": fp}
 
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Split a flat y, in which the linears follow each other, into views [..., N_p]."""
+    """Split a flat y, which holds one linear's product after the other, into views [..., N_p], one per linear."""
     if len(weights.ends) == 1:
         return [y.reshape(*x.shape[:-1], weights.ends[0])]
     m, starts = x.size // weights.k, (0, *weights.ends[:-1])
@@ -146,14 +146,14 @@ def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:
 
 
 def biased(products: Sequence[mx.array], weights: Quantized) -> list[mx.array]:
-    """Add its part of the bias to each linear's [..., N_p]."""
+    """Return each linear's product [..., N_p] plus its part of the bias; the products themselves without a bias."""
     if weights.bias is None:
         return list(products)
     return [y + b for y, b in zip(products, mx.split(weights.bias, list(weights.ends[:-1])), strict=True)]
 
 
 def splits(m: int) -> bool:
-    """Return whether m rows can be split: whether the sums of a lane may exceed its registers."""
+    """Return whether m rows can be split into groups of SPLIT_ROWS (4): whether there are more than that."""
     return m > SPLIT_ROWS
 
 
@@ -179,8 +179,9 @@ def multiply(
     shape: tuple[int, ...] | None = None,
     split: bool = False,
 ) -> mx.array:
-    """Launch `op` on x [..., K]: return y, flat [M * columns]; or on x [1, M, heads, D]: return y of `shape`.
+    """Launch kernel `op`; return y: flat [M * columns] for x [..., K], or of `shape` for x [1, M, heads, D].
 
+    columns: values of y per row (and head).
     `more`, `template`: further inputs and template arguments of the op, by name. `split`: as in `tiles`.
     """
     x = (x if shape else x.reshape(-1, weights.k)).astype(weights.dtype(x))

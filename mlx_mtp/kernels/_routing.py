@@ -15,12 +15,12 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family converts logits to experts and weights.
+    """How a model family converts router logits to `top_k` experts per row and their weights.
 
     kind "sigmoid": in float32; a bias only affects the selection; of `n_group` groups the `topk_group` with the
     greatest sums of their two best scores stay, other scores count as 0. "softmax": rounded to the logits' type, also
     after the division by the sum. `norm` divides by the sum plus `eps`; `scale` multiplies last. Raises ValueError
-    for other combinations.
+    for another kind, top_k < 1, topk_group outside 1 to n_group, and groups, eps or scale with "softmax".
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Routing:
             allowed = f"from 1 to n_group, which is {self.n_group}"
             raise ValueError(f"topk_group is {self.topk_group}; it must be {allowed}")
         if self.kind == "softmax" and (self.n_group, self.eps, self.scale) != (1, 0.0, 1.0):
-            raise ValueError("softmax routing has no groups, eps or scale")
+            raise ValueError("softmax routing has no groups, eps or scale; keep their defaults")
 
     @cached_property
     def sizes(self) -> mx.array:
@@ -51,7 +51,7 @@ class Routing:
         return mx.array([self.eps, self.scale], mx.float32)
 
     def check(self, experts: int) -> None:
-        """Raise ValueError if this routing cannot select from this number of experts."""
+        """Raise ValueError if there are fewer than top_k experts, or n_group groups cannot have 2 or more each."""
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
@@ -60,7 +60,11 @@ class Routing:
 
 
 class Pairs(NamedTuple):
-    """The (row, expert) pairs, sorted by expert, then by row; see kernels/moe_route.metal."""
+    """The P = M * top_k pairs (row, expert), sorted by expert, then by row: int32, but weights float32.
+
+    tokens, weights [P]: each pair's row and weight. experts [P], starts [P + 1]: the distinct experts and where the
+    pairs of each start; -1 and P after the last. places [P]: where each row's pairs are, row by row.
+    """
 
     tokens: mx.array
     weights: mx.array
@@ -89,7 +93,7 @@ def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tupl
 
 
 def _kept(scores: mx.array, routing: Routing) -> mx.array:
-    """Return the scores, with 0 in groups that are not selected."""
+    """Return the scores [..., E], with 0 in the groups that the routing does not select."""
     if routing.n_group == 1:
         return scores
     groups = scores.reshape(*scores.shape[:-1], routing.n_group, -1)
@@ -106,12 +110,12 @@ def routable(logits: mx.array, routing: Routing) -> bool:
 
 
 def room(m: int, top_k: int) -> int:
-    """Return the number of pairs of m rows for which a threadgroup has memory: one size up to FEW_ROWS, one above."""
+    """Return the number of pairs that fit in a threadgroup's memory: of 8 rows up to m = 8, else of 16; in 128s."""
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 
 
 def route_metal(logits: mx.array, routing: Routing, bias: mx.array | None) -> Pairs:
-    """Return the pairs of logits [M, E], from one launch."""
+    """Return the (row, expert) pairs of logits [M, E], from one launch; they must be `routable`."""
     m, experts = logits.shape
     pairs = (m * routing.top_k,)
     integers = pairs, mx.int32

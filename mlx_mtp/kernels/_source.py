@@ -103,7 +103,7 @@ def constants(dtype: mx.Dtype, *values: float) -> mx.array:
 
 
 def check_tape(tape: Any, accepted: Maybe) -> None:
-    """Raise ValueError if only one of a tape and its number of accepted rows is given."""
+    """Raise ValueError if only one of a tape (rows of the last verify) and its number of accepted rows is given."""
     if (tape is None) != (accepted is None):
         given = "tape" if accepted is None else "accepted"
         raise ValueError(f"only {given} is given; tape and accepted go together")

@@ -73,7 +73,7 @@ def defined_name(definition: Iterable[Line]) -> str:
 
 
 def used(every: list[list[Line]], body: Iterable[Line]) -> list[list[Line]]:
-    """Return the definitions that the body names, those that these name, and so on; and all without a name."""
+    """Return the definitions that the body needs, directly or through others, and all without a name."""
     names, words = [defined_name(each) for each in every], [_words(each) for each in every]
     needed, size = {"", *_words(body)}, 0
     while size != len(needed):

@@ -11,7 +11,7 @@ READS, MOST_THREADS, MOST_CHUNKS = 4, 1024, 4  # values per chunk; MLX's maximum
 
 
 def add_norm_ref(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Compute `add_norm` with MLX's own ops."""
+    """Return h = x + r and mx.fast.rms_norm(h, weight, eps) by MLX's own ops: the reference of `add_norm`."""
     h = x + r
     return h, mx.fast.rms_norm(h, weight, eps)
 
@@ -23,7 +23,7 @@ def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx
     Raises ValueError if x and r, or weight and H, do not match.
     """
     if x.shape != r.shape:
-        raise ValueError(f"x has shape {x.shape} and r {r.shape}; they must have the same")
+        raise ValueError(f"x has shape {x.shape} and r {r.shape}; they must have the same shape")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {weight.shape}; for these rows it must be {x.shape[-1:]}")
     H = x.shape[-1]

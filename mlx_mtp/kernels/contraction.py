@@ -39,18 +39,24 @@ _thread = _Thread()
 
 
 def kernel_spelling(kernel: str) -> str:
-    """Return the spelling in use for a `.metal` file."""
+    """Return the spelling, one of SPELLINGS, in use for a `.metal` file: the one tried in this thread comes first."""
     return _thread.tried.get(kernel) or _in_use.get(kernel, AS_COMPILED)
 
 
 def spelling(op: str) -> str:
-    """Return the spelling in use for an op: its own or, before its trial, the latest one of any op."""
+    """Return the spelling in use for an op: its own or, before its trial, the latest one of any op.
+
+    It is AS_COMPILED for an op without MLX's sums.
+    """
     op = FOLLOWS.get(op, op)
     return kernel_spelling(KERNELS[op][0]) if op in KERNELS else AS_COMPILED
 
 
 def take(op: str, spelling: str) -> None:
-    """Use a spelling for an op from now on, in all threads."""
+    """Use a spelling from now on, in all threads, for an op and for ops before their trial.
+
+    An op without MLX's sums is ignored.
+    """
     if op in KERNELS and _taken.get(op, [""])[-1] != spelling:
         _taken[op] = [*_taken.pop(op, ()), spelling]
         for each, kernels in KERNELS.items():
@@ -63,7 +69,7 @@ def is_taken(op: str) -> bool:
 
 
 def others(op: str) -> list[str]:
-    """Return the other spellings to try for an op, without those it has given up, the likeliest first."""
+    """Return the spellings that were never in use for an op, the likeliest first; none without MLX's sums."""
     if op not in KERNELS:
         return []
     order = dict.fromkeys((_latest(), *EXPLICIT, AS_COMPILED))
@@ -72,7 +78,7 @@ def others(op: str) -> list[str]:
 
 @contextmanager
 def spelled(op: str, spelling: str) -> Iterator[None]:
-    """Launch the op's kernels in another spelling inside, in this thread."""
+    """Launch the op's kernels with this spelling inside the block, in this thread only."""
     before = _thread.tried
     _thread.tried = {**before, **dict.fromkeys(KERNELS[op], spelling)}
     try:

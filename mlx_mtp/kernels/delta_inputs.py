@@ -45,7 +45,7 @@ def delta_inputs_ref(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Compute `delta_inputs` with plain ops, with sums in float32."""
+    """Return q, k, v, gates and rows by MLX's ops, with sums in float32: the reference of `delta_inputs`."""
     if accepted is not None:
         kept = accepted[:, None] + mx.arange(weight.shape[1] - 1)
         before = mx.take_along_axis(before, kept[..., None], axis=1)
@@ -103,7 +103,7 @@ def delta_inputs(
     C, keys = weight.shape[0], 2 * key_heads * head_dim
     if x.shape[2] * x.shape[3] != C or keys > C or key_heads % x.shape[2]:
         heads = f"{C} channels, {keys} of them q and k of {key_heads} heads"
-        raise ValueError(f"x has shape {x.shape}; it must be [1, T, G, C/G] for {heads}")
+        raise ValueError(f"x has shape {x.shape}; it must be [B, T, C] or [B, T, G, C/G] for {heads}")
     alike = x.dtype == before.dtype == weight.dtype and floats(x, *gates)
     if not (on_metal() and alike and head_dim <= BLOCK * MOST_BLOCKS):
         return delta_inputs_ref(x, before, weight, gates, key_heads=key_heads, head_dim=head_dim, accepted=accepted)

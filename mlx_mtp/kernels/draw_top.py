@@ -12,7 +12,11 @@ from .verify_head import MOST_TOP, Top, draw_ref
 def draw_top_ref(
     top: Top, key: mx.array, position: Any, *, temp: float, top_p: float, min_p: float, vocab_size: int
 ) -> mx.array:
-    """Filter the n greatest logits of each row, put them into a row of -infinity, and draw from that."""
+    """Return the tokens that `draw_top` draws, with MLX's ops.
+
+    top_p, then min_p, filter the n greatest logits at temperature 1; what remains is put into a row of -infinity, and
+    a token is drawn from it at `temp`.
+    """
     values, tokens, total = top
     logprobs = values - total[:, None]
     if 0 < top_p < 1:
@@ -33,7 +37,7 @@ def draw_top(
 
     top: as `verify_head_top` returns it: values [M, n] float32, sorted, their tokens [M, n] int32, and the logsumexp
         [M] of all logits; the kernel supports n up to 64.
-    key, position: as in `verify_head_draw`; a token gets the same noise.
+    key, position: uint32 [2] and the position of row 0: a token gets the noise that `verify_head_draw` gives it.
     top_p, min_p: mlx-lm's filters, top_p first, of probabilities at temperature 1; 1 (or 0) and 0 for none.
     The reference draws the same tokens; on Metal probabilities are summed in their order. ValueError for temp <= 0.
     """

@@ -15,7 +15,10 @@ NAMES = ("k", "v", "g", "beta")
 def gated_delta_verify_ref(
     q: mx.array, rows: Rows, state: mx.array, *, tape: Rows | None = None, accepted: Maybe = None, last: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Compute `gated_delta_verify` row by row, in float32."""
+    """Return (y, state) of the gated delta rule over a tape's accepted rows, then new rows, one by one in float32.
+
+    The reference of `gated_delta_verify`, with its arguments.
+    """
     if tape is not None and accepted is not None:
         for t in range(tape[0].shape[1]):
             state = mx.where((t < accepted).reshape(-1, 1, 1, 1), _after(state, *(x[:, t] for x in tape)), state)

@@ -23,7 +23,10 @@ def mamba2_verify_ref(
     accepted: Maybe = None,
     last: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Compute `mamba2_verify` row by row, in float32."""
+    """Return (y, state) of Mamba2's recurrence over a tape's accepted rows, then new rows, one by one in float32.
+
+    The reference of `mamba2_verify`, with its arguments.
+    """
     if tape is not None and accepted is not None:
         for t in range(tape[0].shape[1]):
             state = mx.where(t < accepted, _after(state, A_log, *(a[:, t] for a in tape)), state)
@@ -69,7 +72,9 @@ def mamba2_verify(
     C: [1, T, G, Ds]. rows: x [1, T, H, Dh] and B [1, T, G, Ds], of float16, bfloat16 or float32 like C and D [H];
         dt [1, T, H] float32, after its softplus. A_log: [H]. Any array may be a view.
     state: [1, H, Dh, Ds] float32, before the tape. y: [1, T, H, Dh] in x's dtype.
-    tape, accepted [1], last: as in `gated_delta_verify`.
+    tape: P rows in the form of `rows`; those after the accepted may hold anything. None: no tape.
+    accepted: [1] int32, from 0 to P; ValueError unless it is given exactly if a tape is.
+    The returned state is the one before the new rows, with `last` the one after them.
     """
     check_tape(tape, accepted)
     if not (on_metal() and _supported(C, rows, state, A_log, D, tape)):

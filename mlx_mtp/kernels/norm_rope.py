@@ -35,14 +35,14 @@ class Rope:
         if self.dims < 2 or self.dims % 2:
             raise ValueError(f"dims is {self.dims}; it must be a positive even number")
         if (self.base is None) == (self.freqs is None):
-            raise ValueError(f"base is {self.base} and freqs {self.freqs}; one of them must be given")
+            raise ValueError(f"base is {self.base} and freqs {self.freqs}; exactly one must be given")
         shape = (self.dims // 2,)
         if self.freqs is not None and self.freqs.shape != shape:
             raise ValueError(f"freqs has shape {self.freqs.shape}; for {self.dims} dims it must be {shape}")
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
-        """Return the Rope of `nn.RoPE`, of mlx-lm's rotary modules or of one that shares angles; None for others."""
+        """Return the Rope of an `nn.RoPE` or of one of mlx-lm's rotary modules; None for other modules."""
         kind = getattr(module, "plain", type(module))
         match kind.__module__, kind.__name__:
             case "mlx.nn.layers.positional_encoding", "RoPE":
@@ -57,7 +57,7 @@ class Rope:
 
     @cached_property
     def rates(self) -> mx.array:
-        """The kernel's `freqs`."""
+        """The kernel's `freqs`, float32: those of the Rope, or [log2(base)]."""
         if self.freqs is not None:
             return self.freqs.astype(mx.float32)
         assert self.base is not None
@@ -76,7 +76,7 @@ def norm_rope_ref(
     eps: float = 0.0,
     head_dim: int | None = None,
 ) -> Heads:
-    """Compute `norm_rope` with MLX's own ops."""
+    """Return q and k normed (if weights are given), rotated and heads first, by MLX's own ops, as `norm_rope`."""
     D = k.shape[-1] if head_dim is None else head_dim
     queries, keys = (_rotated(x[..., :D], w, eps, offset, rope) for x, w in ((q, q_weight), (k, k_weight)))
     return queries, keys

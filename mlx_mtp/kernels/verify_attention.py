@@ -84,7 +84,10 @@ def verify_attention_ref(
     group_size: int = 64,
     bits: int | None = None,
 ) -> mx.array:
-    """Compute `verify_attention` with a mask over the whole buffers, in float32, rounded before the gate."""
+    """Attend to whole KV buffers with a mask, in float32, rounded before a gate: reference of `verify_attention`.
+
+    Arguments and the result [N, L, Hq * Dv] are the same, without `limit` and `split`.
+    """
     k, v = (_plain(x, group_size, bits) for x in (keys, values))
     if cache_rows is not None:
         k, v = k[cache_rows], v[cache_rows]
@@ -106,9 +109,10 @@ def verify_attention_ref(
 
 
 def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, int]]:
-    """Return (threadgroups that share R rows, template) for the registers and shared memory; no bits depend on it.
+    """Return (threadgroups that share R = `rows` rows of a KV head, template arguments); no bits depend on them.
 
-    With `split` a threadgroup has at most SPLIT_BLOCKS blocks of 8 rows, and each requests keys and values.
+    They are limited by registers and threadgroup memory. With `split` a threadgroup has at most SPLIT_BLOCKS (4)
+    blocks of 8 rows; each threadgroup requests keys and values.
     """
     wide = Dv > 256  # fewer threads share its columns, because a GPU may refuse a threadgroup of 512
     parts = 8 if wide and Dv % 64 == 0 else 4 if Dv > 192 else 2
@@ -121,7 +125,7 @@ def geometry(rows: int, Dv: int, split: bool = False) -> tuple[int, dict[str, in
 
 
 def attention_splits(rows: int, Dv: int) -> bool:
-    """Return whether R rows of a KV head can be split: whether they may exceed the registers of a thread."""
+    """Return whether `split` divides R rows of a KV head among more threadgroups, each with fewer registers."""
     return geometry(rows, Dv)[1]["BLOCKS"] > SPLIT_BLOCKS
 
 
@@ -130,7 +134,7 @@ def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
 
 
 def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
-    """Return whether the kernel supports these: blocks of 32 dimensions, one type, a known format."""
+    """Return whether the kernel supports these: multiples of 32 dimensions, Dv <= 512, one type, a known format."""
     k, v = _parts(keys), _parts(values)
     widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
     stored = k + v if bits is None else k[1:] + v[1:]
@@ -151,14 +155,14 @@ def _check(
 ) -> None:
     heads, kv_heads = q.shape[1], k[0].shape[1]
     if len(k) != (1 if bits is None else 3) or len(v) != len(k):
-        raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; 1 without bits, else 3")
+        raise ValueError(f"bits is {bits}, keys are {len(k)} arrays, values {len(v)}; without bits 1 each, else 3")
     count = len(q)
     if (cache_rows is None and count != len(k[0])) or heads % kv_heads:
-        needed = "a cache for each text, and whole groups of heads"
+        needed = "each sequence needs a cache, and each KV head a whole number of query heads"
         raise ValueError(f"q has shape {q.shape}, keys {k[0].shape}; {needed}")
     for name, given in (("offset", offset), ("start", start), ("cache_rows", cache_rows)):
         if isinstance(given, mx.array) and given.shape != (count,):
-            raise ValueError(f"{name} has shape {given.shape}; {count} texts need {(count,)}")
+            raise ValueError(f"{name} has shape {given.shape}; {count} sequences need {(count,)}")
     if q.shape[-1] != _width(k, bits):
         raise ValueError(f"q has {q.shape[-1]} columns; the keys have {_width(k, bits)}")
     rows, width = q.shape[2], _width(v, bits)
@@ -198,7 +202,10 @@ def merge(
 def attention_served(
     q: mx.array, keys: Stored, values: Stored, *, group_size: int = 64, bits: int | None = None
 ) -> bool:
-    """Return whether `verify_attention` gives rows their own bits; its reference, on Metal, does not and is slow."""
+    """Return whether to call `verify_attention`: False if, on Metal, its kernel does not support these arrays.
+
+    Its reference would run, which is slow and whose bits depend on the other rows. Always True without Metal.
+    """
     return not on_metal() or _supported(q, keys, values, group_size, bits)
 
 
@@ -226,7 +233,7 @@ def verify_attention(
     cache_rows: int32 [N], the index of each sequence's cache among C; without it C = N, in the same order.
     offset: int32 [N], the position of each sequence's first query; `limit` >= offset + L. Position p is in slot p,
         with a `window` in slot p % S, S >= window + L - 1.
-    start: queries do not attend to earlier positions other than their own; one for all, or int32 [N]. sinks: [Hq],
+    start: the first position that queries attend to, besides their own; one for all, or int32 [N]. sinks: [Hq],
         logits that join each softmax.
     gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 

@@ -11,7 +11,7 @@ DOT_BLOCK = 16384  # above this K MLX's dot product has partial sums in several 
 
 
 def verify_gemv_ref(x: mx.array, w: mx.array, bias: Maybe = None) -> mx.array:
-    """Compute `verify_gemv` with MLX's matmul, which sums in float32; the bias is added to the rounded product."""
+    """Return x @ w.T by MLX's matmul, which sums in float32, plus the bias, added to the rounded product."""
     y = x @ w.T
     return y if bias is None else y + bias
 
@@ -62,7 +62,7 @@ def _dtype(x: mx.array, w: mx.array, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, w: mx.array, bias: Maybe = None) -> bool:
-    """Return whether the kernels support the product: a float type, nothing empty, no dot product of K > 16384."""
+    """Return whether the kernels support the product: a float type, nothing empty, no N = 1 with K > 16384."""
     n, k = w.shape
     partial_sums = n == 1 and bias is None and k > DOT_BLOCK
     return _dtype(x, w, bias) in DTYPES and x.size > 0 and w.size > 0 and not partial_sums

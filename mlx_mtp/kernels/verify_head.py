@@ -36,7 +36,10 @@ def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
 
 
 def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.array:
-    """Draw from each row i of logits [M, N] as mx.random.categorical does, with half of the key of position + i."""
+    """Return a token [M] int32 for each row i of logits [M, N], drawn from softmax(logits / temp) at position + i.
+
+    Row i draws as mx.random.categorical does with the second half of the split of key + [0, position + i].
+    """
     first, drawn = mx.array(position).reshape(1).astype(mx.uint32), []
     for i, row in enumerate(logits.astype(mx.float32) * (1.0 / temp)):
         dice = mx.random.split(key + mx.pad(first + i, (1, 0)))[1]
@@ -57,7 +60,7 @@ def verify_head_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.arr
 
 
 def tile(n: int) -> int:
-    """Return the number of weight rows in a tile, of which the n greatest logits are kept."""
+    """Return the number of weight rows per tile, if the n greatest logits of each tile are kept."""
     return 128 if n <= 8 else 256 if n <= 16 else 512
 
 
@@ -113,7 +116,10 @@ def _dtype(x: mx.array, weights: Weights, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
-    """Return whether the kernels support these: a float type that a bias does not change, and at least 8 tokens."""
+    """Return whether the kernels support these: a float type that a bias does not change, and at least 8 tokens.
+
+    Quantized weights need a known format; others K < 16 N.
+    """
     if _columns(weights) < LEAST_COLUMNS or x.size == 0:
         return False
     if isinstance(weights, mx.array):
@@ -137,8 +143,9 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
 def verify_head(x: mx.array, weights: Weights, bias: Maybe = None, *, split: bool = False) -> mx.array:
     """Return the token [M] int32 of the greatest logit of each row x [M, K]; of equal ones the lowest.
 
-    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]; split: as in `verify_qmm`. Where `supported`
-    is False, and without Metal, MLX's own product and argmax run. Raises ValueError for shapes that do not match.
+    weights: Quantized, or [N, K] float16, bfloat16 or float32; bias [N]. split: at most 4 rows share a request of the
+    weights. Where `supported` is False, and without Metal, MLX's own product and argmax run. Raises ValueError for
+    shapes that do not match.
     """
     _check(x, weights, bias)
     if not (on_metal() and supported(x, weights, bias)):

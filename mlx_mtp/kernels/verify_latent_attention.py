@@ -113,7 +113,7 @@ def _check_shapes(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array,
     shapes = {"q": (1, heads, L, dv), "q_pe": (1, heads, L, dr), "latent": (1, 1, S, dv), "k_pe": (1, 1, S, dr)}
     for x, (name, shape) in zip((q, q_pe, latent, k_pe), shapes.items(), strict=True):
         if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; it must be {shape} here")
+            raise ValueError(f"{name} has shape {x.shape}; with the other arrays it must be {shape}")
     if chosen is not None and (chosen.ndim != 2 or chosen.shape[0] != L):
         raise ValueError(f"chosen has shape {chosen.shape}; it must be ({L}, slots of each row)")
     if not L <= limit <= S:
@@ -139,8 +139,8 @@ def verify_latent_attention(
     offset: [1] int32, the position of the first row; row i attends to positions start to offset + i, at least its
     own.
     limit: upper bound of offset + L, at most S.
-    chosen: integers [L, C], ascending: row i attends only to these slots, of those that it otherwise would; None: to
-        all. A row whose list starts with all its slots has the bits of None.
+    chosen: integers [L, C], ascending: row i attends to the positions in list i that it would attend to without a
+        list; None: no lists. A row whose list starts with all its slots has the bits of None.
 
     Values that are not finite count as 0; the weights of rows that attend to them are not finite. On Metal, if all
     types are equal, Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the bits that it has

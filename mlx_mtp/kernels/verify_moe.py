@@ -70,7 +70,10 @@ def verify_moe_ref(
     shared: mx.array | None = None,
     shared_gate: mx.array | None = None,
 ) -> mx.array:
-    """Compute `verify_moe` from dequantized experts in float32, rounded once before the shared part is added."""
+    """Return the weighted sum of the chosen experts, dequantized, in float32: the reference of `verify_moe`.
+
+    It is rounded once, before the shared output is added. Arguments are the same, without `split`.
+    """
     visited, weights = route_ref(logits, routing, bias)
     rows = x.astype(mx.float32)[:, None, :, None]
     up = _of(visited, experts.up) @ rows
@@ -92,12 +95,12 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
 
 
 def visitors(m: int, most: int = VISITS[-1]) -> int:
-    """Return how large a group of an expert's rows is for m rows: the compiled size, at most `most`."""
+    """Return the number of an expert's rows processed together, for m rows: a size of VISITS, at most `most`."""
     return min(next((rows for rows in VISITS if rows >= m), most), most)
 
 
 def moe_splits(m: int) -> bool:
-    """Return whether an expert's rows can be split: whether their sums may exceed a lane's registers."""
+    """Return whether `split` makes the groups of an expert's rows smaller for m rows."""
     return visitors(m) > SPLIT_INNER
 
 
@@ -174,7 +177,7 @@ def verify_moe(
     if logits.shape != (rows, count):
         raise ValueError(f"logits are {logits.shape}; {rows} rows and {count} experts need {(rows, count)}")
     if shared_gate is not None and shared is None:
-        raise ValueError("shared_gate is given without shared, which it gates")
+        raise ValueError("shared_gate is given without shared, the output that it gates; give both or none")
     if bias is not None and routing.kind == "softmax":
         raise ValueError("a bias is given; softmax routing has none")
     if limit is not None and experts.gate is None:

@@ -20,7 +20,7 @@ from ._source import constants, on_metal
 
 
 def verify_qmm_ref(x: mx.array, weights: Quantized) -> list[mx.array]:
-    """Dequantize, multiply in float32, round once, then add the bias."""
+    """Return x times each stacked linear [..., N_p]: dequantized, in float32, rounded once, then plus the bias."""
     return biased(list(mx.split(multiplied(x, weights), list(weights.ends[:-1]), axis=-1)), weights)
 
 
@@ -52,7 +52,8 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, spli
     """Multiply the first K values of each head of x [1, M, H, D >= K] with the head's matrix: [1, H, M, N].
 
     Without `heads_first` the result is [1, M, H, N]. weights: w [H, N, K * bits / 32], scales and biases
-    [H, N, K / group_size]. Bits, `split` and reference are as in `verify_qmm`. ValueError if shapes do not match.
+    [H, N, K / group_size]. On Metal each row has the bits of MLX's kernel for one row; up to 12 rows, with `split` 4,
+    share one request of the weights. Elsewhere the reference runs, in float32. ValueError if shapes do not match.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
@@ -76,7 +77,7 @@ def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
-    """Return silu(gate) * up of products rounded to x's dtype; with a limit both are clipped as in Step-3.5."""
+    """Return `activated` of the two products of `verify_qmm_ref`, which are rounded to x's dtype."""
     gate, up = verify_qmm_ref(x, weights)
     return activated(gate, up, limit)
 
@@ -84,9 +85,10 @@ def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) 
 def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, split: bool = False) -> mx.array:
     """Return swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
-    `limit`: as in `activated`. On Metal each row has the bits of MLX's one-row kernels followed by its activation, in
-    one launch unless there is a `weights.bias`; elsewhere the reference runs. split: as in `verify_qmm`. Raises
-    ValueError if x has another number of columns, or `weights` are not two linears of equal height.
+    `limit`: maximum of silu(gate), and up is clipped to -limit..limit. On Metal each row has the bits of MLX's
+    one-row kernels followed by its activation, in one launch unless there is a `weights.bias`; elsewhere the
+    reference runs. split: as in `verify_qmm`. Raises ValueError if x has another number of columns, or `weights` are
+    not two linears of equal height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:

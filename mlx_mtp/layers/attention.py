@@ -44,14 +44,14 @@ class CachedAttention(Site):
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Return whether the site is on for this number of rows per sequence in the cache."""
+        """Return whether the site is on for `rows` rows per sequence at the cache's context, or at all for a pool."""
         if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)
 
     @cached_property
     def at_contexts(self) -> "dict[int, CachedAttention]":
-        """Copies of the site for trials of short and long contexts; none if the length makes no difference."""
+        """Copies of the site for trials, by short and long context; empty if the length makes no difference."""
         if not self.varies:
             return {}
         shorter, longer = copy.copy(self), copy.copy(self)
@@ -73,7 +73,7 @@ class CachedAttention(Site):
 
 
 class Attention(CachedAttention):
-    """Attention after the projections, on a cache of one format; `quantized` has the sites of other formats.
+    """A module's attention after its projections, on caches of one format; `quantized`: the sites of other formats.
 
     `make_cache` creates a cache of the module's window and of that format. Its x are queries.
     """
@@ -91,7 +91,10 @@ class Attention(CachedAttention):
         self.quantized: list[Attention] = []
 
     def of(self, cache: Any) -> "Attention | None":
-        """Return the site for this cache; None for an unknown format or a cache that keeps its first rows."""
+        """Return the site of this cache's format and mark it as `asked`, so that it will be tried.
+
+        None for a format without a site, and for a cache that keeps its first rows.
+        """
         if getattr(cache, "keep", 0):  # mlx-lm's caches have no `keep`
             return None
         wanted = cache_format(cache)
@@ -106,7 +109,7 @@ class Attention(CachedAttention):
         return self.module.get("attention_sink_bias")
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Return whether the kernel supports the cache's shapes and types."""
+        """Return whether the kernel supports the shapes and types of queries q and of the cache."""
         bits, group_size = self.format or (None, 64)
         return attention_served(q, *keys_and_values(cache.parts), group_size=group_size, bits=bits)
 
@@ -151,7 +154,7 @@ class Attention(CachedAttention):
         return x.reshape(1, len(x), self.form.heads, -1).swapaxes(1, 2)
 
     def _before(self, dtype: mx.Dtype) -> Any:
-        """Create random keys and values for all positions that a trial's rows may read, and a mask per row count."""
+        """Return random keys and values for all positions that a trial's rows may read, and a mask per row count."""
         if self.tried is None:
             cache = self.make_cache()
             slots = cache.ring.slots if cache.window else self.SLOTS

@@ -22,13 +22,14 @@ from .block_parts import CandidateSelector, ConfidenceHead, DynamicConv, MarkovH
 class BlockShape:
     """Everything about a block drafter that is not a weight.
 
-    taps: numbers of layers of the target whose residual streams `fc` reads, each of `captured` features.
+    taps: layers of the target (as numbers) after which `fc` reads the residual stream, of `captured` features.
     drafts: drafts of a block as trained; anchored: the newest token's row drafts, too.
     reaches: what each layer attends to. rope: `initialize_rope`'s scaling_config.
     conv, selector: (taps, group) and (rank, candidates) of DFlash2, None without. markov: (kind, rank) of DSpark.
     confidence: whether there is a confidence head, with_markov: it reads the Markov head's embedding.
     draft_vocab: rows of the LM head. softcap, scale: logits are softcap(scale * logits). embed_scale: of embeddings.
-    layers: of the target that it was trained for, None if not stated.
+    layers: number of the target's layers that it was trained for, None if not stated.
+    frozen_embedding: the embedding in its checkpoint is a copy of the target's, which is used instead.
     """
 
     hidden_size: int
@@ -79,7 +80,7 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(D, shape.eps), nn.RMSNorm(D, shape.eps)
 
     def append(self, x: mx.array, kv: Any, rope: Any) -> tuple[Any, Any]:
-        """Write keys and values of rows x [n, L, H] at the cache's position; return what the cache then holds."""
+        """Write keys and values of rows x [n, L, H] at the cache's position; return all that the cache then holds."""
         keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
 
@@ -99,7 +100,7 @@ class BlockAttention(nn.Module):
 
 
 class BlockMLP(nn.Module):
-    """SwiGLU."""
+    """An MLP: down(swiglu(gate(x), up(x)))."""
 
     def __init__(self, width: int, inner: int):
         super().__init__()
@@ -168,11 +169,11 @@ class BlockNetwork(nn.Module):
         return self.norm.weight.dtype
 
     def fused(self, taps: mx.array) -> mx.array:
-        """Fuse the target's states behind `taps`, side by side [n, L, taps * captured], to context rows [n, L, H]."""
+        """Fuse the target's states after layers `taps`, concatenated [n, L, taps * captured], to rows [n, L, H]."""
         return self.hidden_norm(self.fc(taps.astype(self.dtype)))
 
     def append(self, context: mx.array, caches: list[Any]) -> None:
-        """Write keys and values of context rows [n, L, H] at the caches' position, which moves behind them."""
+        """Write keys and values of context rows [n, L, H] to each layer's cache; its position advances by L."""
         for layer, kv in zip(self.layers, caches, strict=True):
             layer.self_attn.append(context, kv, self.rope)
 
@@ -187,5 +188,5 @@ class BlockNetwork(nn.Module):
         return self.norm(x)
 
     def token(self: Any, row: mx.array) -> mx.array:
-        """Translate row indices of its LM head to the target's tokens."""
+        """Translate row indices of its LM head to the target's tokens; unchanged unless its vocabulary is reduced."""
         return row + mx.take(self.d2t, row) if "d2t" in self else row

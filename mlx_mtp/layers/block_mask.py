@@ -21,8 +21,9 @@ class Reach(NamedTuple):
 
 
 def block_mask(kv: Any, rows: int, slots: int, reach: Reach) -> mx.array:
-    """Make a boolean [n, 1, rows, slots] for the last `rows` positions that a cache holds, which are the block.
+    """Return a boolean [n, 1, rows, slots]: the slots that each row of the block attends to within its reach.
 
+    The block is the last `rows` positions that the cache holds.
     Slots of rejected rows and of positions that the block has passed are masked: they hold no context.
     """
     end = kv.offset.reshape(-1, 1, 1, 1)  # on the device, of each sequence

@@ -58,7 +58,10 @@ class CandidateSelector(nn.Module):
         return tokens.astype(mx.int32), values.astype(mx.float32)
 
     def edges(self, projected: mx.array, before: mx.array, tokens: mx.array) -> mx.array:
-        """Score candidates [n, top] of one row, `hidden_projection` of which is [n, r], behind tokens [n, 1]."""
+        """Return scores [n, top] to add to the logits of `tokens` [n, top], given tokens `before` [n, 1].
+
+        projected: `hidden_projection` of the row [n, r].
+        """
         context = (self.predecessor_codebook[before[:, 0]] * projected)[:, None]
         return (context * self.successor_codebook[tokens]).sum(axis=-1).astype(mx.float32)
 
@@ -82,7 +85,10 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def __call__(self, before: mx.array, row: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """Return the bias [n, V] for `markov_w1` of the tokens before, [n, r], and rows [n, H]; the next state."""
+        """Return the bias [n, V] and the next state, for `markov_w1` of the tokens before [n, r] and rows [n, H].
+
+        The state is None except for kind "rnn", whose first one is zeros.
+        """
         if self.kind == "gated":
             before = mx.sigmoid(self.gate_proj(mx.concatenate([row, before], axis=-1))) * before
         if self.kind == "rnn":
@@ -103,6 +109,6 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width + rank, 1)
 
     def __call__(self, row: mx.array, before: mx.array | None) -> mx.array:
-        """Return probabilities, float32 [n, 1], of rows [n, H]."""
+        """Return probabilities, float32 [n, 1], for rows [n, H] and, if read, `markov_w1` of the tokens before."""
         features = row if before is None or not self.with_markov else mx.concatenate([row, before], axis=-1)
         return mx.sigmoid(self.proj(features).astype(mx.float32))

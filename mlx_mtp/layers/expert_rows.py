@@ -49,7 +49,7 @@ class NumberedRows(QuantizedSwitchLinear):
 
 
 def number_rows(modules: Sequence[nn.Module]) -> None:
-    """Make the modules that multiply by chosen experts pass row indices."""
+    """Turn each `QuantizedSwitchLinear` without biases into `NumberedRows`, in place."""
     for module in modules:
         if type(module) is QuantizedSwitchLinear and "bias" not in module:
             module.__class__ = NumberedRows
@@ -75,7 +75,7 @@ CUT = {kind: type(kind.__name__, (InPieces, kind), {}) for kind in (SwitchGLU, S
 
 
 def cut_experts(model: nn.Module) -> None:
-    """Make a model's mixtures of experts split batches of sequences."""
+    """Add `InPieces` to a model's mixtures of experts, in place."""
     for module in model.modules():
         if type(module) in CUT:
             module.__class__ = CUT[type(module)]

@@ -19,7 +19,7 @@ SHARED = ("shared_experts", "share_expert", "shared_expert")
 
 
 def routing_of(block: Any) -> Routing:
-    """Return how a block's router chooses experts.
+    """Return the `Routing` of a block's router: softmax if `gate` is a linear layer, else sigmoid.
 
     Step-3.5 and MiMo add 1e-20 to the denominator. The other families do not, but differ only where it is 0.
     """
@@ -45,7 +45,10 @@ def projections(switch: Any) -> tuple[str, ...]:
 
 
 def servable(block: Any) -> bool:
-    """Return whether the experts are quantized SwiGLUs or squared ReLUs in formats that the kernels support."""
+    """Return whether the kernels support the block's experts.
+
+    They must be quantized, without biases, SwiGLUs with gate and up in one format or squared ReLUs.
+    """
     switch = block.switch_mlp
     linears = [switch[name] for name in projections(switch)]
     if not all(isinstance(m, QuantizedSwitchLinear) and "bias" not in m and known_format(m) for m in linears):
@@ -94,7 +97,7 @@ class Mixture(Site):
 
     @property
     def experts(self) -> Experts:
-        """The current weights of the projections."""
+        """The projections' current weights, in the kernels' form."""
         parts = [linear.get(name) for linear in self.linears for name in ("weight", "scales", "biases")]
         if self.made is None or not all(map(operator.is_, parts, self.parts)):
             *gate, up, down = map(quantized, self.linears)
@@ -112,7 +115,10 @@ class Mixture(Site):
         return site.part(x, 0) if site is not None and rows_of(x) in site.rows else x @ router.weight.T
 
     def fused(self, x: mx.array, logits: mx.array, **shared: mx.array | None) -> mx.array:
-        """Return the sum [M, H] of the chosen experts' outputs for x [M, H], plus a `shared` expert's output."""
+        """Return the weighted sum [M, H] of the chosen experts' outputs for x [M, H] and the router's logits [M, E].
+
+        shared, shared_gate: the shared expert's output [M, H], which is added, and logits [M, 1] that gate it.
+        """
         return self._summed(x, logits, rows_of(x) in self.split, **shared)
 
     def _summed(self, x: mx.array, logits: mx.array, split: bool, **shared: Any) -> mx.array:
@@ -139,7 +145,7 @@ class Mixture(Site):
 
 
 class VerifyMoE:
-    """Mixin for a block that sums its chosen experts and an optional shared expert, [..., H] -> [..., H]."""
+    """Mixin for a block that sums chosen experts and an optional shared one; it runs `mixture` where that is on."""
 
     mixture: Mixture
 

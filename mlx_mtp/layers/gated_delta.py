@@ -36,7 +36,7 @@ class GatedDelta:
         return self["in_proj_qkv"](x), z, self["in_proj_b"](x), self["in_proj_a"](x)
 
     def grouped(self: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Return `inputs`, or views [B, S, groups, ..] of products whose heads are grouped."""
+        """Return the arrays of `inputs` for `fused`: as they are, or as views [B, S, groups, ..] of grouped heads."""
         return self.inputs(x)
 
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
@@ -48,7 +48,7 @@ class GatedDelta:
         return self["out_proj"](y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Compute the gated output of the recurrence [1, S, Hv, Dv] from `inputs`, by mlx-lm's arithmetic."""
+        """Return the gated output of the recurrence [1, S, Hv, Dv] of `inputs` by mlx-lm's ops; advance the cache."""
         rows = cache.convolved(qkv, self.conv_kernel_size)
         qk, v = mx.split(nn.silu(self["conv1d"](rows)), [2 * self.key_dim], axis=-1)
         q, k = self._normed(qk.reshape(*qk.shape[:2], 2 * self.num_k_heads, self.head_k_dim))
@@ -63,7 +63,7 @@ class GatedDelta:
         return self["norm"](y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Compute `plain` from the arrays of `grouped` in three launches, one of which also replays the tape."""
+        """Return the output of `plain` for the arrays of `grouped`, in three launches; one also replays the tape."""
         accepted, tape = cache.accepted, None
         earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
@@ -91,13 +91,13 @@ class GatedDelta:
         return [q * scale**2, k * scale]
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Compute g and beta, [1, S, Hv]."""
+        """Return the decay g and the rate beta, [1, S, Hv], for a and b from `inputs`."""
         return compute_g(self["A_log"], a, self["dt_bias"]), mx.sigmoid(b)
 
     def _replay(
         self: Any, state: mx.array, mask: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *gates
     ):
-        """Compute the state after the masked rows of a tape; the output would need q and is not computed."""
+        """Return the state after those rows of a tape that `mask` keeps; there is no output, because it needs q."""
         return self._update(None, k, v, *(gates or self._gates(a, b)), state, mask)[1]
 
     def _update(

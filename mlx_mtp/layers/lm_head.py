@@ -19,7 +19,7 @@ KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LMHeadSite(Site):
-    """The choice among the logits of an LM head or of the tied embedding."""
+    """The site of an LM head or tied embedding that chooses tokens of hidden rows: greedy, drawn, or the n best."""
 
     op = "verify_head"
     own_bits = stock_exact = True  # its greedy choice is MLX's; its sums for a draw are not
@@ -96,7 +96,7 @@ class Rows:
         return top_ref(self.head.logits(self.x), n)
 
     def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
-        """Draw each row's token, int32 [M], from the result of `top`; filters: the kernel's arguments."""
+        """Draw each row's token, int32 [M], from the result of `top`; filters: temp, top_p, min_p and vocab_size."""
         return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 
@@ -114,7 +114,7 @@ def place_heads(model: Any) -> list[LMHeadSite]:
 
 
 def sliced(module: Any, rows: mx.array) -> Any:
-    """Return a linear layer with these rows of one of KINDS; each row has the same bits."""
+    """Return a linear layer of these weight rows of a linear layer or embedding; its products have the same bits."""
     part: Any = nn.Linear(1, 1, bias=False)
     if "scales" in module:
         part = nn.QuantizedLinear(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups

@@ -42,7 +42,7 @@ class Mamba2:
         return self.out_proj(self.norm(y.reshape(n, S, -1), gate))
 
     def plain(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
-        """Compute the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic.
+        """Return the recurrence's output [n, S, heads, D] by mlx-lm's arithmetic, and advance the cache.
 
         mixed: x, B and C after the convolution, concatenated [n, S, C]; rows: before it, as from `cache.convolved`.
         """
@@ -54,7 +54,7 @@ class Mamba2:
         return y
 
     def fused(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
-        """Compute `plain` in one launch, which also replays the tape, after a launch each for the two dt."""
+        """Return the output of `plain`, in one launch that also replays the tape, after a launch each for two dt."""
         (x, B, C), accepted, tape = self._parts(mixed), cache.accepted, None
         if accepted is not None:
             old_x, old_B, old_dt = cache.tape
@@ -81,7 +81,7 @@ class Mamba2:
         return ssm_update(x, self.A_log, B, C, D, dt, self.dt_bias, state, self.time_step_limit)
 
     def _stepped(self: Any, state: mx.array, *rows: mx.array, mask: mx.array | None = None):
-        """Compute `_update` row by row; rows outside `mask` [1, S] leave the state unchanged."""
+        """Return the result of `_update`, row by row; rows outside `mask` [1, S] leave the state unchanged."""
         outputs = []
         for t in range(rows[0].shape[1]):
             y, after = self._update(state, *(row[:, t : t + 1] for row in rows))
@@ -90,7 +90,7 @@ class Mamba2:
         return mx.concatenate(outputs, axis=1), state
 
     def _replay(self: Any, state: mx.array, mask: mx.array, x: mx.array, B: mx.array, dt: mx.array) -> mx.array:
-        """Compute the state after the masked rows of a tape; the output would need C and is not computed."""
+        """Return the state after those rows of a tape that `mask` keeps; there is no output, because it needs C."""
         return self._stepped(state, x, B, B, dt, mask=mask)[1]
 
 

@@ -71,7 +71,7 @@ class PerHead(Site):
 
 
 class VerifyMultiLinear:
-    """Mixin for a `QuantizedMultiLinear` with a site."""
+    """Mixin for a `QuantizedMultiLinear` that runs its site where it is on."""
 
     site: PerHead
 
@@ -137,7 +137,7 @@ class LatentAttention(CachedAttention):
         return q, q_pe
 
     def _before(self, dtype: mx.Dtype) -> list[mx.array]:
-        """Create random latent rows and keys for all positions that a trial's rows may read."""
+        """Return random latent rows and rotated keys for all positions that a trial's rows may read."""
         if not self.tried:
             shape = (1, 1, self.SLOTS)
             self.tried = [mx.random.normal((*shape, d), dtype, key=mx.random.key(d)) for d in self.dims]
@@ -203,7 +203,7 @@ class AbsorbedMLA:
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
-        """Attend with the sum of the scores without and with position; `mask` broadcasts to the scores.
+        """Return values [B, heads, L, Dv] with scores scale * (q k^T + q_pe k_pe^T); `mask` broadcasts to these.
 
         Heads that share keys become rows of one product, which reads the cache once instead of once per head.
         """

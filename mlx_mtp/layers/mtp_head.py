@@ -16,7 +16,7 @@ from .mtp_spec import MTPSpec
 class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
-    `final` is the target's last norm, after which the head's norms are made. `mask_array`: the block needs its mask
+    Its norms have the class, size and eps of `final`, the target's last norm. `mask_array`: the block needs its mask
     as an array. A port sets `window`, the positions that the block's attention reads, unless it reads all.
     """
 
@@ -43,7 +43,10 @@ class MTPHead(nn.Module):
         return self.block(x, cache.make_mask(x.shape[1], return_array=self._mask_array), cache)
 
     def feedback(self, output: mx.array, hidden: mx.array) -> mx.array:
-        """Return the next draft's input after this head mapped `hidden` to `output`; all are [B, L, H]."""
+        """Return the next draft's hidden input, after this head mapped `hidden` to `output`; all are [B, L, H].
+
+        It is `hidden` with topology "target_each", else `output`, normed if the spec's feedback is "post".
+        """
         if self._spec.topology == "target_each":
             return hidden
         return output if self._spec.feedback == "pre" else self.norm(output)

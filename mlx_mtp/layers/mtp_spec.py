@@ -63,7 +63,7 @@ class MTPSpec:
         return f"under {self._prefix('#')} made of {made_of}"
 
     def before(self, name: str | None, depth: int, num_hidden_layers: int) -> str:
-        """Return the prefix of a depth's tensors in the style of tensor `name`, else the family's usual prefix."""
+        """Return the prefix of a depth's tensor names, in the style of tensor `name`, else the family's usual one."""
         number = str(depth + (num_hidden_layers if self.numbered == "trunk" else 0))
         match = re.match(self.prefix, name or "")
         if match is None or not match[0]:
@@ -72,7 +72,7 @@ class MTPSpec:
         return match[0][:start] + (number if match.lastindex else "") + match[0][end:]
 
     def stored(self, path: str) -> str | None:
-        """Translate a tensor's path inside the head to its name in checkpoints, without the prefix."""
+        """Return the checkpoint name, without prefix, of a tensor at a path inside the head; None if it has none."""
         names = (name + path[len(inside) :] for name, inside in self.tensors if f"{path}.".startswith(f"{inside}."))
         return next(names, None)
 
@@ -86,11 +86,14 @@ class MTPSpec:
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def may_repeat(self, module: str) -> bool:
-        """Return whether this module of a head may be a copy of the target's, and so may be missing."""
+        """Return whether a checkpoint may lack this module of a head: the target's then serves ("shared_or_own")."""
         return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":
-        """Decide "shared_or_own" fields from the paths of a checkpoint's head tensors."""
+        """Return a copy in which "shared_or_own" is "own" if the checkpoint's head tensors (paths) have the module.
+
+        Otherwise it is "shared".
+        """
         found = {
             field: "own" if any(path.startswith(f"{module}.") for path in paths) else "shared"
             for field, module in (("head", "head"), ("embedding", "embed_tokens"))
@@ -106,5 +109,5 @@ class MTPSpec:
             if value not in OVERRIDABLE[name]:
                 raise ValueError(f"mtp_overrides: {name}={value!r}; allowed are {', '.join(OVERRIDABLE[name])}")
         if changes.get("head") == "own" and not any(inside == "head" for _, inside in self.tensors):
-            raise ValueError("mtp_overrides: head='own'; this family's heads have none; allowed are shared")
+            raise ValueError("mtp_overrides: head='own'; this family's heads have no own LM head; use 'shared'")
         return replace(self, **changes)

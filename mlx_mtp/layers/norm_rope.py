@@ -101,7 +101,7 @@ class NormRope(Site):
 
 
 def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:
-    """Compute `NormRope.fused` with the module's own norms and RoPE, as far as it has them."""
+    """Norm and rotate the first `head_dim` values of q and k, heads first, by the module's norms and RoPE, if any."""
     q = q[..., :head_dim]
     if "q_norm" in module:
         q, k = module.q_norm(q), module.k_norm(k)

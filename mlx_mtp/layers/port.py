@@ -111,11 +111,14 @@ class Port(HasRuntime, nn.Module):
         return MAX_RECYCLED if self.spec.topology == "recycle" and len(self.mtp) == 1 else len(self.mtp)
 
     def embedded(self, tokens: mx.array) -> mx.array:
-        """Return the rows that the first layer reads."""
+        """Return the embeddings [n, L, H] of tokens, which the first layer reads."""
         return self.model.embed_tokens(tokens)
 
     def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Return the residual stream before the final norm, concatenated with the states after layers `taps`."""
+        """Append tokens [n, L] to the caches; return the residual stream before the final norm [n, L, H].
+
+        With `taps` the streams after these layers are concatenated to it along H.
+        """
         x, masks = self.embedded(tokens), {}
         stream = [x]
         for layer, c in zip(self.layers, cache, strict=True):
@@ -132,7 +135,7 @@ class Port(HasRuntime, nn.Module):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Numbers of layers behind which the residual stream is captured, too."""
+        """Numbers of layers after which `hidden` captures the residual stream, too; 0 is before the first layer."""
         if self.drafter is not None:
             return self.drafter.reads
         return () if isinstance(self.spec.capture, str) else self.spec.capture
@@ -162,7 +165,7 @@ class Port(HasRuntime, nn.Module):
         return None if head is None else Rows(head, self.normed(hidden).flatten(0, 1))
 
     def capture(self, hidden: mx.array) -> mx.array:
-        """Select or fuse an MTP head's input from rows of `hidden`: [..., H]."""
+        """Return an MTP head's input [..., H] for rows of `hidden`: before or after the final norm, or fused taps."""
         if not isinstance(self.spec.capture, str):
             return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
         return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
@@ -188,7 +191,7 @@ class Port(HasRuntime, nn.Module):
         return list(self.layers)
 
     def windows(self) -> list[CacheKind]:
-        """Return the windows (None: all positions) or cache kinds of `cached_layers`."""
+        """Return one window (None: all positions) or other cache kind per layer of `cached_layers`."""
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[CacheKind]:
@@ -205,7 +208,7 @@ class Port(HasRuntime, nn.Module):
         return names
 
     def unrenamed(self, path: str) -> str:
-        """Return a parameter's path with the checkpoint's names, for the parts that sanitizing renames."""
+        """Return a parameter's path as messages show it: with the checkpoint's names of the renamed parts."""
         for rule in self.RENAMED:
             for new in rule.becomes if rule.shown else ():
                 path = path.replace(new, rule.shown)
@@ -214,8 +217,9 @@ class Port(HasRuntime, nn.Module):
     def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
         """Convert checkpoint tensors to parameters.
 
-        If norms are stored zero-centred, mlx-lm adds 1 to the trunk's. It may judge the heads' norms differently, so
-        they bypass it and are shifted here.
+        trunk, heads: the target's and the heads' tensors. shift_trunk, shift_heads: whether their norms are stored
+        zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). It may judge
+        the heads' norms differently, so they bypass it and are shifted here.
         """
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}
@@ -226,7 +230,7 @@ class Port(HasRuntime, nn.Module):
         return self.BASE.sanitize(self, trunk) | parameters
 
     def one_layer(self) -> Any:
-        """Return the `self` for a call of BASE.sanitize with a single layer."""
+        """Return an object to pass as `self` to BASE.sanitize, for a model of one layer."""
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
     def sanitized_heads(self, heads: Tensors) -> Tensors:

@@ -138,7 +138,7 @@ class Matrices(Site):
 
 
 class GLU(Site):
-    """Gate, up and SwiGLU of an MLP in one launch, clamped at the MLP's `limit` if it has one."""
+    """Gate, up and SwiGLU of an MLP in one launch; with a `limit`, silu(gate) is at most that, up within ±limit."""
 
     op = "verify_glu"
     stock_exact = True
@@ -152,7 +152,7 @@ class GLU(Site):
         self.kind, self.weights_read = self.stack.kind, self.stack.weights_read
 
     def serves(self, x: mx.array) -> bool:
-        """Return whether the site is on for x; False if gate or up was replaced, or if Matrices are on."""
+        """Return whether the site is on for x; False if gate or up was replaced, or `Matrices` are on for x."""
         same = all(map(operator.is_, (self.mlp.gate_proj, self.mlp.up_proj), self.stack.modules))
         return same and rows_of(x) in self.rows - self.stack.matrix_rows
 
@@ -171,7 +171,7 @@ class GLU(Site):
 
 
 class VerifyMLP:
-    """Mixin for an MLP that computes down(swiglu(gate(x), up(x))), clamped at its `limit` if it has one."""
+    """Mixin for an MLP, down(swiglu(gate(x), up(x))), that runs its `glu` where it is on."""
 
     glu: GLU
 

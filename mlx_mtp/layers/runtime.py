@@ -25,7 +25,7 @@ class LoadReport(Protocol):
 
 @dataclass
 class Runtime:
-    """State of one model, created with it; a field is None, or empty, until its room sets it.
+    """State of one model, created with it; a field is None, or empty, until the package that owns it sets it.
 
     report: facts of the load. ranks: the ranks that the target's layers are split over.
     untested: reads and tests the heads before they first draft; it may warn, or raise ValueError.
@@ -45,7 +45,7 @@ class Runtime:
     recorder: Any = None
 
     def note(self, **facts: Any) -> None:
-        """Replace facts of the report, if there is one."""
+        """Replace these fields of the load report, if there is one."""
         if self.report is not None:
             self.report = replace(self.report, **facts)
 
@@ -62,5 +62,5 @@ class HasRuntime:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The ranks that share the model; None on one machine."""
+        """The ranks that the model's layers are split over; None if there is only one."""
         return self.runtime.ranks

@@ -26,7 +26,7 @@ class Angles:
         self._last: dict[int, tuple] = {}
 
     def at(self, offset: Any, rows: int) -> tuple[mx.array, mx.array]:
-        """Return cosines and sines of `rows` positions from `offset`, an int or int32 [n]."""
+        """Return cosines and signed sines of `rows` positions from `offset` on, an int or int32 [n]."""
         thread = threading.get_ident()
         known, n, found = self._last.get(thread, (None, 0, None))
         same = known == offset if isinstance(known, int) and isinstance(offset, int) else known is offset

@@ -20,7 +20,7 @@ SCORED_ROWS = 64  # prompt rows scored at a time: every indexer head scores ever
 
 @dataclass
 class Chosen:
-    """Slots [L, index_topk] (None: all) of the last indexer per sequence, for layers without an indexer."""
+    """The last indexer's selection, for layers without one: per sequence its slots [L, index_topk], None for all."""
 
     slots: list[mx.array | None] = field(default_factory=list)
 
@@ -73,9 +73,11 @@ class SparseMLA(AbsorbedMLA):
         return self.output(mx.concatenate(outputs))
 
     def attended(self: Any, index: int, mask: Mask, cache: Any, offset: Offset, *arrays: mx.array) -> mx.array:
-        """Attend the rows of sequence `index` to its latent rows; its indexer `keys`, if any, select positions first.
+        """Attend the rows of sequence `index` to the positions that its indexer `keys` select or, without keys, to
+        those that an earlier layer handed on.
 
-        cache: a cache of this sequence alone, whose buffers a kernel can read; None for a pool.
+        arrays: x, the normed q_a_proj(x), q, q_pe, then the sequence's latent rows, rotated keys and, with an
+        indexer, its keys. cache: this sequence's own, for a kernel that reads its buffers; None for a pool.
         """
         x, compressed, q, q_pe, latent, k_pe, *keys = arrays
         chosen = self.choose(x, compressed, keys[0], mask, offset) if keys else self.handed_on.slots[index]
@@ -114,8 +116,7 @@ class SparseMLA(AbsorbedMLA):
         """Select the slots [L, index_topk], ascending, of `keys` [1, 1, S, D] that rows x [1, L, H] attend to.
 
         compressed: the input of the query projection. Returns None if there are at most index_topk slots. A row that
-                    may
-        attend to fewer also selects masked slots, so `mask` still applies.
+        may attend to fewer also selects masked slots, so `mask` still applies.
         """
         indexer, L = self.indexer, x.shape[1]
         if keys.shape[2] <= indexer.index_topk:

@@ -16,7 +16,7 @@ class Target(CachedModel, Protocol):
 
     Without heads `max_draft_tokens` is 0, and the methods for drafting (from `embed` on) are never called.
     max_draft_tokens: maximum drafts of its heads in a cycle. runtime: its state other than the weights.
-    taps: indices of the layers whose residual stream is part of the hidden rows. drafter: replaces the heads.
+    taps: numbers of layers after which the residual stream is part of the hidden rows. drafter: replaces the heads.
     """
 
     layers: Sequence[Any]
@@ -44,7 +44,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def choice(self, hidden: mx.array) -> Rows | None:
-        """Return an object that chooses n * M tokens for hidden rows [n, M, H], or None if logits are needed."""
+        """Return `Rows`, which choose n * M tokens for hidden rows [n, M, H]; None: choose from `logits`."""
         ...
 
     def parameters(self) -> Any: ...
@@ -56,7 +56,7 @@ class Target(CachedModel, Protocol):
     def get(self, name: str, default: Any = None, /) -> Any: ...
 
     def normed(self, hidden: mx.array) -> mx.array:
-        """Return hidden rows as the LM head reads them."""
+        """Return hidden rows after the final norm, as the LM head reads them: [..., H]."""
         ...
 
     def capture(self, hidden: mx.array) -> mx.array:
@@ -76,5 +76,5 @@ class Target(CachedModel, Protocol):
         ...
 
     def draft_rows(self, depth: int, output: mx.array) -> Rows | None:
-        """Return an object that chooses drafts for output rows [n, 1, H], or None if logits are needed."""
+        """Return `Rows`, which choose drafts for output rows [n, 1, H]; None: choose from `draft_logits`."""
         ...

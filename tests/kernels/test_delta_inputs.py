@@ -233,5 +233,5 @@ def test_what_is_refused():
         ValueError, match=r"x has shape \(1, 1, 1, 88\); .* 88 channels, 96 of them q and k of 4 heads"
     ):
         delta_inputs(x, before[:, :3], weight, gates, key_heads=4, head_dim=D)
-    with pytest.raises(ValueError, match=r"x has shape \(1, 1, 4, 22\); .* \[1, T, G, C/G\] for 88 channels"):
+    with pytest.raises(ValueError, match=r"x has shape \(1, 1, 4, 22\); .* \[B, T, G, C/G\] for 88 channels"):
         delta_inputs(x.reshape(1, 1, 4, 22), before[:, :3], weight, gates, **heads)

@@ -97,10 +97,10 @@ def test_windows_and_quantized_caches(window, bits):
 
 def test_numbers_of_texts_that_do_not_fit():
     texts = drawn([5, 6], 2, mx.float32, capacity=8)
-    with pytest.raises(ValueError, match=r"start has shape \(3,\); 2 texts need \(2,\)"):
+    with pytest.raises(ValueError, match=r"start has shape \(3,\); 2 sequences need \(2,\)"):
         texts.attended(start=mx.zeros(3, mx.int32))
     texts.cache_rows = mx.array([1])
-    with pytest.raises(ValueError, match=r"cache_rows has shape \(1,\); 2 texts need \(2,\)"):
+    with pytest.raises(ValueError, match=r"cache_rows has shape \(1,\); 2 sequences need \(2,\)"):
         texts.attended()
-    with pytest.raises(ValueError, match=r"q has shape .*; a cache for each text, and whole groups of heads"):
+    with pytest.raises(ValueError, match=r"q has shape .*; each sequence needs a cache, and each KV head a whole"):
         verify_attention(texts.q, *texts.buffers, texts.offset, scale=1.0, limit=9)

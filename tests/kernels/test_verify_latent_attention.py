@@ -243,9 +243,18 @@ def test_the_reference_computes_what_the_kernels_do_not_support():
 def test_what_does_not_fit():
     q, q_pe, latent, k_pe = draw(2, 2, 32, 8, 16, F32)
     for wrong, message in (
-        ((q, q_pe[:, :1], latent, k_pe), r"q_pe has shape \(1, 1, 2, 8\); it must be \(1, 2, 2, 8\) here"),
-        ((q, q_pe, latent[..., :24], k_pe), r"latent has shape \(1, 1, 16, 24\); it must be \(1, 1, 16, 32\) here"),
-        ((q, q_pe, latent, k_pe[:, :, :8]), r"k_pe has shape \(1, 1, 8, 8\); it must be \(1, 1, 16, 8\) here"),
+        (
+            (q, q_pe[:, :1], latent, k_pe),
+            r"q_pe has shape \(1, 1, 2, 8\); with the other arrays it must be \(1, 2, 2, 8\)",
+        ),
+        (
+            (q, q_pe, latent[..., :24], k_pe),
+            r"latent has shape \(1, 1, 16, 24\); with the other arrays it must be \(1, 1, 16, 32\)",
+        ),
+        (
+            (q, q_pe, latent, k_pe[:, :, :8]),
+            r"k_pe has shape \(1, 1, 8, 8\); with the other arrays it must be \(1, 1, 16, 8\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             verify_latent_attention(*wrong, mx.array([0]), scale=1.0, limit=16)

@@ -64,7 +64,7 @@ def test_recycling_several_heads_uses_the_first(tmp_path, name):
 
 def test_an_own_lm_head_in_a_family_without_one_is_refused(tmp_path):
     path, _, _ = families.build("qwen3_5", tmp_path / "qwen")
-    with pytest.raises(ValueError, match=r"head='own'; this family's heads have none; allowed are shared$"):
+    with pytest.raises(ValueError, match=r"head='own'; this family's heads have no own LM head; use 'shared'$"):
         mlx_mtp.load_model(path, mtp_overrides={"head": "own"})
     path, _, _ = families.build("glm4_moe_untied", tmp_path / "glm")
     with pytest.raises(ValueError, match=r"tensor model\.layers\.2\.shared_head\.head\.weight is missing"):

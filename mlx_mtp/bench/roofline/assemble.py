@@ -30,7 +30,7 @@ NEAR = 256  # tokens by which contexts may differ: prompts vary in length, and a
 
 @dataclass(frozen=True)
 class FloorSubject:
-    """A model and the source of its operations."""
+    """A model's name and operations. source: what they were read from, for tables, such as "checkpoint"."""
 
     name: str
     source: str
@@ -38,8 +38,9 @@ class FloorSubject:
 
 
 def find_model(name: str | None = None, config: Path | None = None, *, on_chip: bool) -> FloorSubject:
-    """Return a released model by name, the demo, a checkpoint's directory, or a config.json, without its weights.
+    """Return the operations of a released model (by default Step-3.5-Flash), the demo, a checkpoint or a config.json.
 
+    name: one of MODELS, "demo", or a checkpoint's directory. Weights are not read.
     on_chip: unquantized weights and caches are counted in 16 bits, as on a Mac; otherwise as on this machine.
     Raises a one-line ValueError for anything else.
     """
@@ -66,7 +67,7 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
 
 
 def find_chip(name: str | None) -> Chip | None:
-    """Return a chip of CHIPS with its two fitted constants; ValueError for an unknown name."""
+    """Return a chip of CHIPS with its two fitted shares; None without a name, ValueError for an unknown one."""
     if name is None:
         return None
     known = _known(name.lower().removeprefix("apple "), CHIPS) or find(name.title())
@@ -76,7 +77,7 @@ def find_chip(name: str | None) -> Chip | None:
 
 
 def measured_model(found: Found) -> str | None:
-    """Return the name of a result's model if `find_model` accepts it."""
+    """Return the name of a result's model as `find_model` accepts it: released or the demo; else None."""
     return _known(found["model"]["name"], (*MODELS, DEMO))
 
 
@@ -92,10 +93,11 @@ def bench_model(
     results: Sequence[Found] = (),
     ranks: int = 1,
 ) -> Found:
-    """Return the result: floors in bytes, and with a chip their seconds, predicted times and savings of kernels.
+    """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added;
-    ValueError for another model or context. ranks: number of ranks that share the model.
+    ValueError for another model or context. ranks: number of ranks that share the model; above 1,
+    the messages between them are added.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -119,7 +121,10 @@ def bench_model(
 
 
 def nearest(found: Found, context: int) -> list[Found]:
-    """Return a result's times at this context, within NEAR tokens or a tenth; else ValueError."""
+    """Return a result's times at its measured context nearest to `context`.
+
+    Raises ValueError if that differs by more than NEAR (256) tokens and more than a tenth of `context`.
+    """
     taken = times(found)
     known = list(dict.fromkeys(time["context"] for time in taken))
     near = min(known, key=lambda other: abs(other - context))
@@ -130,8 +135,9 @@ def nearest(found: Found, context: int) -> list[Found]:
 
 
 def times(found: Found) -> list[Found]:
-    """Return a result's times: context (tokens), phase, rows M of the verify, drafts k, side, seconds.
+    """Return the times in a result of `bench decode`, `verify` or `profile`, one line each.
 
+    A line has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
     For short prompts the context is about the middle of a text. Raises ValueError for a result without times.
     """
     taken = TAKEN.get(found["bench"])
@@ -145,7 +151,7 @@ def times(found: Found) -> list[Found]:
 
 
 def _of_loops(found: Found) -> Iterator[Time]:
-    """Yield whole cycles of the loop, host included."""
+    """Yield whole plain steps and cycles of loops with unquantized caches, host included."""
     for setting in settings(found):
         entries = [e for e in found["entries"] if e["context"] == setting[0]]
         length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)
@@ -168,7 +174,7 @@ def _of_passes(found: Found) -> Iterator[Time]:
 
 
 def _of_phases(found: Found) -> Iterator[Time]:
-    """Yield phases in sequence; a verify includes its acceptance, a cycle the host in between."""
+    """Yield a profile's phases; a verify includes its acceptance, a cycle also the host's work in between."""
     context = found["options"]["context"] or found["tokens"] // 2
     rows, cycles = found["options"]["k"] + 1, max(1, found["cycles"])
     parts: dict[str, Sequence[float]] = {name: s for name, s in found["seconds"].items() if name != "prefill"}

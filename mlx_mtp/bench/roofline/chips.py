@@ -14,7 +14,11 @@ from ..result import gpu_cores
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip's figures, and two fitted shares: of the bandwidth and of the issue rate."""
+    """A chip's published figures, and two shares that are fitted: of the bandwidth (`usable`) and of the issue rate.
+
+    gbps: memory bandwidth in GB/s. tflops: of fp32. generation: of the GPU; 17 is the M5's.
+    bandwidth, rate: usable bytes and instructions per second.
+    """
 
     name: str
     generation: int
@@ -46,7 +50,8 @@ CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_
 def read_fitted() -> dict[str, Any]:
     """Return the output of `python -m bench.cost_model.fit` on published times.
 
-    chips: usable, issue, fitted_to by name. validation: as in a result. summary: the printed lines.
+    chips: by name the shares `usable` and `issue`, and `fitted_to`, the number of times. validation: as in a result.
+    summary: lines about the errors, for printing.
     """
     return json.loads(FILE.read_text())
 

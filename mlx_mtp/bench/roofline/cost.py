@@ -73,7 +73,10 @@ for _line in csv.DictReader(FILE.read_text().splitlines()[1:]):
 
 @dataclass(frozen=True)
 class PassShape:
-    """M rows after `context` tokens, with the kinds of our kernels in `on`, else with stock MLX."""
+    """The conditions of a pass: m rows after `context` tokens, with the kinds of our kernels in `on`, else stock MLX.
+
+    overlap: similarity of the rows' experts, one of OVERLAPS. mlx: MLX's version, which decides its kernels.
+    """
 
     m: int
     on: frozenset[str] = frozenset()
@@ -94,7 +97,7 @@ class Cost(NamedTuple):
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Return the launches of one layer with no kernels on, one kind of them, or all."""
+    """Return the number of launches of a layer. kind: a row of launches.csv; on: no kind of KERNELS, one, or all."""
     name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
     return LAUNCHES[kind][name][int(rows > 1)]
 
@@ -105,7 +108,7 @@ def tile(chip: Chip) -> float:
 
 
 def batch_limit(chip: Chip, n: int, k: int) -> int:
-    """Return the number of rows from which MLX uses its matrix kernels."""
+    """Return the number of rows from which MLX uses its matrix kernels for quantized weights [n, k]."""
     size = 0 if max(n, k) <= 2048 else 1 if max(n, k) <= 4096 else 2
     if "Ultra" in chip.name:
         return (32, 18, 12)[size]
@@ -113,7 +116,7 @@ def batch_limit(chip: Chip, n: int, k: int) -> int:
 
 
 def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
-    """Cost a product: the kernel determines how often weights are requested and the instructions per weight."""
+    """Return a product's Cost: the kernel decides how often weights are requested and the instructions per weight."""
     ours = ("head" if op.name == "lm_head" else "products") in at.on
     if op.group is None:  # unquantized: one row at a time, or in stock MLX a padded tile from two rows on
         counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
@@ -129,7 +132,7 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
-    """Cost experts: stock MLX reads one for every (token, expert) pair, ours every distinct expert once."""
+    """Return experts' Cost: stock MLX reads one for every (token, expert) pair, ours every distinct one once."""
     pairs = at.m * op.top
     if "experts" not in at.on or at.m == 1:
         return Cost(op.name, pairs * op.nbytes, pairs * op.weights * QMV[1])
@@ -139,7 +142,7 @@ def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
 
 
 def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
-    """Cost attention: stock MLX requests K and V of a KV head for every query head and row, ours once.
+    """Return attention's Cost: stock MLX requests K and V of a KV head for every query head and row, ours once.
 
     Stock MLX's fused kernel supports rows x (query heads per KV head) up to 32. Beyond it scores pass through memory
     between a product with K (one row at a time from M3 on, else padded to a tile) and one with V (padded).
@@ -156,7 +159,7 @@ def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
-    """Cost absorbed MLA: all heads read the latent cache; from 2 rows on mlx-lm first expands it to heads."""
+    """Return MLA's Cost: absorbed, all heads read the latent cache; mlx-lm expands it to heads from 2 rows on."""
     length, nbytes = op.length(at.context), op.cached(at.context)
     scores = op.heads * at.m * length * SCORES
     if "attention" in at.on or at.m == 1:
@@ -168,7 +171,7 @@ def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def state(op: StateOp, at: PassShape, _: Chip) -> Cost:
-    """Cost a state, read and written once; each row takes a decay, two sums and two updates per 4-byte value."""
+    """Return a state's Cost: read and written once; per row and 4-byte value a decay, two sums and two updates."""
     return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)
 
 
@@ -176,7 +179,7 @@ COSTS: dict = {LinearOp: linear, ExpertsOp: experts, AttentionOp: attention, Lat
 
 
 def cost(op: Op, at: PassShape, chip: Chip) -> Cost:
-    """Cost one operation in a pass."""
+    """Return the Cost of one operation in a pass."""
     return COSTS[type(op)](op, at, chip)
 
 
@@ -192,7 +195,10 @@ class PassCosts(NamedTuple):
 
 
 def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, launched: float) -> PassCosts:
-    """Cost a pass of (count, operation, rows); the operations' own launches are added to `launched`."""
+    """Return the costs of a pass, from (count, operation, rows) of its work.
+
+    launched: launches of its layers, to which the operations' own launches are added.
+    """
     lines = [(count, *cost(op, replace(at, m=rows), chip)) for count, op, rows in work]
     counts, names, *columns = zip(*lines, strict=True)
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
@@ -202,13 +208,13 @@ def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, laun
 
 
 def of_model(model: ModelOps, at: PassShape, chip: Chip) -> PassCosts:
-    """Cost a pass of the target over its rows."""
+    """Return the costs of a pass of the target over `at.m` rows."""
     layers = sum(layer.count * launches(layer.kind, at.on, at.m) for layer in model.layers)
     return collect([(count, op, at.m) for count, op in model.ops()], at, chip, STEP_LAUNCHES + layers)
 
 
 def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
-    """Cost k drafts after a verify of k + 1 rows; `at.m` is ignored."""
+    """Return the costs of k drafts after a verify of k + 1 rows; `at.m` is ignored."""
     passes = model.draft_passes(k)
     ops = [(head, op, rows) for head, rows in passes for op in (*head.block.ops, head.lm_head)]
     work = [(1, op, 1 if op is head.lm_head else rows) for head, op, rows in ops]
@@ -217,15 +223,15 @@ def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
 
 
 def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
-    """Cost one operation as a pass of its own."""
+    """Return the costs of one operation as a pass of its own, with one launch."""
     return collect([(1, op, at.m)], at, chip, 1)
 
 
 def op_seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> np.ndarray:
-    """Predict the seconds of each operation, times its `count`."""
+    """Return the predicted seconds of each operation, times its `count`, without launches; form: one of FORMS."""
     return costs.count * FORMS[form](costs.nbytes / chip.bandwidth, costs.instructions / chip.rate)
 
 
 def seconds(costs: PassCosts, chip: Chip, form: str = FORM) -> float:
-    """Predict the seconds of a pass, including its launches."""
+    """Return the predicted seconds of a pass, including its launches; form: one of FORMS."""
     return float(op_seconds(costs, chip, form).sum()) + costs.launches * LAUNCH

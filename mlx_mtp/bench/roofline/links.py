@@ -18,7 +18,10 @@ VALUE = 2  # bytes of a value in a sum
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between machines: seconds per small message, bytes per second, and whether it is a ring."""
+    """A connection between machines. latency: seconds per small message; bandwidth: bytes per second.
+
+    ring: a message passes through all ranks in turn. source: of the figures.
+    """
 
     name: str
     latency: float
@@ -46,7 +49,7 @@ LINKS = (
 
 
 def collectives(model: ModelOps) -> int:
-    """Return the number of collectives in a cycle."""
+    """Return the number of collective operations between ranks in a cycle: two per layer, and one to agree."""
     return SUMS * sum(layer.count for layer in model.layers) + 1
 
 

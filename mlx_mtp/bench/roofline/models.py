@@ -42,7 +42,7 @@ def of_port(model: Port, float_bytes: int | None = None) -> ModelOps:
 
 
 def kind_of(ops: tuple[Op, ...]) -> str:
-    """Return the most similar kind of layer among those whose launches were counted."""
+    """Return the kind of layer in launches.csv that is most similar to one with these operations."""
     kinds = {type(op) for op in ops}
     experts = " experts" if ExpertsOp in kinds else ""
     if StateOp in kinds:
@@ -118,31 +118,34 @@ Ops = tuple[Op, ...]
 
 
 def gqa(h: int, heads: int, kv: int, dim: int, *, window: int | None = None, gate: int = 0) -> Ops:
-    """Describe attention with its projections; `gate` extra rows are for gates of heads or values."""
+    """Return the operations of attention and its projections for hidden size h.
+
+    dim: of a head. gate: rows added to the query projection for gates.
+    """
     queries = LinearOp("q", heads * dim + gate, h)
     keys_values = LinearOp("k", kv * dim, h), LinearOp("v", kv * dim, h)
     return queries, *keys_values, AttentionOp(heads, kv, dim, window), LinearOp("o", h, heads * dim)
 
 
 def mlp(h: int, width: int, name: str = "mlp") -> Ops:
-    """Describe the three matrices of an MLP."""
+    """Return the operations of a gated MLP: three matrices between hidden size h and `width`."""
     return LinearOp(f"{name} gate", width, h), LinearOp(f"{name} up", width, h), LinearOp(f"{name} down", h, width)
 
 
 def moe(h: int, width: int, total: int, top: int) -> Ops:
-    """Describe a router, its routed experts and one shared expert of the same width."""
+    """Return the operations of a router, `total` experts, `top` per token, and one shared expert of equal width."""
     return LinearOp("router", total, h, bits=8), ExpertsOp(h, width, total, top), *mlp(h, width, "shared")
 
 
 def delta(h: int, key_heads: int, value_heads: int, dim: int = 128) -> Ops:
-    """Describe a gated-delta mixer."""
+    """Return the operations of a gated-delta mixer with its projections for hidden size h; dim: of a head."""
     qkv, v = (2 * key_heads + value_heads) * dim, value_heads * dim
     inputs = LinearOp("qkv", qkv, h), LinearOp("z", v, h), LinearOp("b, a", 2 * value_heads, h)
     return *inputs, StateOp(value_heads * dim * dim * 4), LinearOp("o", h, v)
 
 
 def mla(h: int, heads: int, q_rank: int, rank: int, rope: int, nope: int, value: int) -> Ops:
-    """Describe absorbed MLA with its projections."""
+    """Return the operations of absorbed MLA with its projections; rope, nope, value: sizes of a head's parts."""
     queries = LinearOp("q_a", q_rank, h), LinearOp("q_b", heads * (nope + rope), q_rank)
     latent = LinearOp("kv_a", rank + rope, h), LinearOp("embed_q", heads * rank, nope)
     outputs = LinearOp("unembed_out", heads * value, rank), LinearOp("o", h, heads * value)
@@ -150,10 +153,10 @@ def mla(h: int, heads: int, q_rank: int, rank: int, rope: int, nope: int, value:
 
 
 def released(lm_head: LinearOp, *kinds: tuple[str, int, Ops, Ops], like: int = -1, heads: int = 1) -> ModelOps:
-    """Describe a model by kinds of layers: a row of launches.csv, the number of layers, mixer, and MLP.
+    """Return the operations of a released model from its kinds of layers.
 
-    heads: the number of chained heads, each a projection of its inputs and a layer like number `like`; a single head
-        is recycled.
+    kinds: (row of launches.csv, number of layers, mixer, MLP). heads: number of chained MTP heads, each a projection
+        of its inputs and a layer like kinds[like]; a single head is recycled.
     """
     layers = tuple(LayerOps(kind, count, (*mixer, *ffn)) for kind, count, mixer, ffn in kinds)
     joining = LinearOp("eh_proj", lm_head.k, 2 * lm_head.k)

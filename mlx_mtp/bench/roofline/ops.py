@@ -41,7 +41,10 @@ class LinearOp:
 
 @dataclass(frozen=True)
 class ExpertsOp:
-    """Gate, up and down (`matrices` of them) of `top` of `total` experts per token; bytes are those of one expert."""
+    """Experts of which each token visits `top` of `total`; `weights` and `nbytes` are those of one expert.
+
+    matrices: per expert, 3 with a gate, 2 without.
+    """
 
     hidden: int
     width: int
@@ -67,7 +70,10 @@ class ExpertsOp:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Rows of `heads` queries on the cache of `kv` heads; each number in it has `value_bytes`."""
+    """Attention of rows of `heads` queries to a cache of `kv` heads; each number in it has `value_bytes` bytes.
+
+    value_dim: of values, None: `dim`. window: number of positions that are read, None: all.
+    """
 
     heads: int
     kv: int
@@ -78,7 +84,7 @@ class AttentionOp:
     value_bytes: float = 2
 
     def values(self, context: int) -> int:
-        """Return the number of keys and values."""
+        """Return the number of values in the cached keys and values that are read after `context` tokens."""
         return min(context, self.window or context) * self.kv * (self.dim + (self.value_dim or self.dim))
 
     def cached(self, context: int) -> float:
@@ -150,7 +156,7 @@ class ModelOps:
 
     @property
     def shared_bytes(self) -> float:
-        """Bytes of weights that every step reads; the embedding is excluded."""
+        """Bytes of weights that every pass of the target reads; experts and the embedding are excluded."""
         return sum(count * op.nbytes for count, op in self.ops() if isinstance(op, LinearOp))
 
     @property
@@ -160,7 +166,7 @@ class ModelOps:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of all weights except the draft heads'; the embedding counts like the head."""
+        """Bytes of all weights of the target; the embedding counts like the LM head."""
         routed = sum(count * op.total * op.nbytes for count, op in self.ops() if isinstance(op, ExpertsOp))
         return self.shared_bytes + self.head.nbytes + routed
 
@@ -170,7 +176,7 @@ class ModelOps:
         return 7 if self.recycled else min(7, len(self.drafts))
 
     def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:
-        """Return the passes of draft heads for k drafts, one each: (head, rows).
+        """Return the passes of draft heads for k drafts, one each, as (head, rows); ValueError above `max_drafts`.
 
         As in the decode loop, each of k depths reads the k + 1 rows of the last verify and the earlier drafts; a
         recycled head reads one more row for each further draft.

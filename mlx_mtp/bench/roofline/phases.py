@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 
 
 def floor_of(op: Op, rows: int, context: int, overlap: str, count: int = 1) -> Bytes:
-    """Return the minimum bytes of `count` such operations over `rows` rows; a state is also written."""
+    """Return the minimum bytes that `count` such operations read over `rows` rows; a state is also written."""
     match op:
         case LinearOp(name="lm_head"):
             return Bytes(head=count * op.nbytes)
@@ -65,7 +65,10 @@ def _sum(parts: Iterable[Bytes]) -> Bytes:
 
 
 def phases_with(model: ModelOps, rows: Iterable[int]) -> list[tuple[str, int]]:
-    """Return (phase, rows M of the verify): a plain step, each verify, and drafts and cycles that heads support."""
+    """Return the (phase, rows M of the verify) to report: a plain step and, for each M in `rows`, a verify.
+
+    Drafts and cycles are added for each M - 1 drafts that the heads can make.
+    """
     verifies = [(phase, m) for m in rows for phase in (VERIFY, DRAFT, CYCLE)]
     return [(PLAIN, 1), *((phase, m) for phase, m in verifies if phase == VERIFY or m - 1 <= model.max_drafts)]
 
@@ -100,7 +103,10 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
 
 
 def shown_times(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
-    """Index seconds, predicted or measured, by side, phase and rows M for one overlap; the first entry counts."""
+    """Return seconds, of predicted or measured lines, by (side, phase, rows M); of equal keys the first line counts.
+
+    Of lines with an overlap, those with SHOWN_OVERLAP.
+    """
     shown = [line for line in lines if line.get("overlap", SHOWN_OVERLAP) == SHOWN_OVERLAP]
     return {(line["side"], line["phase"], line["rows"]): line["seconds"] for line in reversed(shown)}
 

@@ -20,7 +20,10 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield tables of floors, the gap to them, savings of kernels, and the documents if they are this model's."""
+    """Yield the tables of a `bench model` result: floors, the gap to them, savings of kernels, links.
+
+    For Step-3.5-Flash another engine's published times follow.
+    """
     yield floor_table(found)
     if "predicted" in found or found.get("measured"):
         yield gap_table(found)
@@ -34,7 +37,10 @@ def tables(found: Found) -> Iterator[Table]:
 
 
 def summary(found: Found) -> list[str]:
-    """Return the chip's constants, errors of all rows of M >= 3 by kind, and the largest errors."""
+    """Return lines: the constants of the result's chip, if it has one, and the stored accuracy of the cost model.
+
+    The accuracy does not depend on the result: errors on published passes over M >= 3 rows by kind, and large errors.
+    """
     stored, chip = read_fitted()["summary"], found.get("chip")
     if chip is None:
         return stored
@@ -45,7 +51,7 @@ def summary(found: Found) -> list[str]:
 
 
 def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Index bytes by (phase, rows), in the order of tables, and by overlap."""
+    """Return a result's floor bytes, by kind, by (phase, rows) in the order of tables and then by overlap."""
     index = {}
     for line in sorted(found["floors"], key=lambda line: (PHASES.index(line["phase"]), line["rows"])):
         index.setdefault((line["phase"], line["rows"]), {})[line["overlap"]] = line["bytes"]
@@ -53,7 +59,7 @@ def floors_of(found: Found) -> dict[tuple[str, int], dict[str, dict[str, float]]
 
 
 def label(phase: str, rows: int) -> tuple[str, str]:
-    """Return a phase and its size as the first cells of a row."""
+    """Return a row's first two cells: the phase and its size, as "M=4" of a verify or "k=3" of drafts."""
     return phase, "" if phase == PLAIN else f"M={rows}" if phase == VERIFY else f"k={rows - 1}"
 
 
@@ -65,7 +71,7 @@ def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float]
 
 
 def floor_table(found: Found) -> Table:
-    """Return a table of the minimum bytes of each phase."""
+    """Return a table of the minimum bytes of each phase, by kind, and over a plain step's."""
     index = floors_of(found)
     plain, last = {overlap: nbytes["total"] for overlap, nbytes in index[PLAIN, 1].items()}, dict(index.keys())
     unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)
@@ -137,7 +143,7 @@ def kernels_table(found: Found) -> Table:
 
 
 def documents_table(found: Found, machine: str | None = MAC) -> Table:
-    """Return a table of the published engine's distance to its machine's limit; None: all machines."""
+    """Return a table of another engine's published times over its byte floors; machine: None for all machines."""
     lines = [line for line in found["documents"] if machine in (None, line["machine"])]
     table = new_table(
         f"another engine's {found['model']['name']} over its byte floor: {machine or 'all published rows'}",
@@ -163,7 +169,10 @@ def documents_table(found: Found, machine: str | None = MAC) -> Table:
 
 
 def same_work_table(found: Found) -> Table:
-    """Return a table of the documents' experiment as predicted for their Mac, next to the published speed-ups."""
+    """Return a table of predicted times with MLX, stock and ours, next to another engine's published speed-ups.
+
+    They are for the Mac that the engine was measured on, taken to be an M3 Ultra, and its contexts and drafts.
+    """
     title = f"the same on an {CHIP}, predicted: MLX, 4 bits, caches in 16, {SHOWN_OVERLAP} routing"
     ours = [f"{side}: {name}" for side in (STOCK, OURS) for name in ("plain ms", "cycle ms", "speed-up")]
     columns, caption = ("context", "k", "published speed-up", *ours), "speed-ups with the published tokens per cycle"
@@ -181,5 +190,5 @@ def same_work_table(found: Found) -> Table:
 
 
 def speed_up(line: Found, plain: float, cycle: float) -> float:
-    """Return plain over MTP decoding time at these times of a step and a cycle, with published tokens per cycle."""
+    """Return drafting's speed-up at these seconds of a step and a cycle, with a line's published tokens per cycle."""
     return line["tokens_per_cycle"] * plain / cycle
