@@ -228,7 +228,8 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
     if too_many := [k for k in drafts if not 0 < k <= most]:
-        raise ValueError(f"drafts={too_many[0]}: allowed with this model is 1 to {most}")
+        allowed = f"1 to {most}" if most else "none, because it has no heads"
+        raise ValueError(f"drafts={too_many[0]}: allowed with this model is {allowed}")
     session = Session(subject, [], rounds, cooldown)
     try:
         session.loops.append(MlxLm(twin(model), weights=target))
