@@ -15,7 +15,7 @@ from .thinking import template_of
 
 
 class ResponsesRequest(ApiRequest):
-    """A request for one response."""
+    """A request of OpenAI's responses API, for one response."""
 
     api = "responses"
 
@@ -179,11 +179,11 @@ def _check_include(given: Any) -> None:
     """Raise Refused for log probabilities, which are not returned here; other values have no effect."""
     for name in given if isinstance(given, list) else []:
         if isinstance(name, str) and name.endswith("logprobs"):
-            raise Refused(f"include: {name[:80]!r} is not supported", param="include")
+            raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
 
 
 def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert `instructions` and `input`, a text or items, to messages."""
+    """Return `instructions` and `input`, a text or items, as messages in OpenAI's form. Raises Refused."""
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
