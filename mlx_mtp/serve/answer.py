@@ -87,7 +87,7 @@ class Splitter:
         return self._step == self._in_reasoning
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that later pieces cannot change, none if uncertain.
+        """Add the next piece of the answer; return the parts that later pieces cannot change, [] if there are none.
 
         logprobs: of the piece's token; they are returned with the next part.
         """

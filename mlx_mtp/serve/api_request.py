@@ -107,7 +107,7 @@ class ChoicesRequest(ApiRequest):
     def usage(self, ends: list[End]) -> dict[str, Any]:
         """Return OpenAI's token counts, and the statistics of drafting under `mlx_mtp`.
 
-        Generated tokens of all choices are summed; each prompt counts once. cached_tokens: the minimum of a choice.
+        Generated tokens of all choices are summed; each prompt counts once. cached_tokens: the least of all choices.
         """
         prompt = sum(len(request.prompt) for request in self.requests) // self.choices
         generated, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)

@@ -15,7 +15,7 @@ from .failures import dropped
 
 log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
-FAILED = "all requests that were decoded together failed"
+FAILED = "all requests that were decoded together failed; repeat the request"
 
 
 class BatchDecoder:

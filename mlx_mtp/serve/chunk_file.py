@@ -35,7 +35,7 @@ class Stored:
     """The header of a prefix file.
 
     identity: `PrefixTree.identity` of the tree that wrote it. tokens: those of the sequence.
-    ends: end positions of its chunks. resumable: those at which a sequence can continue.
+    ends: end positions of its chunks. resumable: those with a checkpoint, where a sequence can continue.
     """
 
     identity: str = ""
@@ -200,7 +200,7 @@ def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Return the digest of a chunk that ends at position `end`, to be updated with the bytes of its arrays."""
+    """Return the hash of a chunk that ends at position `end`, still without the bytes of its arrays."""
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 

@@ -206,7 +206,7 @@ class Engine:
             _closed(work)
 
     def _advance(self, job: Job, steps: Steps) -> None:
-        """Advance a job by a step; end it after its last step, at its time limit, or by an exception."""
+        """Advance a job by a step; end it after its last one, at its time limit, or after an exception."""
         try:
             with in_turn():
                 if _must_end(job):

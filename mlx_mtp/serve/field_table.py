@@ -179,7 +179,7 @@ def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> 
     if treatment == "unknown":
         warnings.append(f"unknown field {name[:80]!r} is ignored{_suggestion(api, name)}")
     elif treatment == "refused" and value not in (*NEUTRAL, *field.neutral):
-        raise Refused(f"{name}: {field.note or 'not supported'}", param=param)
+        raise Refused(f"{name}: {field.note or 'not supported; leave it out'}", param=param)
 
 
 def _suggestion(api: str, name: str) -> str:

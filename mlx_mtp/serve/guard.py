@@ -40,7 +40,9 @@ class Rules:
         if origin and not is_same and origin not in self.origins and "*" not in self.origins:
             raise Refused(f"origin {origin[:80]!r} is not allowed; --cors-origin adds it", status=403)
         if self.key is not None and path not in OPEN and not self._has_key(headers):
-            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+            raise Refused(
+                "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)

@@ -33,7 +33,7 @@ def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
     If the template prints no content next to calls, content becomes a message of its own before them. A result
-    without an id belongs to the first call of the last answer that has no result yet.
+    without an id belongs to the first call of the last answer with calls that has no result yet.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
@@ -74,7 +74,7 @@ def _id(given: str, traits: Traits) -> str:
 def _linked_result(
     message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """Return the number of a result's call, and the result with the call's id and name."""
+    """Return a result's call number, and the result with the call's id and name; 0 and its own without a call."""
     given = message.get("tool_call_id", "")
     if link := next((link for link in pending if link.given == given or not given), None):
         pending.remove(link)

@@ -96,7 +96,7 @@ class Interrupted(Exception):
 
 
 Event = Begun | Part | End | Failed
-LOST = Failed(500, "the request failed")
+LOST = Failed(500, "the request failed; the server's log has the reason")
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ class PrefixFiles:
                 self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write all sequences of a tree, the last used first, until `until` (of time.monotonic())."""
+        """Write all sequences of a tree, the last used first; warn and stop at `until` (of time.monotonic())."""
         while self.step(tree):
             if time.monotonic() > until:
                 log.warning("not all prefixes were written to %s before the server ended", self.directory)

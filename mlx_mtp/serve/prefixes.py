@@ -300,7 +300,7 @@ class PrefixTree:
 
 
 def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
-    """Return a cache of this length, trimmed if it is a copy; None if the length is 0 or it cannot be trimmed."""
+    """Return the cache itself if it has this length, else a trimmed copy; None if that is impossible or empty."""
     if length == cache.offset:
         return cache
     trimmed = cache.copy()

@@ -100,7 +100,7 @@ def encode_chat(
     """Render a conversation with the chat template and encode it; special tokens in its messages stay plain text.
 
     options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
-    continues: a last message of the assistant is an unfinished answer, and the prompt ends within it.
+    continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
     Raises ValueError, with the template's last reason, if the template refuses all equivalent forms.
     """
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
@@ -160,7 +160,7 @@ def _with_fewest_changes(
 
 
 def _with_contents(chat: Chat, rendered: Rendered, options: dict[str, Any]) -> Rendered:
-    """Split content from calls if the template drops content next to calls but prints it in a message of its own."""
+    """Return `rendered`, with content split from calls if the template prints it only in a message of its own."""
     contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
     if not all(content in rendered.text for content in contents):
         with contextlib.suppress(ValueError):

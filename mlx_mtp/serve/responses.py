@@ -196,7 +196,8 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
     """Convert an item to a message, if it has an equivalent; reasoning, text and calls are separate messages.
 
-    Tool calls of other types, from a session with another server, become function calls.
+    Tool calls of CALLS, from a session with another server, become function calls, and items of LEFT_OUT a warning.
+    Raises Refused for other types.
     """
     kind = str(item.get("type", "message"))
     if kind == "message":

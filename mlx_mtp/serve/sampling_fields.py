@@ -59,7 +59,7 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
     for alias, name in ALIASES.items():
         if (value := body.get(alias)) is not None:
             if body.get(name) not in (None, value):
-                raise Refused(f"{alias}={repr(value)[:80]}: contradicts {name}", param=alias)
+                raise Refused(f"{alias}={repr(value)[:80]}: contradicts {name}; send one", param=alias)
             body = {**body, name: value}
     return body
 
