@@ -84,7 +84,7 @@ def generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
 ) -> Generated:
-    """Yield (token, logprobs [V] or None, whether it was drafted) for a prompt of ids [T]; max_tokens=0 only prefills.
+    """Yield (token, logprobs [V] or None, whether drafted) for a prompt of token ids [T]; max_tokens=0 only prefills.
 
     Raises ValueError at the call for an option out of range, or a prompt that does not fit in memory.
     """
