@@ -41,7 +41,7 @@ RULE = "=" * 10
 
 @dataclass
 class GenerationResponse(MLXResponse):
-    """mlx-lm's response, with the counters of the generation so far as `stats`."""
+    """mlx-lm's response to one token, with the counters of the generation so far as `stats`."""
 
     stats: Stats | None = None
 
@@ -84,9 +84,9 @@ def generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
 ) -> Generated:
-    """Yield (token, logprobs [V] or None, from_draft) for a prompt of token ids [T].
+    """Yield (token, logprobs [V] or None, whether drafted) for a prompt of token ids [T]; max_tokens=0 only prefills.
 
-    Raises ValueError for an option out of range, at the call.
+    Raises ValueError at the call for an option out of range, or a prompt that does not fit in memory.
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
@@ -127,7 +127,8 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
-    The tokenizer's end-of-text tokens always end it. Raises ValueError for an argument out of range, at the call.
+    The tokenizer's end-of-text tokens always end it. The last response has finish_reason "stop" or "length". Raises
+    ValueError as `generate_step` does, at the call.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
@@ -142,7 +143,7 @@ def stream_generate(
 
 
 def encoded(tokenizer: Any, prompt: Prompt) -> Any:
-    """Return a prompt's token ids; for a text they start with the tokenizer's BOS token exactly once."""
+    """Return a prompt's token ids; a text gets the special tokens, such as BOS, unless it starts with BOS."""
     if not isinstance(prompt, str):
         return prompt
     bos = tokenizer.bos_token
@@ -152,7 +153,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Any:
 def _responses(
     detokenizer: Any, generated: Generated, stats: Stats, stops: Collection[int]
 ) -> Generator[GenerationResponse, None, None]:
-    """Yield a response for each generated token; as in mlx-lm the last one has a finish reason."""
+    """Yield a response for each generated token; the last one has the finish reason "stop" or "length"."""
     with closing(generated):
         for each in generated:
             reason = "length" if stats.generation_tokens == stats.max_tokens else None
@@ -160,9 +161,9 @@ def _responses(
 
 
 def text_response(detokenizer: Any, generated: Yielded, stats: Stats, reason: str | None) -> GenerationResponse:
-    """Return a generated token's response with its text.
+    """Return the response for a generated token (token, logprobs, from_draft), with the text that it completes.
 
-    reason: None before the last token; then "length", or "stop", whose token adds no text.
+    reason: None before the last token; then "length", or "stop" if the token is a stop token, which adds no text.
     """
     token, logprobs, from_draft = generated
     if reason != "stop":
@@ -186,7 +187,7 @@ def text_response(detokenizer: Any, generated: Yielded, stats: Stats, reason: st
 
 @checked.explained
 def generate(model: Target, tokenizer: Any, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
-    """Return the whole text of `stream_generate`. verbose: also print it as it arrives, then its speed, as mlx_lm."""
+    """Return the whole text of `stream_generate`. verbose: also print it as it arrives, then speeds and memory."""
     responses = stream_generate(model, tokenizer, prompt, **options)
     return "".join(response.text for response in (_shown(responses) if verbose else responses))
 
@@ -219,9 +220,10 @@ def batch_generate(
 ) -> BatchResponse:
     """Generate a text for each prompt, decoded in one batch, with mlx_lm's arguments and response.
 
-    prompts: texts or token ids. prompt_caches: one per prompt; they are not changed. max_tokens: one number for all
-    prompts, or one per prompt. return_logprobs: return the log probabilities of the generated tokens. Other options
-    are those of `BatchGenerator`.
+    prompts: texts or token ids. prompt_caches: one per prompt, which follows its tokens; they are not changed.
+    max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
+    return_logprobs: return the log probabilities of the generated tokens. Other options are those of
+    `BatchGenerator`.
     """
     checked.check_names(options)
     ids = [encoded(tokenizer, prompt) for prompt in prompts]

@@ -31,15 +31,15 @@ Responses = Generator[GenerationResponse, None, None]
 
 
 class Stopped(Exception):
-    """`ChatSession.stopping` was set during the prefill."""
+    """Raised in a prefill, between two chunks, if `ChatSession.stopping` is set."""
 
 
 @dataclass
 class Turn:
-    """Token counts and times of one turn.
+    """Token counts and times of one turn. stats: those of the answer.
 
     prompt_tokens: tokens of the whole conversation before the answer. reused: those that the caches contained.
-    prompt_time: prefill seconds that `stats` does not include: those before the generation prompt.
+    prompt_time: seconds for prefilling the new part up to the generation prompt, which `stats` does not include.
     """
 
     prompt_tokens: int
@@ -57,7 +57,8 @@ class Turn:
 class ChatSession:
     """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
-    cache: its `PromptCache`; `tokens` are correct however a turn ended. num_draft_tokens: may change between turns.
+    cache: its `PromptCache`, whose `tokens` are correct however a turn ended. turn: the `Turn` of the last message.
+    answers: number of answers. num_draft_tokens: maximum drafts per cycle; may change between turns.
     stopping: set it in a signal handler or another thread to end the current turn; the end of the turn clears it.
     """
 
@@ -70,9 +71,10 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Any,
     ):
-        """options: those of `stream_generate`. The first message continues the prompt of a given `prompt_cache`.
+        """template_config: variables of the chat template. options: those of `stream_generate`.
 
-        Raises ValueError for an option out of range.
+        The first message continues the prompt of a given `prompt_cache`. Raises ValueError for an option out of
+        range, and for a cache without the start of a conversation or with another system prompt or template_config.
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.ranks = model.ranks
@@ -91,7 +93,10 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new conversation. The count of answers continues, so that seeded draws do not repeat."""
+        """Start a new conversation, with the same system prompt and the given `prompt_cache`, if any.
+
+        The count of answers continues, so that seeded draws do not repeat.
+        """
         self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._intact:
             self.cache = self._given
@@ -120,20 +125,20 @@ class ChatSession:
         self.resume([{"role": "system", "content": text}, *self.messages[len(self._system) :]], self.answers)
 
     def _start_over(self) -> None:
-        """Replace the caches by empty ones."""
+        """Replace the caches by empty ones; the given cache is then not used again."""
         self._snapshots: list[tuple[Mark, Quantizing | None]] = []
         self.cache: PromptCache = self._blank.like_new()
         self._given = None
 
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
-        """Take over the prompt and the template options of a given cache; return its system prompt."""
+        """Use the prompt and the template options of a given cache; return its system prompt. Raises ValueError."""
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         prefix = cache.prefix
         if prefix is None and not cache.offset:
             return system_prompt
         if prefix is None or (self.tokenizer.has_chat_template and not prefix.template):
-            raise ValueError("prompt_cache: does not contain the start of a conversation")
+            raise ValueError("prompt_cache: does not contain the start of a conversation; make it with cache-prompt")
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
@@ -146,7 +151,8 @@ class ChatSession:
         """Send a message and yield the answer's responses; `turn` contains the token counts and times.
 
         Closing the iterator or setting `stopping` ends the answer. The conversation keeps the yielded part, and drops
-        the message if nothing was yielded. Raises ValueError if the chat template refuses the messages.
+        the message if nothing was yielded. The first step raises ValueError if the chat template refuses the
+        messages, or the prompt does not fit in memory or in `max_context`.
         progress: called with the number of new prompt tokens processed and their total.
         """
         return in_turns(self._answer(text, progress))
@@ -175,13 +181,13 @@ class ChatSession:
                 self.answers += 1
 
     def _stops_here(self) -> bool:
-        """Return whether to stop the answer now; several ranks agree on a stop one or two cycles later."""
+        """Return whether to stop the answer now; False on several ranks, which agree on a stop cycles later."""
         if self.ranks:
             self.ranks.stopping = self.stopping
         return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
-        """Prefill the new part of the prompt, take a snapshot at position `end`, then decode."""
+        """Prefill the new part of the prompt, take a snapshot at position `end`, then decode; yield the responses."""
         common = shared(self.cache.tokens, prompt[:-1])
         reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
         turn = self.turn = Turn(len(prompt), reused)
@@ -208,7 +214,7 @@ class ChatSession:
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _check_memory(self, new: int) -> None:
-        """Raise ValueError if `new` tokens and an answer do not fit in memory or in the maximum context."""
+        """Raise ValueError if `new` prompt tokens and an answer do not fit in memory or in the maximum context."""
         options = self.options
         chunk = options.get("prefill_step_size") or default_chunk(self.model)
         ignore = not options.get("check_memory", True)
@@ -241,7 +247,10 @@ class ChatSession:
             del self._snapshots[:-KEPT_SNAPSHOTS]
 
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
-        """Return the prompt's tokens, and the index at which its generation prompt starts, at most the last index."""
+        """Return the prompt's tokens, and the index at which its generation prompt starts, at most the last index.
+
+        Raises ValueError if the chat template refuses the messages or renders nothing.
+        """
         prompt = self._encode(messages, answering=True)
         if not prompt:
             raise ValueError("the prompt is empty: the chat template renders nothing for this conversation")

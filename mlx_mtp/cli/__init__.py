@@ -32,7 +32,7 @@ class OneLine(click.Group):
     """A group of commands whose errors are one line on stderr, without usage or traceback.
 
     Exit codes: 2 if the command line is wrong in itself or for this model; 1 if something failed, such as a file, the
-    hub or memory; 130 after Ctrl-C.
+    hub or memory; 130 after Ctrl-C; 141 if the reader of the output has gone.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -96,13 +96,16 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _discard_output() -> int:
-    """Discard output that cannot be written, so that exiting prints no traceback; return the exit code."""
+    """Send output that has no reader to /dev/null, so that exiting prints no traceback; return the exit code 141."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
 
 def _with_flag(message: str) -> tuple[str, int]:
-    """Add the flag to a library error such as "top_k=9: ..."; return the message and the exit code."""
+    """Add the flag to a library error such as "top_k=9: ..."; return the message and the exit code.
+
+    The code is 2 for an option of a command or a variable MLX_MTP_..., which are the user's, and 1 for other errors.
+    """
     name = re.match(r"(\w+)=", message)
     commands = [*main.commands.values(), *bench.commands.values()]
     flags = {param.name: param.opts[0] for command in commands for param in command.params}

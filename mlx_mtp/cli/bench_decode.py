@@ -69,7 +69,7 @@ def _check_preset(flags: dict[str, Any]) -> None:
 
 
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
-    """Measure all conditions and return the result."""
+    """Measure all conditions and return the result; --out is written after each of them."""
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_session
     from ..bench.subject import make_prompts
@@ -100,7 +100,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _conditions(model: Any, flags: dict[str, Any]) -> list[tuple[int, int | None, int | None]]:
-    """Return tuples of context tokens, bits of the target's cache and bits of the heads' caches."""
+    """Return the conditions to measure: tuples (context tokens, bits of target's cache, bits of heads' caches)."""
     if flags["preset"]:
         from ..bench import documents
 
@@ -134,7 +134,7 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
 def _print_changes(
     files: tuple[Path, ...], before: dict[str, Any], found: dict[str, Any], *, as_json: bool = False
 ) -> None:
-    """Print the changes between two results; `files` are those read from disk."""
+    """Print the changes between two results. files: those read from disk, which an error names."""
     from ..bench.decode_tables import compared, unlike
 
     with shared.complete(files):

@@ -26,16 +26,16 @@ WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
 def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple:
-    """Parse numbers separated by commas; () if the option is not given."""
+    """Return an option's numbers of this kind, separated by commas; () if it is not given."""
     try:
         return tuple(kind(part) for part in value.split(",")) if value is not None else ()
     except ValueError:
-        what = "chances" if kind is float else "numbers"
+        what = "probabilities" if kind is float else "numbers"
         raise click.BadParameter(f"{value!r}; expected {what} with commas between them") from None
 
 
 def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a picture or page that cannot be written, before anything is measured."""
+    """Return the path of a picture or page; raise BadParameter if it cannot be written, before a measurement."""
     if path is None:
         return None
     from ..bench import plots
@@ -91,7 +91,7 @@ run_options = options(
 
 
 def subject_of(flags: dict[str, Any]) -> "Subject":
-    """Open the model that the options describe."""
+    """Open the model that the options describe; on ranks above 0 also clear the output files in `flags`."""
     from .progress import loading, shows_progress
 
     if follows():
@@ -114,7 +114,7 @@ def cooldown_of(flags: dict[str, Any]) -> float:
 
 
 def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show a bar on stderr; the function in it receives a description, the number done and the total."""
+    """Show a bar on stderr; yield a function that takes a description, the number done and the total."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from . import progress
@@ -131,7 +131,7 @@ def console(*, as_json: bool) -> "Console":
 
 
 def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str]) -> None:
-    """Print the tables of a result and remarks, then write its files; see `finish`."""
+    """Print a result's tables and remarks, then write the requested files and JSON as `finish` does."""
     from ..bench.page import tables_of
 
     out = console(as_json=flags["as_json"])
@@ -142,7 +142,7 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the requested files; print the result as JSON with --json, or if a file cannot be written."""
+    """Write the files of --out, --plot and --html; print JSON with --json, or if a file cannot be written."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}
@@ -160,7 +160,7 @@ def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
 
 
 def draw(results: Sequence[dict[str, Any]], flags: dict[str, Any]) -> None:
-    """Write the requested picture and page."""
+    """Write the picture of --plot and the page of --html, if requested."""
     if flags["plot"]:
         from ..bench import plots
 
@@ -179,4 +179,6 @@ def complete(files: Sequence[Path]) -> Iterator[None]:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as e:
         names = ", ".join(map(str, files))
-        raise ValueError(f"{names}: not a whole result of `mlx-mtp bench` ({type(e).__name__}: {e})") from e
+        raise ValueError(
+            f"{names}: not a whole result of `mlx-mtp bench` ({type(e).__name__}: {e}); write it again"
+        ) from e

@@ -37,7 +37,7 @@ def cache_prompt(**flags: Any) -> None:
     prefix = PromptPrefix(text, flags["system_prompt"], template, flags["chat_template_config"], **own)
     tokens = stable_tokens(prefix, tokenizer)
     if not tokens:
-        raise click.UsageError("the prompt is too short: the text that follows may change all of its tokens")
+        raise click.UsageError("the prompt is too short: text that follows may change all its tokens; lengthen it")
     stats, file = _save(model, tokens, prefix, flags), own_file(flags["prompt_cache_file"])
     if not flags["quiet"]:
         click.echo(f"Prompt: {len(tokens)} tokens, {file.stat().st_size / 1e6:.1f} MB in {file}")
@@ -45,7 +45,7 @@ def cache_prompt(**flags: Any) -> None:
 
 
 def _save(model: Any, tokens: list[int], prefix: Any, flags: dict[str, Any]) -> Any:
-    """Prefill the tokens and write the file; return the statistics."""
+    """Prefill the tokens and write the file of --prompt-cache-file; return the statistics."""
     from ..cache.file import save_prompt_cache
     from ..cache.prompt_cache import make_prompt_cache
     from ..decoding.options import default_chunk

@@ -34,7 +34,7 @@ SHORT = {"h": "/help", "r": "/reset", "q": "/exit"}
 
 
 class Chat:
-    """The loop that reads lines and answers them."""
+    """The loop of `mlx-mtp chat`: reads lines, and answers them or runs them as commands."""
 
     def __init__(self, session: ChatSession, *, name: str, quiet: bool):
         self.session, self.name, self.quiet = session, name, quiet
@@ -96,7 +96,7 @@ class Chat:
             click.echo(f"{unknown}: /help lists them; a space before the / sends it", err=True)
 
     def _set_drafting(self, argument: str) -> None:
-        """Run /mtp on and /mtp off; without an argument show the state."""
+        """Run /mtp: switch drafting on or off; without an argument print the state."""
         if argument not in ("on", "off", ""):
             return click.echo(f"/mtp {printable(argument)[:30]}: expected on or off", err=True)
         if argument == "on" and not self.drafts:
@@ -106,7 +106,7 @@ class Chat:
         click.echo(mtp_state(self.session))
 
     def _system(self, text: str) -> str:
-        """Set the system prompt; without a text return the current one."""
+        """Set the system prompt and return a confirmation; without a text return the current one."""
         if not text:
             return printable(self.session.system_prompt or "No system prompt.")
         self.session.system_prompt = text
@@ -175,15 +175,15 @@ class Chat:
             self._note(f"The conversation exceeds the {limit:,} tokens the model supports; /reset starts a new one.")
 
     def _note(self, text: str) -> None:
-        """Print a notice on stderr."""
+        """Print a notice on stderr unless --quiet is given."""
         if not self.quiet:
             faint(text, err=True)
 
 
 def _named(name: str, command: str) -> Path:
-    """Return the file that a command names; ValueError if it names none."""
+    """Return the path that follows a command such as /save; ValueError if none does."""
     if not name:
-        raise ValueError(f"{command}: name a file")
+        raise ValueError(f"{command}: name a file, as in {command} chat.json")
     return Path(name).expanduser()
 
 

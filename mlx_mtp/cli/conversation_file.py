@@ -13,9 +13,9 @@ LAYOUT = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def save(file: Path, session: ChatSession) -> None:
-    """Write a session's conversation; only another conversation is overwritten.
+    """Write a session's conversation to a file, which must not exist yet or contain a conversation.
 
-    Raises ValueError if the file contains anything else, OSError if it cannot be written.
+    Raises ValueError if it contains anything else or its directory is missing, OSError if it cannot be written.
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: no directory {file.parent}")
@@ -23,13 +23,13 @@ def save(file: Path, session: ChatSession) -> None:
         try:
             read(file)
         except ValueError:
-            raise ValueError(f"{file}: already there and no conversation; name a new file") from None
+            raise ValueError(f"{file}: exists and contains no conversation; name a new file") from None
     found = {"format": FORMAT, "answers": session.answers, "messages": session.messages}
     write_whole(file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(file: Path, session: ChatSession) -> None:
-    """Continue a file's conversation in a session; after ValueError or OSError the session is unchanged."""
+    """Replace a session's conversation by a file's; after ValueError or OSError the session is unchanged."""
     messages, answers = read(file)
     with one_line(f"{file}: the chat template refuses this conversation", (ValueError,)):
         session.resume(messages, answers)
@@ -38,10 +38,11 @@ def load(file: Path, session: ChatSession) -> None:
 def read(file: Path) -> tuple[list[dict[str, str]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
-    Raises a one-line ValueError unless the messages are [system], then user and assistant in turn.
+    Without a number, it is that of the assistant's messages. Raises a one-line ValueError unless the messages are
+    [system], then user and assistant in turn.
     """
     if file.exists() and not file.is_file():  # a device may never end
-        raise ValueError(f"{file}: not a file")
+        raise ValueError(f"{file}: not a regular file")
     with one_line(f"{file}: not a conversation, no JSON", (ValueError, RecursionError)):
         found = json.loads(file.read_text("utf-8"))
     whole = found if isinstance(found, dict) else {"messages": found}
@@ -69,4 +70,4 @@ def _check(where: str, message: Any, role: str) -> None:
         raise ValueError(f"{where}: role is {message['role']!r}, expected {role!r}")
     content = message["content"]
     if not isinstance(content, str) or content != content.encode("utf-8", "replace").decode():
-        raise ValueError(f"{where}: content is no text")
+        raise ValueError(f"{where}: content is not a string of valid Unicode")

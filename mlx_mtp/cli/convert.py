@@ -87,9 +87,9 @@ def convert(**flags: Any) -> None:
 
 
 def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags with the file as `gguf`; raise UsageError for those that a GGUF file's blocks determine."""
+    """Return the flags with the file as `gguf`; raise UsageError for flags that do not apply to a GGUF file."""
     if flags["gguf"] and flags["hf_path"]:
-        raise click.UsageError("--gguf and --hf-path exclude each other")
+        raise click.UsageError("--gguf and --hf-path: give only one")
     others = (*OF_TARGET, "mtp_only", "mtp_q_bits", "mtp_q_group_size", "revision")
     for name in others:
         if flags[name] and name != "mlx_path":
@@ -105,7 +105,7 @@ def _check(flags: dict[str, Any]) -> None:
         if flags[name]:
             raise click.UsageError(f"--{name.replace('_', '-')}: only for a GGUF file")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
-        raise click.UsageError("--mtp-only and --mtp-path: the one needs the other")
+        raise click.UsageError("--mtp-only and --mtp-path: give both or neither")
     useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"
     if flags["mtp_only"]:
         useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is for the heads"

@@ -33,8 +33,8 @@ def doctor(**flags: Any) -> None:
 
     --compile-only compiles each kernel in a child process, which is killed after --limit seconds: with MLX on a Metal
     GPU, elsewhere with clang's front end, which is not Apple's compiler. The JSON report is updated throughout, so it
-    exists after Ctrl-C or a crash. Exit code 0 if each text was compiled or needs a type that the device lacks; 1 if
-    one was refused, hung or crashed, or nothing could be compiled; 130 after Ctrl-C.
+    exists after Ctrl-C or a crash. Exit code 0 if each source text was compiled or needs a type that the device
+    lacks; 1 if one was refused, hung or crashed, or nothing could be compiled; 130 after Ctrl-C.
 
     --bits-only checks the bits of every kernel on small shapes in every type that the GPU supports, without a model.
     """
@@ -70,7 +70,7 @@ def check_ops(ops: tuple[str, ...], known: tuple[str, ...]) -> None:
 
 
 def compile_only(file: Path, flags: dict[str, Any]) -> None:
-    """Compile the kernels' texts and print a line per kernel."""
+    """Compile the kernels' Metal texts, write the JSON report, print a line per kernel; exit 1 on a failure."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from ..bench import compile_check, compile_jobs
@@ -94,7 +94,7 @@ def compile_only(file: Path, flags: dict[str, Any]) -> None:
 
 
 def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
-    """Check the kernels and, without --bits-only, the model; write both files."""
+    """Check the kernels and, without --bits-only, the model; write out.json and out.md; exit 1 if any is wrong."""
     from ..bench.doctor import OPS, examine, examine_bits
     from ..bench.doctor_page import page, verdict
     from ..bench.subject import open_subject

@@ -44,14 +44,14 @@ def draft_vocab(
     pieces = (text[start : start + PIECE] for text in _read(texts) for start in range(0, len(text), PIECE))
     counts = Counter(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False))
     if texts and not counts:
-        raise click.UsageError(f"no text in {', '.join(texts)}")
+        raise click.UsageError(f"no text in {', '.join(texts)}; name other files")
     try:
         tokens = most_frequent(tokenizer, counts, size or max(1, vocab_size // SHARE), vocab_size)
     except ValueError as e:
         if size:
             raise
         raise ValueError(
-            f"{path}: a quarter of its vocabulary is not a valid --size for its tokenizer; {e}"
+            f"{path}: give --size, as a quarter of its vocabulary does not suit its tokenizer: {e}"
         ) from None
     write(out, tokens, vocab_size, tokenizer)
     click.echo(f"{out}: {len(tokens):,} of {vocab_size:,} tokens")
@@ -70,6 +70,6 @@ def _read(names: Iterable[str]) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the file, or the files below a directory except hidden ones."""
+    """Return the file itself, or all files below a directory except hidden ones and those in hidden ones."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

@@ -47,14 +47,14 @@ def _by_kernel(measures: Iterable[tuple[str, Measure]], rows: Sequence[int]) -> 
 
 
 def _launches(kernel: Callable[..., object], *args: Any, **options: Any) -> list[Traffic]:
-    """Run a kernel in the emulator and return the traffic of each launch."""
+    """Run a kernel in the emulator and return the memory traffic of each launch."""
     with emulated() as launches:
         kernel(*args, **options)
     return launches
 
 
 def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), rows: int = 8) -> Table:
-    """Count bytes for 1 to `rows` rows times a 4-bit matrix of this shape; stock: only MLX's kernels."""
+    """Return the table of bytes requested for 1 to `rows` rows times a 4-bit matrix. stock: only MLX's kernels."""
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
@@ -64,7 +64,7 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
 
 
 def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
-    """Yield MLX's kernels for a 4-bit matrix (n, k); our kernels follow the one whose bits they have."""
+    """Yield (kernel's name, measure) for a 4-bit matrix (n, k): MLX's and, unless `stock`, ours."""
     dense = mx.ones((n, k))
     whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
     halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))
@@ -90,7 +90,7 @@ def _product_cells(traffic: Traffic) -> list[str]:
 
 
 def attention_table() -> Table:
-    """Count the ratio of requested to distinct bytes of keys, values and queries; takes a few seconds."""
+    """Return the table of requested over distinct bytes of keys, values and queries; takes a few seconds."""
     title = f"bytes requested / distinct bytes, attention to {POSITIONS} positions of {DIMS}, emulated"
     kv, scale, groups = mx.ones((1, 1, POSITIONS, DIMS), mx.float16), DIMS**-0.5, []
     for rows, group in SHAPES:
@@ -109,7 +109,7 @@ def _reread(traffic: Traffic, *names: str) -> list[str]:
 
 
 def experts_table() -> Table:
-    """Count requests for the experts' weights at ROWS rows, each of which visits TOP_K of EXPERTS."""
+    """Return the table of requests for experts' weights at ROWS rows, each of which visits TOP_K of EXPERTS."""
     columns = ("kernel", "M", "distinct experts / pairs", "launches", "weights", "KiB of weights")
     title = f"4-bit experts, {TOP_K} of {EXPERTS} for a row, emulated"
     drawn = [mx.quantize(mx.ones((EXPERTS, n, k)), GROUP, BITS) for n, k in ((INNER, HIDDEN), (HIDDEN, INNER))]
@@ -120,7 +120,7 @@ def experts_table() -> Table:
 
 
 def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list[str]:
-    """Count the launches of `run` for the first m of a fixed set of rows."""
+    """Return a row's cells of the experts' table: what `run` launches and reads for the first m of 32 fixed rows."""
     logits = mx.random.normal((32, EXPERTS), key=mx.random.key(0))[:m]
     visited = mx.argsort(-logits, axis=-1)[:, :TOP_K].flatten()
     launches = run(experts, logits, visited)
@@ -131,7 +131,7 @@ def _visits(run: Callable[..., list[Traffic]], experts: Experts, m: int) -> list
 
 
 def _gathered(experts: Experts, _logits: mx.array, visited: mx.array) -> list[Traffic]:
-    """Launch MLX's three products for all pairs of a row and an expert."""
+    """Return the traffic of MLX's three products (gate, up, down) for all pairs of a row and an expert."""
     assert experts.gate is not None
     rows, launches = mx.arange(visited.size), []
     for weights in (experts.gate, experts.up, experts.down):
@@ -146,10 +146,10 @@ def _moe(experts: Experts, logits: mx.array, _visited: mx.array) -> list[Traffic
 
 
 def head_table(vocabulary: int = 1024, width: int = 512, rows: Sequence[int] = ROWS) -> Table:
-    """Count for a 4-bit LM head (vocabulary, width) in bfloat16 at these numbers of rows; both multiples of 64.
+    """Return the table of bytes of a 4-bit LM head (vocabulary, width) in bfloat16 at these numbers of rows.
 
-    Weights: requested over distinct bytes. Written: by all launches. Read back: bytes that a launch reads of another
-    launch's output; MLX's argmax reads each logit once.
+    Vocabulary and width are multiples of 64. Weights: requested over distinct bytes. Written: by all launches. Read
+    back: bytes that a launch reads of another launch's output; MLX's argmax reads each logit once.
     """
     title = f"tokens of a 4-bit ({vocabulary}, {width}) head, bfloat16, emulated"
     columns = ("kernels", "M", "weights", "bytes written", "bytes read back")

@@ -59,7 +59,7 @@ def generate(**flags: Any) -> None:
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
-    """Encode the prompt, with the chat template if there is one."""
+    """Encode the prompt, with the chat template unless it is missing or ignored; raises an error if it is empty."""
     from ..checkpoint.chat_template import render
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
@@ -73,12 +73,15 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     if not tokens and template:
         raise ValueError("the prompt is empty: the chat template renders nothing")
     if not tokens:
-        raise click.UsageError("the prompt is empty")
+        raise click.UsageError("the prompt is empty; give a text with --prompt")
     return tokens
 
 
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> list[int]:
-    """Encode the tokens that follow a saved cache's prompt; the text continues its message or follows it."""
+    """Return the tokens that follow those of a saved cache, when `text` is appended to the cache's own prompt.
+
+    For a cache without a known prompt, they are the text's. UsageError if the prompt now has other first tokens.
+    """
     prefix = cache.prefix
     if prefix is None:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -86,5 +89,8 @@ def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> 
     prefix.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
     tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own, "ignore_chat_template": not prefix.template})
     if tokens[: cache.offset] != cache.tokens:
-        raise click.UsageError(f"the prompt's tokens do not start with those in {flags['prompt_cache_file']}")
+        raise click.UsageError(
+            f"{flags['prompt_cache_file']}: followed by this text, its prompt no longer has the tokens it holds "
+            "(another chat template, or one with a date); make it again with `mlx-mtp cache-prompt`"
+        )
     return tokens[cache.offset :]

@@ -19,7 +19,7 @@ gguf_options = (
 
 
 def convert_gguf(flags: dict[str, Any]) -> None:
-    """Convert the file of --gguf to the new directory of --mlx-path, and report."""
+    """Convert the file of --gguf to the new directory of --mlx-path; print its contents and the path written."""
     from .progress import loading, shows_progress
 
     shown = shows_progress(quiet=False)

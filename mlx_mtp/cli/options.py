@@ -24,7 +24,7 @@ SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
 
 
 def _parse_template_config(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict:
-    """Parse a JSON object of variables for the chat template."""
+    """Return the JSON object of --chat-template-config, {} without it; raise BadParameter for anything else."""
     try:
         parsed = json.loads(value or "{}")
     except (ValueError, RecursionError) as e:
@@ -32,7 +32,7 @@ def _parse_template_config(_ctx: click.Context, _param: click.Parameter, value: 
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{value!r} is not a JSON object")
     if reserved := sorted(RESERVED_KEYS & parsed.keys()):
-        raise click.BadParameter(f"{reserved[0]}: not a variable of the template, the command sets it")
+        raise click.BadParameter(f"{reserved[0]}: the command sets this variable; leave it out")
     return parsed
 
 
@@ -42,14 +42,14 @@ def _has_surrogates(text: str) -> bool:
 
 
 def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    """Refuse bytes that are not UTF-8 text."""
+    """Return an option's value; raise BadParameter for bytes that are not UTF-8 text."""
     if _has_surrogates(value or ""):
         raise click.BadParameter("not valid UTF-8 text")
     return value
 
 
 def read_prompt(value: str) -> str:
-    """Return the text of --prompt: standard input for '-', else the value with mlx_lm's escapes replaced."""
+    """Return the text of --prompt: standard input for '-', else the value with \\n and \\t replaced."""
     check_prompt(value)
     text = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
     if _has_surrogates(text):
@@ -58,21 +58,21 @@ def read_prompt(value: str) -> str:
 
 
 def _check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
-    """Refuse --max-tokens 0."""
+    """Return --max-tokens; raise BadParameter for 0."""
     if value == 0:
         raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit")
     return value
 
 
 def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
-    """Convert GB to bytes."""
+    """Return a number of GB in bytes, None without one; raise BadParameter if it is negative or too large."""
     if value is not None and not 0 <= value <= MOST_GB:  # also refuses NaN, which click accepts
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
     return None if value is None else int(value * 1e9)
 
 
 def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
-    """Convert MB to bytes; "auto" and "off" are returned unchanged."""
+    """Return a number of MB in bytes, "auto" and "off" unchanged; raise BadParameter for other values."""
     if not value.isdecimal():
         if value not in ("auto", "off"):
             raise click.BadParameter(f"{value!r}: allowed are MB, 'auto' and 'off'")
@@ -87,7 +87,7 @@ def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> in
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
-    """Refuse a file that cannot be written, before a long task starts."""
+    """Return the path of a file to write; raise BadParameter if it cannot be written, before a long task starts."""
     path = Path(value)
     if not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent}: no such directory")
@@ -99,7 +99,7 @@ def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Pat
 
 
 class GivenFile(click.Path):
-    """An existing regular file; devices and pipes are refused because they may have no end or no content."""
+    """Type of an option's value: an existing regular file, no device or pipe, which may have no end or no content."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False, path_type=Path)
@@ -112,7 +112,10 @@ class GivenFile(click.Path):
 
 
 class SavedCache(GivenFile):
-    """A prompt cache; each rank has its own file next to the named one."""
+    """Type of an option's value: an existing file of a saved prompt cache; returns the named path.
+
+    Of several ranks, rank 0 reads the named file and rank n "<file>.rank<n>" next to it; each checks its own.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         super().convert(own_file(Path(value)), param, ctx)
@@ -128,7 +131,7 @@ def options(*decorators: Any) -> Any:
 
 
 def typed(name: str, kind: Any, default: Any, words: str) -> Any:
-    """Return an option with a value of this click type; `words` are its help."""
+    """Return a click option whose value has this type. words: its help."""
     return option(name, type=kind, default=default, help=words)
 
 
@@ -190,7 +193,7 @@ template_config_option = option(
 
 
 def text_options(max_tokens: int) -> Any:
-    """Return the options for the length of a text, with this default, and for sampling."""
+    """Return the options for sampling and for the maximum number of tokens, whose default is `max_tokens`."""
     modes, drafted = Choice(["greedy", "coupled"]), "the likeliest tokens, or tokens drawn with the target's noise"
     length = {"type": IntRange(-1), "callback": _check_max_tokens, "default": max_tokens}
     return options(
@@ -238,7 +241,7 @@ saved_cache_option = option(
 
 
 def continues_cache(flags: dict[str, Any]) -> None:
-    """Read the end-of-text token and, unless --model is given, the model from --prompt-cache-file."""
+    """Set in `flags` the end-of-text token and, unless --model is given, the model of a --prompt-cache-file."""
     if flags["prompt_cache_file"] is not None:
         from ..cache.file import saved_prefix
 
@@ -260,7 +263,10 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """Load the model and its tokenizer, by default the demo's."""
+    """Load and return the model that the options describe, by default the demo, and its tokenizer.
+
+    Raises UsageError or BadParameter for options that do not fit together or with the tokenizer.
+    """
     if not flags["mtp"] and flags["num_draft_tokens"]:
         raise click.UsageError(f"--num-draft-tokens {flags['num_draft_tokens']} needs heads, but --no-mtp loads none")
     if flags["model"] is None and not flags["quiet"]:
@@ -299,13 +305,13 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def cache_layout(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `make_prompt_cache`; {} for a command without such flags."""
+    """Return the arguments of `make_prompt_cache` that flags contain; {} for a command without such flags."""
     numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
     return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
 
 
 def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
-    """Load the cache of --prompt-cache-file, if any; UsageError if flags request another layout."""
+    """Load the cache of --prompt-cache-file, None without one; UsageError if flags request another layout."""
     file = flags["prompt_cache_file"]
     if file is None:
         return None
@@ -316,7 +322,7 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     for name, found in cache.layout.items():
         if requested.get(name, found) != found:
             flag = f"--{name.replace('_', '-')} {requested[name]}"
-            raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}")
+            raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}; leave it out")
     if model.mtp and not cache.heads and not flags["quiet"]:
         click.echo(f"{file} holds no state of the heads: decoding plainly.", err=True)
     return cache

@@ -20,13 +20,13 @@ NARROW = 40  # columns; a wrapped line would not be erased
 
 
 def shows_progress(*, quiet: bool) -> bool:
-    """Return whether progress is to be displayed."""
+    """Return whether to display progress: not with `quiet`, and only if stderr is a terminal with escape codes."""
     return sys.stderr.isatty() and not quiet and not dumb()
 
 
 @contextlib.contextmanager
 def loading(*, shown: bool) -> Iterator[None]:
-    """Show a spinner and the progress of kernel trials, which take long the first time."""
+    """While entered, show a spinner on stderr and the progress of kernel trials, which take long the first time."""
     if not shown:
         yield
         return
@@ -40,7 +40,7 @@ def loading(*, shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar of these columns; yield a function that takes a description, the number done and the total."""
+    """Show a bar on stderr; yield a function that takes a description, the number done and the total."""
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
@@ -49,14 +49,14 @@ def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, i
 def stages(
     *columns: ProgressColumn, quiet: bool
 ) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show a `bar` on a terminal, else lines on stderr; nothing with `quiet`."""
+    """Return a context like `bar`, which prints lines instead if stderr is no terminal; nothing with `quiet`."""
     if quiet or shows_progress(quiet=quiet):
         return bar(*columns, shown=not quiet)
     return contextlib.nullcontext(StageLines())
 
 
 class StageLines:
-    """Print the start of each stage on stderr, then its progress every few seconds: "12 s: logits, 3 of 14"."""
+    """Prints a stage's start on stderr, then its progress every EVERY seconds, as in "12 s: logits, 3 of 14"."""
 
     def __init__(self) -> None:
         self._began, self._stage, self._written = time.monotonic(), "", 0.0
@@ -83,7 +83,7 @@ class PromptProgress(contextlib.AbstractContextManager):
             self._bar.add_task("Reading", total=0)
 
     def __call__(self, done: int, total: int) -> None:
-        """Report the number of prefilled tokens and the total."""
+        """Report the number of prefilled tokens and the total; the bar ends when they are equal."""
         if done == total:
             return self._end()
         self._update(show=total > self._chunk, completed=done, total=total)

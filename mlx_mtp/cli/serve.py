@@ -114,13 +114,13 @@ def serve(ctx: click.Context, **flags: Any) -> None:
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the model; the first one is displayed."""
+    """Return the names that requests may use: those given, after the model's own if none is given but "*"."""
     own = NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model
     return given if set(given) - {"*"} else (own, *given)
 
 
 def _log_to(file: Path | None, *, quiet: bool) -> None:
-    """Write the log to stderr and to a file if one is given."""
+    """Write the log to stderr, with quiet only warnings, and all of it to a file if one is given."""
     log = logging.getLogger("mlx_mtp.serve")
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -132,7 +132,7 @@ def _log_to(file: Path | None, *, quiet: bool) -> None:
 
 
 def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
-    """Load the model in the current thread."""
+    """Return the `Loaded` model that the flags describe; called in the thread that will use it."""
     from ..serve.server import Loaded
 
     with ctx.scope(cleanup=False):
@@ -143,7 +143,7 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
 
 def _advised(path: Path) -> dict[str, Any]:
-    """Return the sampling values in a checkpoint's generation_config.json."""
+    """Return the sampling values in a checkpoint's generation_config.json; {} without it or with do_sample false."""
     try:
         found = json.loads((path / "generation_config.json").read_text())
     except (OSError, ValueError):
@@ -155,7 +155,7 @@ def _advised(path: Path) -> dict[str, Any]:
 
 
 def _banner(service: Any, flags: dict[str, Any]) -> None:
-    """Print the server's address, its model and a request that works."""
+    """Print on stderr the server's address, its model and a request that works; nothing with --quiet."""
     if flags["quiet"]:
         return
     names, host = service.info, flags["host"]

@@ -21,7 +21,7 @@ CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)
 
 
 def printable(text: str) -> str:
-    """Replace control characters by visible ones."""
+    """Return a text with a visible character for each control character except tab and newline, without \\r."""
     return text.translate(CONTROLS)
 
 
@@ -36,12 +36,15 @@ def unstyled() -> bool:
 
 
 def faint(text: str, *, err: bool = False) -> None:
-    """Print a dimmed line."""
+    """Print a line, dimmed unless the terminal or the user does not allow that."""
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
 def make_editor(*, bold: bool, typed_on: Callable[[], None]) -> Any:
-    """Return an editor: Ctrl-C clears the line and calls `typed_on`, or raises KeyboardInterrupt on an empty line."""
+    """Return a line editor, whose `prompt()` returns a message.
+
+    Ctrl-C calls `typed_on` and clears the line; on an empty line it raises KeyboardInterrupt. bold: of the prompt.
+    """
     from prompt_toolkit import HTML, PromptSession
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
@@ -155,11 +158,11 @@ def hidden_typing() -> Iterator[None]:
 
 
 class StopOnInterrupt:
-    """While entered, the first Ctrl-C stops the session when its caches are complete; a second one raises.
+    """While entered, the first Ctrl-C sets `session.stopping`; a second one raises KeyboardInterrupt.
 
+    On several ranks the second one ends the process with code 130, and ranks above 0 ignore both.
     notice: called in another thread as soon as Ctrl-C is pressed, because Python's own handler runs only after MLX
-            has
-    returned from the current prefill chunk.
+        has returned from the current prefill chunk.
     """
 
     def __init__(self, session: "ChatSession", notice: Callable[[], None]):

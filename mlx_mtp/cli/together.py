@@ -19,7 +19,7 @@ SAME = "ranks"  # start of errors that all ranks raise
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """Silence this process if rank 0 is another one; report its exit code to the other ranks."""
+    """Run a block as one of several ranks: those above 0 print only errors, and each reports its exit code to all."""
     here = launched()
     if here is None:
         yield
@@ -39,7 +39,7 @@ def as_rank() -> Iterator[None]:
 
 
 def error_line(message: str, code: int) -> str | None:
-    """Return the error line of this rank; None if rank 0 prints the same error."""
+    """Return the error line of this rank; None if rank 0 prints it: code 2, or a message that starts with SAME."""
     here = launched()
     if here is None or here.rank == 0:
         return f"error: {message}"
@@ -47,25 +47,25 @@ def error_line(message: str, code: int) -> str | None:
 
 
 def check_command(name: str | None, allowed: tuple[str, ...] = COMMANDS) -> None:
-    """Refuse a command that supports only a single process."""
+    """Raise UsageError if this is one of several ranks, and a command is not among those `allowed` for them."""
     if launched() and name not in allowed:
-        raise click.UsageError(f"{name} is for a single process; together run {', '.join(allowed)}")
+        raise click.UsageError(f"{name} is for a single process; on several ranks use {', '.join(allowed)}")
 
 
 def check_flags(**given: Any) -> None:
-    """Refuse flags that several ranks do not support."""
+    """Raise UsageError for a flag with a value if this is one of several ranks, which do not support it."""
     if launched() and (name := next((name for name, value in given.items() if value), None)):
         raise click.UsageError(f"--{name.replace('_', '-')}: not supported on several ranks; leave it out")
 
 
 def check_prompt(value: str) -> None:
-    """Refuse a prompt from standard input, because the launcher does not forward its end."""
+    """Raise UsageError on several ranks if the prompt is '-': the launcher does not forward the end of stdin."""
     if launched() and value == "-":
         raise click.UsageError("--prompt -: standard input has no end on several ranks; give the text itself")
 
 
 def group() -> Any:
-    """Join the other ranks, then ignore Ctrl-C except in rank 0; None for a single process."""
+    """Join the other ranks and return their MLX group, None for a single process; Ctrl-C then only affects rank 0."""
     if launched() is None:
         return None
     from ..ranks.group import meet
@@ -77,12 +77,12 @@ def group() -> Any:
 
 
 def own_file(file: Path) -> Path:
-    """Return this rank's file for a file named on the command line."""
+    """Return this rank's file for one named on the command line: rank n > 0 has "<file>.rank<n>"."""
     here = launched()
     return rank_file(file, here.rank) if here else file
 
 
 def follows() -> bool:
-    """Return whether this rank only follows rank 0: it reads no input and writes no files."""
+    """Return whether this is a rank above 0: it computes what rank 0 does, reads no input and prints nothing."""
     here = launched()
     return here is not None and here.rank > 0

@@ -81,7 +81,7 @@ def verify_lossless(**flags: Any) -> None:
 
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """Load the model and its tokenizer, with --float32 converted to float32."""
+    """Load the model and its tokenizer; with --float32 the model is in float32, without our kernels."""
     flags = {**flags, "quiet": flags["as_json"]}
     if not flags["float32"]:
         return load_model(flags)
@@ -95,13 +95,16 @@ def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _drafts(model: Any, asked: int | None) -> int:
-    """Return the maximum drafts per cycle; 0 for a model without heads, which can draft only by lookup."""
+    """Return the maximum drafts per cycle: `asked`, or the model's default; 0 without heads, for lookup only.
+
+    Raises ValueError for more drafts than the model supports, or if no drafting is supported for it.
+    """
     from ..decoding.options import default_draft_tokens
 
     most = model.max_draft_tokens
     if not hasattr(model, "spec"):
-        raise ValueError(f"model_type {model.report.family!r} has no port that drafts: there is nothing to verify")
+        raise ValueError(f"model_type {model.report.family!r} does not support drafting: there is nothing to verify")
     if asked is not None and asked > most:
-        allowed = f"1 to {most} with the MTP heads of the model" if most else "none without MTP heads"
+        allowed = f"1 to {most} with the MTP heads of the model" if most else "none, as no MTP heads are loaded"
         raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")
     return default_draft_tokens(model) if asked is None else asked

@@ -21,7 +21,7 @@ WIDTH = 110  # columns of a table if the output is not a terminal
 
 
 def show(model: Any, tokenizer: Any, verdict: Verdict, answered: list[Answered]) -> None:
-    """Print the result as tables."""
+    """Print a verdict as tables. answered: the tasks of --tasks."""
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -114,7 +114,7 @@ def _tasks(answered: list[Answered]) -> Table:
 
 
 def _sum(verdict: Verdict, differences: list[Difference]) -> str:
-    """Return the verdict in one line."""
+    """Return the verdict in one line: lossless, or the kind of the deviation."""
     if diverged := sum(not d.near_tie for d in differences):
         return f"NOT LOSSLESS: {diverged} divergences"
     if any(f.refused for f in verdict.fits):
@@ -126,7 +126,7 @@ def _sum(verdict: Verdict, differences: list[Difference]) -> str:
 
 
 def as_dict(model: Any, verdict: Verdict, answered: list[Answered]) -> dict[str, Any]:
-    """Return the result as a dictionary for JSON."""
+    """Return a verdict as a dictionary for JSON. answered: the tasks of --tasks."""
     return {
         "lossless": not verdict.diverged,
         **{name: getattr(verdict, name) for name in ("broken", "warnings", "dtype")},

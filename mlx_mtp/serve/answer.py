@@ -29,7 +29,7 @@ Part = TextPart | ToolCall
 
 
 def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
-    """Join the content of an answer's parts, or their reasoning."""
+    """Return the content of an answer's parts as one text, or with `reasoning` their reasoning, without calls."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning == reasoning)
 
 
@@ -44,11 +44,13 @@ def logprobs_of(parts: list[Part]) -> list[TokenLogprob]:
 class Splitter:
     """Splits a streamed answer into reasoning, content and tool calls, the same for pieces of any size.
 
-    Reasoning can only start the answer, and lasts until its end mark. Tool calls are read once the answer has ended,
-    since their arguments may contain any mark; other text is emitted as it arrives.
+    Reasoning can only start the answer, and lasts until its end mark. Tool calls are returned once the answer has
+    ended (with one_call, once a second one starts), since their arguments may contain any mark; other text is
+    returned as it arrives. The first of `stops` in the content ends the answer; it is not searched in reasoning.
 
-    thinking: separate the reasoning. begun: the prompt ends inside reasoning. tools: those offered, in OpenAI's form.
-    one_call: return only the first call. stopped: the stop string that ended the answer. called: a call was returned.
+    thinking: separate the reasoning, else it is content. begun: the prompt ends inside reasoning. tools: those
+        offered, in OpenAI's form; without tools or tool_format, calls are content. one_call: return only one call.
+    stopped: the stop string that was found. called: a call was returned.
     opening: the pattern of a call's start, None if no call is searched. holding: the pending text starts a call.
     """
 
@@ -81,11 +83,14 @@ class Splitter:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the answer is inside its reasoning."""
+        """Whether the text received so far ends inside reasoning."""
         return self._step == self._in_reasoning
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that later pieces cannot change."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change, [] if there are none.
+
+        logprobs: of the piece's token; they are returned with the next part.
+        """
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text
@@ -99,7 +104,7 @@ class Splitter:
         return parts
 
     def _advance(self, complete: bool | None) -> list[Part]:
-        """Return the parts that are certain. complete: None before the answer's end, then whether it ended uncut."""
+        """Return the parts that are certain. complete: None before the answer's end, then False if a limit cut it."""
         parts: list[Part] = []
         while self.stopped is None and self._text and (found := self._step(complete)) is not None:
             parts += found
@@ -109,7 +114,7 @@ class Splitter:
         return parts
 
     def _at_start(self, complete: bool | None) -> list[Part] | None:
-        """Detect reasoning, or a call without a mark, after the white space at the start of an answer."""
+        """Detect reasoning or a call without a mark at the answer's start; return None if more text is needed."""
         text = self._text.lstrip()
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
@@ -137,7 +142,7 @@ class Splitter:
         return self._until_call(at, mark, complete, reasoning=True)
 
     def _read_calls_in_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """Read the calls at the end of reasoning: they are calls if no content follows, and reasoning otherwise."""
+        """Read the calls at the end of reasoning, once it has ended; if content follows, their text is reasoning."""
         end = self._text.find(self._think_end)
         if end < 0 and complete is None:
             return None
@@ -175,7 +180,7 @@ class Splitter:
         return self._until_call(at, mark, complete)
 
     def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
-        """Emit the text before a possible call at `at`, or before the possible start of a mark."""
+        """Return the text before a possible call at `at` or a possible start of a mark; None if it is empty."""
         if mark and (begins := self._begins_call(self._text, at)) is not False:
             self.holding = bool(begins) or complete is not None
             return self._emit(at, reasoning) if at or self.holding else None
@@ -186,7 +191,7 @@ class Splitter:
         return self._emit(end, reasoning) if end else None
 
     def _read_calls(self, complete: bool | None) -> list[Part] | None:
-        """Read the calls at the start of the text, once the answer has ended or one call is all that is needed."""
+        """Return the calls at the start of the text once the answer has ended, or the only one needed earlier."""
         assert self._format
         if complete is None:
             return self._first_of_two() if self._one_call else None
@@ -216,7 +221,7 @@ class Splitter:
             self._searched = at + 1
 
     def _read_to_end(self, text: str, *, complete: bool) -> list[ToolCall]:
-        """Return the calls of a text that contains nothing else, otherwise none."""
+        """Return the calls of a text, [] if it contains anything else."""
         reading = self._format.read(text, self._tools, complete=complete) if self._format else None
         return reading.calls if reading and not text[reading.end :].strip() else []
 
@@ -229,7 +234,7 @@ class Splitter:
         return self._emit(end, reasoning)
 
     def _count(self, read: int) -> None:
-        """Count characters that were read in search of calls; stop searching above MOST_READ."""
+        """Count characters that were read in search of calls; above MOST_READ the rest is not searched."""
         self._read += read
         if self._read > MOST_READ:
             self._format = self.opening = None
@@ -268,6 +273,6 @@ class Splitter:
 
 
 def _begun(text: str, marks: tuple[str, ...]) -> int:
-    """Return the length of the longest end of a text that is the start of a mark."""
+    """Return the length of the longest end of a text that is the start of a mark; 0 if there is none."""
     longest = max(map(len, marks), default=1) - 1
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)

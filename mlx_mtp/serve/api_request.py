@@ -33,24 +33,25 @@ class Answer(NamedTuple):
 
 
 class CallIds:
-    """Generates the ids of tool calls in a response, in the form that the chat template accepts."""
+    """Generates ids of a response's tool calls: `prefix` and 24 hex digits, or 9 if the template needs short ids."""
 
     def __init__(self, info: ModelInfo, prefix: str):
         self._prefix, self._nonce = prefix, secrets.token_hex(12)
         self._short = traits_of(info.tokenizer).ids == "short"
 
     def of(self, choice: int, index: int) -> str:
-        """Return the id of the call with an index in a choice."""
+        """Return the id of a choice's call number `index`, always the same one."""
         digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
         return digest[:9] if self._short else self._prefix + digest[:24]
 
 
 class ApiRequest:
-    """A parsed request of one API, which also writes the response; raises Refused for an unsupported body.
+    """A parsed request body of one API, and the writer of its response; creating one may raise Refused.
 
-    api: one of `field_table.APIS`. requests: one per choice. warnings: for fields and parts that have no effect.
-    stream: the client requests server-sent events. The methods return their lines, called in this order: `begin`,
-    `part` and `finish` of the choices, `close`. keep_alive: an event without content.
+    api: one of `field_table.APIS`. requests: one per choice. warnings: about fields and parts that have no effect.
+    stream: the client requests server-sent events. Their lines are those of `begin` (once), `part` and `finish` (of
+    each choice) and `close`, or of `failed` after a failure; keep_alive: an event to send while there is no other.
+    whole: the JSON body of a response that is not streamed.
     """
 
     api: str
@@ -72,7 +73,7 @@ class ApiRequest:
 
 
 class ChoicesRequest(ApiRequest):
-    """The common part of OpenAI's chat completions and completions: choices, streamed as chunks."""
+    """Base class of requests for OpenAI's chat completions and completions: choices, chunks, errors, token counts."""
 
     prefix: str  # of ids
     kinds: tuple[str, str]  # `object` of a whole response and of a chunk
@@ -104,7 +105,10 @@ class ChoicesRequest(ApiRequest):
     def choice(self, index: int, answer: Answer) -> dict[str, Any]: ...
 
     def usage(self, ends: list[End]) -> dict[str, Any]:
-        """Return OpenAI's token counts, summed over all choices, and `mlx_mtp` with the statistics of drafting."""
+        """Return OpenAI's token counts, and the statistics of drafting under `mlx_mtp`.
+
+        Generated tokens of all choices are summed; each prompt counts once. cached_tokens: the least of all choices.
+        """
         prompt = sum(len(request.prompt) for request in self.requests) // self.choices
         generated, drafts = sum(end.stats.generation_tokens for end in ends), figures(ends)
         accepted = drafts["draft_n_accepted"]
@@ -123,7 +127,7 @@ class ChoicesRequest(ApiRequest):
 
 
 def data(event: dict[str, Any] | str) -> str:
-    """Return a server-sent event, in ASCII: some clients end a line at any of Unicode's separators."""
+    """Return an event of a stream, in ASCII: some clients end a line at any of Unicode's separators."""
     if isinstance(event, str):
         return f"data: {event}\n\n"
     named = f"event: {event['type']}\n" if "type" in event else ""
@@ -135,14 +139,14 @@ def new_id(prefix: str) -> str:
 
 
 def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error body in OpenAI's form."""
+    """Return an error body in OpenAI's form, whose type follows from the HTTP status."""
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def figures(ends: list[End]) -> dict[str, Any]:
-    """Return drafting statistics and speed for a response; clients ignore unknown fields."""
+    """Return drafting statistics and speed of all choices together, for the field `mlx_mtp` of a response."""
     total = Stats()
     for end in ends:
         total.add(end.stats)
@@ -166,9 +170,10 @@ def chat_decode_requests(
     ids: CallIds,
     **more: Any,
 ) -> list[DecodeRequest]:
-    """Encode a conversation in OpenAI's form; return the request of each choice. Raises Refused.
+    """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: their contents are strings. ids: of tool calls in the response. more: options of `decode_requests`.
+    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. more: options of
+    `decode_requests`: `most` is required, `choices` is 1 by default (the body's `n` is not read).
     """
     how = end_of_prompt(body, messages)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
@@ -186,10 +191,14 @@ def chat_decode_requests(
 
 
 def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:
-    """Return keyword arguments of `encode_chat`: does the prompt continue the last message, or begin an answer?"""
+    """Return `continues` and `answers` of `encode_chat`, from continue_final_message and add_generation_prompt.
+
+    Without these fields a last message of the assistant is continued. Raises Refused if both are true, or if the last
+    message cannot be continued.
+    """
     continued, prompted = (switch_of(body, name) for name in ("continue_final_message", "add_generation_prompt"))
     if continued and prompted:
-        raise Refused("continue_final_message: not with add_generation_prompt", param="continue_final_message")
+        raise Refused("continue_final_message: not with add_generation_prompt=true", param="continue_final_message")
     if continued and not is_begun(messages):
         why = "the last message must be the assistant's, without tool calls"
         raise Refused(f"continue_final_message: {why}", param="continue_final_message")
@@ -206,7 +215,7 @@ def _after_tool(messages: list[Message]) -> bool:
 def prompt_of(
     info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any], **how: bool
 ) -> Prompt:
-    """Encode a conversation; raises Refused if it is empty or the chat template refuses it."""
+    """Encode a conversation; raises Refused if it is empty or the template refuses it. how: of `encode_chat`."""
     if not messages:
         raise Refused("messages: at least one message is required", param="messages")
     try:
@@ -225,9 +234,10 @@ def _next_prompt(
     *,
     continues: bool,
 ) -> list[int]:
-    """Encode the start of the next turn's prompt: the conversation, the answer, empty tool results or a question.
+    """Return the tokens with which the prompt of the next turn will start, for a prefill in advance.
 
-    Templates drop the reasoning before a question, and keep it before a tool result.
+    It contains the conversation, the answer of `parts`, and empty results of its calls or, without calls, an empty
+    question: templates drop the reasoning before a question, and keep it before a tool result.
     """
     calls = [function_call(ids.of(0, i), name, given) for i, (name, given) in enumerate(calls_of(parts))]
     answer = message_of("assistant", text_of(parts), text_of(parts, reasoning=True), calls)
@@ -244,5 +254,5 @@ def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form."""
+    """Return a tool call in OpenAI's form. name: its id. function: the name of the function."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}

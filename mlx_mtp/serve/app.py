@@ -44,7 +44,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass
 class Service:
-    """The state that all routes share; `info` is None until the model is loaded."""
+    """The state that all routes share. timeout: seconds of a request. info: None until the model is loaded."""
 
     engine: Engine
     metrics: Metrics
@@ -53,9 +53,9 @@ class Service:
     info: ModelInfo | None = None
 
     def ready(self) -> ModelInfo:
-        """Return the model's limits and defaults; raises Refused (503) while it is loading."""
+        """Return the model's limits and defaults; raises Refused (503) before its first load, or if that failed."""
         if self.info is None or self.engine.state == "failed":
-            raise Refused("the model is loading", status=503)
+            raise Refused("the model is loading; repeat the request later", status=503)
         return self.info
 
 
@@ -87,7 +87,7 @@ def application(service: Service, root: str = "") -> Starlette:
 
 
 def refused(request: Request, error: Refused) -> Response:
-    """Log a refused request; return the error in the form of its API."""
+    """Log a refused request; return the error response in the form of its API."""
     log.info("%s", printable(f"{request.url.path[:80]} {error.status}: {error}"))
     return _error(request, error.status, str(error), error.param, error.code)
 
@@ -114,7 +114,7 @@ async def page(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return status 200 once the model is loaded, also while it is unloaded for idleness; 503 before."""
+    """Return status 200 once the model is loaded, also while it is unloaded for idleness; 503 during a load."""
     service: Service = request.app.state.service
     loading = service.info is None or service.engine.state in ("loading", "failed")
     return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
@@ -126,7 +126,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the names of the loaded model, with the fields of both OpenAI and Anthropic."""
+    """List the names of the model except "*", with the fields of OpenAI and Anthropic. Raises Refused as `ready`."""
     info = request.app.state.service.ready()
     found = [_model(info, name) for name in info.names if name != "*"]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
@@ -136,7 +136,12 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     info, name = request.app.state.service.ready(), request.path_params["name"]
     if not info.has_name(name):
-        raise Refused(f"model {name[:80]!r}: not served here", status=404, param="model", code="model_not_found")
+        raise Refused(
+            f"model {name[:80]!r}: not served here; GET /v1/models lists the names",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
     return JSONResponse(_model(info, name))
 
 
@@ -154,7 +159,7 @@ async def counted(request: Request) -> Response:
 
 
 def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
-    """Log the warnings of a request; return them as a header of the response."""
+    """Log the warnings of a request; return them as a header of the response, {} if there are none."""
     line = "; ".join(dict.fromkeys(warnings))
     line = (line if line.isprintable() and line.isascii() else ascii(line)[1:-1])[:MAX_WARNING]
     if line:
@@ -163,7 +168,7 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 
 
 async def respond(request: Request, api: type[ApiRequest]) -> Response:
-    """Submit a request to the engine; return its response, a stream if it requests one."""
+    """Submit a request to the engine; return its response, a stream if it requests one. Raises Refused."""
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
@@ -246,7 +251,10 @@ class ActiveRequest:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
-        """Return the next event of a choice, None after `seconds` without one; a failure of one job ends all."""
+        """Return (choice, event), or None after `seconds` without an event.
+
+        A Failed of one job cancels all and is returned alone; LOST if all jobs have finished but an event is missing.
+        """
         complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:
             async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancellation
@@ -279,7 +287,7 @@ class ActiveRequest:
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
     async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
-        """Yield the lines of the stream. found: its first event; None if the request is still queued."""
+        """Yield the stream's lines, also of an error. found: its first event; None if the request is still queued."""
         if found is None:
             yield ": waiting\n\n"
         try:

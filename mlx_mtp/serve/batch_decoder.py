@@ -15,11 +15,11 @@ from .failures import dropped
 
 log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
-FAILED = "all requests that were decoded together failed"
+FAILED = "all requests that were decoded together failed; repeat the request"
 
 
 class BatchDecoder:
-    """A batch generator with a queue of responses for each active job.
+    """Decodes jobs of one model in a shared batch, which the first job creates; `step` advances all of them.
 
     options: keyword arguments of `stream_generate` for all jobs. step: size of a prefill chunk.
     """
@@ -31,7 +31,7 @@ class BatchDecoder:
         self._raised: dict[int, BaseException] = {}
 
     def step(self) -> None:
-        """Run one cycle of all jobs.
+        """Run one cycle of all jobs and queue their responses; without jobs do nothing.
 
         An exception in the prefill, sampler or logits processor of one job ends that job, any other exception all.
         """
@@ -50,23 +50,25 @@ class BatchDecoder:
                 self._raised[failed] = e
 
     def _fail(self, error: BaseException) -> None:
-        """End all jobs and release the batch; the next job creates a new one."""
+        """Log an exception, end all jobs with an error and release the batch; the next job creates a new one."""
         with suppress(BaseException):
             log.error(FAILED, exc_info=error)
         with suppress(BaseException):  # a broken batch may raise again
             self.close()
 
     def close(self) -> None:
-        """End all jobs and release the batch."""
+        """Release the batch; jobs that are not finished raise RuntimeError at their next step."""
         batch, self._batch, self._responses, self._raised = self._batch, None, {}, {}
         if batch:
             batch.close()
 
     def decode(self, prompt: list[int], caches: list[PromptCache], options: dict[str, Any]) -> Responses:
-        """Decode one job in the batch; yield its responses, and None when it has to wait for the next cycle.
+        """Decode one job in the batch; yield its responses, and None when it has to wait for the next `step`.
 
         caches: a list with the cache of the tokens before `prompt`. The batch removes it and appends, at the end, the
-        cache of all tokens but the last. options: of `stream_generate`. Raises ValueError for invalid options.
+        cache of all tokens but the last; after an early end none if it cannot be copied. options: of
+        `stream_generate`, with max_tokens, logprobs and stats. Raises ValueError for invalid options, the exception
+        of the job's own code, or RuntimeError if a shared cycle failed.
         """
         stats, detokenizer, queue, count = options["stats"], self.tokenizer.detokenizer, list[Response](), 0
         uid = self._inserted(prompt, caches, options)
@@ -89,7 +91,7 @@ class BatchDecoder:
                 caches += self._removed(uid)
 
     def _removed(self, uid: int) -> list[PromptCache]:
-        """Remove an unfinished job from the batch; return its cache, or nothing if that cannot be copied."""
+        """Remove an unfinished job from the batch; return a list with its cache, [] if that cannot be copied."""
         assert self._batch
         with dropped("the cache of a job was not kept"):
             return [cache for cache, _ in self._batch.remove([uid], return_prompt_caches=True).values()]
@@ -100,7 +102,7 @@ class BatchDecoder:
         return []
 
     def _popped(self, uid: int, caches: list[PromptCache]) -> list[Response]:
-        """Remove the queued responses of a job and return them; append its cache to `caches` after the last one."""
+        """Take and return a job's queued responses; if the last one ends the job, append its cache to `caches`."""
         found = [*self._responses[uid]]
         self._responses[uid].clear()
         if found and found[-1].finish_reason:
@@ -109,7 +111,7 @@ class BatchDecoder:
         return found
 
     def _inserted(self, prompt: list[int], caches: list[PromptCache], options: dict[str, Any]) -> int:
-        """Insert a job into the batch; return its uid."""
+        """Insert a job into the batch, with the cache that it removes from `caches`; return the job's uid."""
         batch = self._batch = self._batch or self._made()
         sampling = Sampling(**{name: options[name] for name in SAMPLING if name in options})
         (uid,) = batch.insert(
@@ -130,5 +132,5 @@ class BatchDecoder:
         return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
 
     def _stops(self, options: dict[str, Any]) -> list[list[int]]:
-        """Return the stop sequences of a job, each of one token."""
+        """Return a job's stop sequences: one for each of its stop tokens and of the end-of-text tokens."""
         return [[token] for token in {*options.get("stop_tokens", ()), *self.tokenizer.eos_token_ids}]

@@ -99,7 +99,7 @@ def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 def check_format(given: Any, name: str) -> None:
-    """Raise Refused for an output format other than text; the server cannot force a grammar."""
+    """Raise Refused unless an output format is text, or None; the server cannot force JSON or a grammar."""
     kind = given.get("type", "text") if isinstance(given, dict) else given or "text"
     if kind != "text":
         raise Refused(f"{name}: type {kind!r} is not supported; allowed is text", param=name)
@@ -108,9 +108,10 @@ def check_format(given: Any, name: str) -> None:
 def chosen_tools(
     body: dict[str, Any], tools: list[dict[str, Any]], warnings: list[str]
 ) -> tuple[list[Any] | None, bool]:
-    """Return the offered functions in OpenAI's form, or None, and whether at most one may be called.
+    """Return the offered functions in OpenAI's form, and whether at most one may be called.
 
-    Adds a warning for each other tool. Raises Refused if a call is required, since a model cannot be forced to call.
+    The functions are None if there are none or tool_choice is none. Adds a warning for each tool of another type.
+    Raises Refused for a function without a name, and if a call is required: a model cannot be forced to call.
     """
     functions = functions_of(tools, warnings)
     for tool in functions:
@@ -125,7 +126,7 @@ def chosen_tools(
 
 
 def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "function") -> list[dict[str, Any]]:
-    """Return the tools of type `kind`, and add a warning for each other tool.
+    """Return the tools of type `kind` or without a type, and add a warning for each other tool.
 
     Raises Refused if all tools are of other types, since then the request cannot be served.
     """
@@ -140,7 +141,10 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
 
 
 def messages_of(given: list[dict[str, Any]], warnings: list[str]) -> list[Message]:
-    """Convert messages to the form of all APIs: content is text, and roles and tool calls have one spelling."""
+    """Convert messages of a request to the form that the chat template receives. Raises Refused.
+
+    Content is text, developer is system, and function is tool. warnings: appended to.
+    """
     return [_message(message, warnings) for message in given]
 
 

@@ -34,8 +34,8 @@ TYPES = {name: dtype for dtype, name in DTYPES.items()}
 class Stored:
     """The header of a prefix file.
 
-    identity: `PrefixTree.identity` of the tree that wrote it.
-    ends: end positions of its chunks. resumable: those at which a sequence can continue.
+    identity: `PrefixTree.identity` of the tree that wrote it. tokens: those of the sequence.
+    ends: end positions of its chunks. resumable: those with a checkpoint, where a sequence can continue.
     """
 
     identity: str = ""
@@ -51,7 +51,10 @@ FOREIGN = Stored()  # stands for a file of another format
 
 
 def write_chunks(file: Path, path: list[Chunk], identity: str) -> Iterator[int]:
-    """Write the chunks of a path to a file, about PIECE bytes per step; yield the number of bytes written."""
+    """Write a path's chunks to a file, about PIECE bytes per step; yield the number of bytes written so far.
+
+    The file is complete only when the iterator has ended, which writes the digests.
+    """
     named, records = [_named(chunk) for chunk in path], [*map(_record, path)]
     state = {"format": FORMAT, "identity": identity}
     ends = itertools.accumulate(len(chunk.tokens) for chunk in path)
@@ -83,16 +86,16 @@ def bytes_needed(path: list[Chunk]) -> int:
 
 
 def read_stored(file: Path) -> Stored:
-    """Return the header of a file, FOREIGN for another format; raises ValueError if it is damaged."""
+    """Return the header of a file, FOREIGN if its format is not FORMAT; raises ValueError if it is damaged."""
     with file.open("rb") as f:
         return ChunkReader(f, file).stored
 
 
 class ChunkReader:
-    """Reads single chunks of an open prefix file and verifies their digests."""
+    """Reads single chunks of an open prefix file and verifies their digests. stored: the file's header."""
 
     def __init__(self, f: BinaryIO, file: Path):
-        """Read the header; raises ValueError if it is damaged."""
+        """Read the header; raises ValueError if it is damaged. `stored` is FOREIGN if its format is not FORMAT."""
         self._f, self._file, self.stored = f, file, FOREIGN
         with _damaged(file):
             entries = json.loads(safetensors_header(f))
@@ -116,19 +119,20 @@ class ChunkReader:
         self.stored = Stored(self._state["identity"], tokens, ends, resumable)
 
     def primed(self, index: int) -> int:
-        """Return the number of positions that the heads have read at the end of a chunk."""
+        """Return the number of positions that the MTP heads have read at the end of the chunk with this index."""
         with _damaged(self._file):
             return self._records[index]["primed"]
 
     def bytes_of(self, index: int) -> int:
-        """Return the number of bytes of a chunk's arrays."""
+        """Return the number of bytes of the arrays in the chunk with this index."""
         with _damaged(self._file):
             return sum(e["data_offsets"][1] - e["data_offsets"][0] for e in self._entries[index].values())
 
     def chunk(self, index: int, like: PromptCache, primed: int) -> Chunk:
-        """Return a chunk without a parent; raises ValueError if it is damaged or has wrong shapes.
+        """Return the chunk with this index, without a parent; ValueError if it is damaged or its arrays do not fit.
 
-        like: a cache with rows, in the expected layout. primed: positions that the heads read before this chunk.
+        like: a cache with rows, whose layout, shapes and dtypes the arrays must have. primed: positions that the MTP
+        heads had read before this chunk.
         """
         with _damaged(self._file):
             record, end = {**self._records[index]}, self.stored.ends[index]
@@ -153,7 +157,7 @@ class ChunkReader:
 
 
 def _named(chunk: Chunk) -> dict[str, mx.array]:
-    """Return a chunk's arrays by name: kind, index of the cache or array, and index of the part."""
+    """Return a chunk's arrays by "kind.index.part"; the index is that of the cache, or of the array of this kind."""
     kinds: dict[str, dict[int, Parts]] = {"rows": dict(enumerate(chunk.rows))}
     if chunk.checkpoint:
         kinds["kept"] = {i: (row,) for i, row in enumerate(chunk.checkpoint.kept)}
@@ -196,7 +200,7 @@ def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Return the digest of a chunk that ends at position `end`, to be updated with the bytes of its arrays."""
+    """Return the hash of a chunk that ends at position `end`, still without the bytes of its arrays."""
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 

@@ -23,10 +23,10 @@ class CompletionRequest(ChoicesRequest):
         super().__init__(body, info)
         check_format(body.get("response_format"), "response_format")
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
-            raise Refused("best_of: allowed is n", param="best_of")
+            raise Refused("best_of: allowed is only the value of n", param="best_of")
         prompts = _prompts(body.get("prompt"), info)
         if len(prompts) * self.choices > MOST_CHOICES:
-            raise Refused(f"prompt: allowed are {MOST_CHOICES} choices of all prompts together", param="prompt")
+            raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
         options: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         options |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
         self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **options)]
@@ -66,7 +66,7 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _prompts(given: Any, info: ModelInfo) -> list[Prompt]:
-    """Return the prompts of a text, of token ids, or of a list of either."""
+    """Return one prompt for a text or for token ids, or several for a list of them. Raises Refused."""
     several = isinstance(given, list) and given and not all(type(each) is int for each in given)
     return [_prompt(each, info) for each in (given if several else [given])]
 

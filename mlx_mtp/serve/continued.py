@@ -20,7 +20,7 @@ def is_begun(messages: list[Message]) -> bool:
 
 
 def begun_answer(messages: list[Message], tokenizer: Any) -> Message:
-    """Return the last message; if its content is reasoning without an end mark, it becomes the reasoning."""
+    """Return the last message; content that starts with reasoning without an end mark moves to reasoning_content."""
     message = messages[-1]
     content, start = (message.get("content") or "").lstrip(), getattr(tokenizer, "think_start", None)
     if message.get("reasoning_content") or not start or not content.startswith(start):
@@ -31,19 +31,19 @@ def begun_answer(messages: list[Message], tokenizer: Any) -> Message:
 
 
 def with_mark(message: Message) -> Message:
-    """Append the mark to a message's content, or to its reasoning if it has no content."""
+    """Return the message with MARK appended to its content, or to its reasoning if it has no content."""
     name = "content" if message.get("content") else "reasoning_content"
     return {**message, name: message[name] + MARK}
 
 
 def is_marked(messages: list[Message]) -> bool:
-    """Return whether the last message ends with the mark."""
+    """Return whether the last message's content or reasoning ends with MARK."""
     last = messages[-1] if messages else {}
     return any((last.get(name) or "").endswith(MARK) for name in ("content", *REASONING_FIELDS))
 
 
 def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
-    """Render a conversation, up to the mark if its last message has one.
+    """Return a conversation rendered by the chat template, only up to MARK if its last message ends with that.
 
     Raises ValueError if the template omits a part of that message.
     """
@@ -58,7 +58,10 @@ def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any
 
 
 def after_prompt(tokenizer: Any, tokens: list[int], reasoning: str, content: str) -> str:
-    """Return the text of an unfinished answer after a prompt's `tokens`: reasoning with its marks, then content."""
+    """Return the text of an unfinished answer after a prompt's `tokens`: reasoning with its marks, then content.
+
+    The start mark is left out if the prompt is inside reasoning. Without marks for reasoning, return only content.
+    """
     if not getattr(tokenizer, "has_thinking", False):
         return content
     start, end = tokenizer.think_start, tokenizer.think_end
@@ -70,7 +73,7 @@ def after_prompt(tokenizer: Any, tokens: list[int], reasoning: str, content: str
 
 
 def finished(messages: list[Message], answer: Message) -> list[Message]:
-    """Return the conversation with an answer joined to its last message, which it continues."""
+    """Return the conversation with an answer joined to its last message, the answer's unfinished start."""
     begun = messages[-1]
     texts = {name: (begun.get(name) or "") + (answer.get(name) or "") for name in ("content", "reasoning_content")}
     texts = {name: text for name, text in texts.items() if text or name in answer}

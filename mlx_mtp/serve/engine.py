@@ -30,7 +30,7 @@ QUIET = 0.05  # seconds without a request before background work of low priority
 
 @dataclass
 class Limits:
-    """Maximum numbers of active and of queued jobs, and idle seconds after which the model is unloaded."""
+    """Maximum numbers of active and of queued jobs, and seconds without a job after which the model is unloaded."""
 
     active: int = 8
     queued: int = 64
@@ -38,16 +38,17 @@ class Limits:
 
 
 class QueueFull(Exception):
-    """The queue has no room for the jobs of a request."""
+    """Raised if the queue has no room for the jobs of a request, or the engine is ending."""
 
 
 @dataclass
 class Engine:
-    """The thread that runs the model, with its queue of jobs.
+    """The thread that runs the model, with its queue of jobs; the caller starts `thread`.
 
     load:  loads the model on that thread. ready: called there after the first load.
     store: writes the prefix cache to files when the model is unloaded or the engine ends.
-    state: "loading", "ready", "unloaded" or "failed"; `error` is the exception of a failure.
+    state: "loading", "ready", "unloaded" or "failed" (the thread has ended); `error` is the exception of a failure.
+    served: the model, None while it is not loaded. running: the active jobs, each with its generator.
 
     An exception ends only the jobs that it concerns: `_advance` catches those of one job, `BatchDecoder.step` those
     of a shared cycle, `dropped` those of background work, `_serve` all others.
@@ -83,7 +84,7 @@ class Engine:
         return len(self._queue)
 
     def submit(self, jobs: list[Job]) -> None:
-        """Queue the jobs of one request. Raises QueueFull if the queue has no room or the engine is ending."""
+        """Queue all jobs of a request or none. Raises QueueFull without room for all, or if the engine is ending."""
         with self._lock:
             if self._stopping is not None or self.queued + len(jobs) > self.limits.queued:
                 raise QueueFull
@@ -91,7 +92,7 @@ class Engine:
         self._wake.set()
 
     def stop(self, grace: float) -> None:
-        """End the engine; active jobs may finish within `grace` seconds and are then cancelled."""
+        """End the engine once no job is active, or after `grace` seconds; jobs that are left then fail (503)."""
         with self._lock:
             self._stopping = time.monotonic() + grace
         self._wake.set()
@@ -121,7 +122,11 @@ class Engine:
                     time.sleep(QUIET)  # a failure in each turn must not fill the log
 
     def _loaded(self) -> bool:
-        """Load the model unless it is loaded; return whether it is. After the first, failed loads can be repeated."""
+        """Load the model unless it is loaded; return whether it is.
+
+        A failure of the first load ends the engine; one of a later load ends the queued jobs, and the next job
+        repeats the load.
+        """
         if self.served is not None:
             return True
         self.state = "loading"
@@ -145,7 +150,7 @@ class Engine:
         return True
 
     def _fail_queued(self, error: BaseException) -> None:
-        """End all queued jobs because the model could not be loaded again."""
+        """End all queued jobs with status 503, because the model could not be loaded again."""
         log.error("the model was not loaded again", exc_info=error)
         failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
         for _ in range(len(self._queue)):  # for a later request the model is loaded again
@@ -172,7 +177,7 @@ class Engine:
         return True
 
     def _begin(self) -> None:
-        """Start the first queued job, on all ranks."""
+        """Move the first queued job to the active ones, on all ranks; if that raises, end it."""
         assert self.served
         job = self._queue[0]
         try:
@@ -201,7 +206,7 @@ class Engine:
             _closed(work)
 
     def _advance(self, job: Job, steps: Steps) -> None:
-        """Advance one job by a step; an exception ends this job only."""
+        """Advance a job by a step; end it after its last one, at its time limit, or after an exception."""
         try:
             with in_turn():
                 if _must_end(job):
@@ -227,12 +232,12 @@ class Engine:
         self._finished.append((job, None if self.served.tree.decoded is False else cache))
 
     def _keep_oldest(self, served: Served) -> None:
-        """Remove the oldest finished job from its queue; store its decoded rows if the tree may hold such rows."""
+        """Remove the oldest finished job from the queue; store its decoded rows if the tree may hold such rows."""
         _, cache = self._finished.popleft()
         keep(served, cache.tokens if cache else [], cache)
 
     def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
-        """Remove a job. steps: its generator unless that has ended; failed: its last event, or an exception."""
+        """Remove a job. steps: its generator, to close; None if it has ended. failed: its last event, or an error."""
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
         if is_error := isinstance(failed, BaseException):
@@ -352,7 +357,7 @@ def _must_end(job: Job) -> bool:
 
 
 def _closed(steps: Any) -> PromptCache | None:
-    """Interrupt a job or a prefill; return its prompt cache, None if it has none."""
+    """Interrupt the generator of a job or a prefill; return the prompt cache of a job, None if it has none."""
     try:
         steps.throw(Interrupted)
     except StopIteration as end:
@@ -364,7 +369,7 @@ def _closed(steps: Any) -> PromptCache | None:
 
 
 def _failed(error: BaseException) -> Failed:
-    """Convert an exception to an event for the client; log it unless the request caused it (ValueError)."""
+    """Convert an exception to an event: status 400 for a ValueError, which the request caused; else log it, 500."""
     if isinstance(error, ValueError):
         return Failed(400, first_line(error))
     with contextlib.suppress(BaseException):

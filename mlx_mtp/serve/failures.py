@@ -27,5 +27,5 @@ def dropped(failure: str, undo: Callable[[], None] | None = None) -> Iterator[No
 
 
 def printable(line: str) -> str:
-    """Escape a log line with unprintable characters, which may come from a client."""
+    """Return a log line unchanged if it is printable, else quoted and escaped: clients may choose its characters."""
     return line if line.isprintable() else ascii(line)

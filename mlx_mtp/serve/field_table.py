@@ -14,7 +14,11 @@ STORED = "nothing is stored; send the whole conversation"
 
 
 class Field(NamedTuple):
-    """A request field: a letter of TREATMENTS per API, a note, and values that are accepted if it is refused."""
+    """A request field and its treatment by each API.
+
+    letters: of TREATMENTS, one for each of APIS. note: for documentation, and the error of a refused field.
+    neutral: values that a refused field may have, in addition to NEUTRAL.
+    """
 
     letters: str
     note: str = ""
@@ -159,7 +163,7 @@ PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
 
 def check_fields(api: str, body: dict[str, Any]) -> list[str]:
-    """Return a warning for each unknown field; raises Refused for a refused field."""
+    """Return a warning for each unknown field; raises Refused for a refused field with more than a neutral value."""
     warnings: list[str] = []
     for name, value in body.items():
         _check(api, name, value, name, warnings)
@@ -175,11 +179,11 @@ def _check(api: str, name: str, value: Any, param: str, warnings: list[str]) -> 
     if treatment == "unknown":
         warnings.append(f"unknown field {name[:80]!r} is ignored{_suggestion(api, name)}")
     elif treatment == "refused" and value not in (*NEUTRAL, *field.neutral):
-        raise Refused(f"{name}: {field.note or 'not supported'}", param=param)
+        raise Refused(f"{name}: {field.note or 'not supported; leave it out'}", param=param)
 
 
 def _suggestion(api: str, name: str) -> str:
-    """Return the end of a warning: the known field that is most similar to an unknown one."""
+    """Return the end of a warning that names the known field most similar to an unknown one; "" if none is."""
     known = [each for each, field in FIELDS.items() if field.treatment(api) in ("honoured", "ignored hint")]
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name[:80]).lower()
     near = difflib.get_close_matches(snake, known, 1, 0.7) or [n for n in known if n.startswith(f"{snake}_")][:1]

@@ -23,8 +23,9 @@ class ModelInfo:
     """The names, limits and defaults for requests to the loaded model.
 
     names:    model names that requests may use; "*" allows any. defaults: of sampling fields.
-    positions: maximum tokens of prompt and answer. max_tokens: default of requests. seeds: returns a random seed.
-    template: default variables of the chat template. turns: whether encoded prompts need the positions of turns.
+    positions: maximum tokens of prompt and answer together. max_tokens: default of an answer; None: what fits.
+    template: default variables of the chat template. turns: whether encoded prompts need `Prompt.turns`.
+    created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: reason why tool calls may be returned as text; None if they are parsed.
     """
 
@@ -48,7 +49,7 @@ class ModelInfo:
         return "*" in self.names or name in self.names
 
     def called(self, body: dict[str, Any]) -> str:
-        """Return the model name in a request; raises Refused (404) for the name of another model."""
+        """Return the model name in a request, by default the first; raises Refused (404) for another model's name."""
         if body.get("model") is None:
             return self.name
         name = text(body, "model")
@@ -61,7 +62,10 @@ class ModelInfo:
 
 
 def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
-    """Return the value of a request field, None if it is missing; raises Refused unless `fits(value)`."""
+    """Return the value of a request field, None if it is missing or null; raises Refused unless `fits(value)`.
+
+    allowed: the allowed values, for the error.
+    """
     value = body.get(name)
     if value is not None and not fits(value):
         raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=name)
@@ -84,17 +88,17 @@ def boolean(body: dict[str, Any], name: str) -> bool:
 
 
 def text(body: dict[str, Any], name: str) -> str:
-    """Return a string field, "" if it is missing."""
+    """Return a string field, "" if it is missing; raises Refused for another type."""
     return field_of(body, name, "a text", lambda v: isinstance(v, str)) or ""
 
 
 def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object field, {} if it is missing."""
+    """Return an object field, {} if it is missing; raises Refused for another type."""
     return field_of(body, name, "an object", lambda v: isinstance(v, dict)) or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a field that is a list of objects, [] if it is missing."""
+    """Return a field that is a list of objects, [] if it is missing; raises Refused for another type."""
     return field_of(body, name, "a list of objects", _are_objects) or []
 
 
@@ -103,7 +107,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the stop strings of a field that is a string or a list."""
+    """Return the stop strings of a field that is a string or a list, () if it is missing. Raises Refused."""
     found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -119,7 +123,7 @@ NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see
 
 
 def plain_text(value: Any, name: str) -> str:
-    """Join the text parts of a message's content; raises Refused for other parts."""
+    """Return content, a text or a list of text parts, as one text. Raises Refused, with the field's name."""
     parts = _parts(value, name)
     for part in parts:
         if not isinstance(part, str):
@@ -130,7 +134,10 @@ def plain_text(value: Any, name: str) -> str:
 
 
 def tool_text(value: Any, name: str, warnings: list[str]) -> str:
-    """Join the parts of a tool result; replace each part that is not text by a line of text, with a warning."""
+    """Return a tool result, a text or a list of parts, as one text.
+
+    A part that is not text becomes a line that states this, with a warning. name: its field, for messages.
+    """
     found, noted = "", False
     for part in _parts(value, name):
         if isinstance(part, str):

@@ -19,7 +19,10 @@ Change = Callable[[Conversation], Conversation]
 
 
 def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conversation]]:
-    """Yield the conversation unchanged, then with one change, then with the first 2, 3, ... changes of CHANGES."""
+    """Yield (changes, the conversation with these changes); equal conversations only once.
+
+    The changes are first none, then each of CHANGES alone, then the first 2, 3, ... of CHANGES.
+    """
     found: list[Conversation] = []
     sets = [(), *((change,) for change in CHANGES), *(CHANGES[:n] for n in range(2, len(CHANGES) + 1))]
     for changes in sets:
@@ -29,14 +32,14 @@ def forms(conversation: Conversation) -> Iterator[tuple[tuple[Change, ...], Conv
 
 
 def changed(conversation: Conversation, changes: Iterable[Change]) -> Conversation:
-    """Apply changes to a conversation, one after another."""
+    """Return a conversation to which changes were applied, one after another."""
     for change in changes:
         conversation = change(conversation)
     return conversation
 
 
 def joined(messages: list[Message], role: str) -> list[Message]:
-    """Merge adjacent messages of a role."""
+    """Return messages in which adjacent ones of this role are merged into one."""
     found: list[Message] = []
     for message in messages:
         if found and message["role"] == found[-1]["role"] == role:
@@ -74,7 +77,7 @@ def _described(tool: Any) -> Any:
 
 
 def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema in which it and every nested schema has exactly one type."""
+    """Return a schema with a description and exactly one type, by default string, also in all nested schemas."""
     schema = schema if isinstance(schema, dict) else {}
     types = sorted(types_of(schema, root) - {"null"}) or ["string"]
     found = {"description": "", **schema, "type": types[-1]}
@@ -111,7 +114,7 @@ def _with_neighbours_joined(conversation: Conversation) -> Conversation:
 
 
 def _with_one_call_a_turn(conversation: Conversation) -> Conversation:
-    """Split an answer with several calls into one answer per call, each followed by its results."""
+    """Split an answer with several calls into one per call, each with its results; the first has the content."""
     found: list[Message] = []
     rest = conversation.messages
     while rest:
@@ -159,7 +162,10 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
 
 
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
-    """Move tool calls into the content of answers, and tool results into user messages."""
+    """Return the conversation without tool calls and messages of role `tool`.
+
+    calls: move calls, as JSON, into the content of their answers. results: move tool results into user messages.
+    """
     messages = conversation.messages
     if calls:
         messages = [_with_calls_in_content(message) for message in messages]

@@ -85,7 +85,7 @@ def frames_of(tokenizer: Any) -> Frames | None:
 
 
 def add_reasoning_marks(tokenizer: Any) -> None:
-    """Set the marks around reasoning on a tokenizer if mlx-lm did not detect those of the chat template."""
+    """If mlx-lm found no marks around reasoning, set those of the chat template on the tokenizer, if known."""
     if tokenizer.has_thinking:
         return
     template, frames = _source(tokenizer), frames_of(tokenizer)
@@ -106,7 +106,7 @@ def _source(tokenizer: Any) -> str:
 class FramedSplitter:
     """Splits a streamed answer with frames into the same parts as `Splitter`, to which it passes the content.
 
-    Text outside frames is content. begun: the kind of the frame in which the prompt ends, None if it ends outside.
+    Text outside frames is content. begun: REASONING or CONTENT, the frame in which the prompt ends; None: outside.
     """
 
     def __init__(self, frames: Frames, inner: Splitter, begun: str | None = None):
@@ -123,7 +123,7 @@ class FramedSplitter:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the answer is inside its reasoning."""
+        """Whether the text received so far ends inside reasoning."""
         return self._kind == REASONING
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
@@ -218,7 +218,7 @@ def _patterns(frames: Frames) -> FramePatterns:
 
 
 def begun_in(frames: Frames, prompt: str) -> str | None:
-    """Return the kind of the frame in which a prompt ends; None if it ends outside of frames."""
+    """Return REASONING or CONTENT, the frame in which a prompt ends; None if it ends outside of frames."""
     patterns, kind, at = _patterns(frames), None, 0
     for begin in patterns.begin.finditer(prompt):
         kind, at = (REASONING if begin["reasoning"] is not None else CONTENT), begin.end()

@@ -19,7 +19,7 @@ OPEN = ("/", "/health")  # paths that need no key
 
 @dataclass(frozen=True)
 class Rules:
-    """What requests must satisfy.
+    """Conditions that `check` and `read_body` require of a request.
 
     key:  the API key; None: not required. hosts: allowed Host headers besides localhost and IP addresses.
     origins: allowed origins of web pages, "*" for all. body: maximum bytes.
@@ -31,7 +31,7 @@ class Rules:
     body: int = 32 * 2**20
 
     def check(self, path: str, method: str, headers: Headers) -> None:
-        """Raise Refused for a request that violates the rules."""
+        """Raise Refused for headers that violate the rules; paths in OPEN need no key."""
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
             raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)
@@ -40,7 +40,9 @@ class Rules:
         if origin and not is_same and origin not in self.origins and "*" not in self.origins:
             raise Refused(f"origin {origin[:80]!r} is not allowed; --cors-origin adds it", status=403)
         if self.key is not None and path not in OPEN and not self._has_key(headers):
-            raise Refused("the API key is missing or wrong", status=401, code="invalid_api_key")
+            raise Refused(
+                "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
@@ -53,7 +55,7 @@ class Rules:
 
 
 def host_of(header: str) -> str:
-    """Return the host name in a Host header, without the port."""
+    """Return the host name in a Host header, without the port; "" if the header is malformed."""
     try:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -99,12 +101,16 @@ class Guard:
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """Return the JSON object in a body of at most `limit` bytes; raises Refused."""
+    """Return the JSON object in a request's body.
+
+    Raises Refused for more than `limit` bytes (413), other JSON, nesting deeper than DEPTH, text that is not valid
+    Unicode, and numbers that are not finite in float64.
+    """
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise Refused(f"the body is larger than {limit} bytes", status=413)
+            raise Refused(f"the body is larger than {limit} bytes; --max-body raises this", status=413)
         chunks.append(chunk)
     try:
         body = json.loads(b"".join(chunks), parse_constant=_no_constant)
@@ -123,7 +129,7 @@ def _no_constant(name: str) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Refuse values that a response cannot repeat: lone surrogates, and numbers beyond the range of float64."""
+    """Raise Refused for a field's value that a response cannot repeat: lone surrogates, numbers beyond float64."""
     try:
         json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

@@ -32,7 +32,8 @@ class Link(NamedTuple):
 def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
-    A result without an id belongs to the first call of the last answer that has no result yet.
+    If the template prints no content next to calls, content becomes a message of its own before them. A result
+    without an id belongs to the first call of the last answer with calls that has no result yet.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
@@ -73,7 +74,7 @@ def _id(given: str, traits: Traits) -> str:
 def _linked_result(
     message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """Return the number of a result's call, and the result with the call's id and name."""
+    """Return a result's call number, and the result with the call's id and name; 0 and its own without a call."""
     given = message.get("tool_call_id", "")
     if link := next((link for link in pending if link.given == given or not given), None):
         pending.remove(link)
@@ -87,8 +88,9 @@ def with_arguments(
 ) -> tuple[list[Message], list]:
     """Return messages with tool-call arguments in the template's form, and the texts of their placeholders.
 
-    exact: put a placeholder where the template would write JSON otherwise than the client did. If the template reads
-    members, arguments that are no JSON object become an object with one member.
+    exact: put a placeholder where the template would write JSON otherwise than the client did; `restored` replaces
+    it. If the template reads members, arguments that are no JSON object become one with the member `arguments`.
+    Special tokens are escaped with `escape`.
     """
     texts: list[str] = []
     found = [dict(message) for message in messages]

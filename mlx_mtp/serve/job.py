@@ -32,7 +32,7 @@ log = logging.getLogger("mlx_mtp.serve")
 class DecodeRequest:
     """The prompt and the options of one choice of a response.
 
-    prompt:   token ids. turns: positions at which later prompts may start to differ from it.
+    prompt:   token ids. turns: positions at which later prompts may start to differ from it. stops: stop strings.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
@@ -58,7 +58,7 @@ class DecodeRequest:
 
 
 class Begun(NamedTuple):
-    """An event: the prompt was accepted; `cached` of its tokens came from the prefix cache."""
+    """An event: the prompt was accepted, before its prefill; `cached` of its tokens are in the prefix cache."""
 
     cached: int
 
@@ -66,8 +66,8 @@ class Begun(NamedTuple):
 class End(NamedTuple):
     """An event: the answer has ended.
 
-    reason: "stop", "length" or "tool_calls". stop: the stop string that ended it. cached: number of prompt tokens
-    from the prefix cache. first_token: seconds from the request to the first token.
+    reason: "stop", "length" or "tool_calls". stop: the stop string that ended it, or None. cached: number of prompt
+    tokens from the prefix cache. first_token: seconds from the request to the first token.
     """
 
     reason: str
@@ -79,7 +79,7 @@ class End(NamedTuple):
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Numbers of verified and of accepted drafts."""
+        """Numbers of verified and of accepted drafts, of the drafter and of prompt lookup together."""
         stats = self.stats
         return sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
 
@@ -96,7 +96,7 @@ class Interrupted(Exception):
 
 
 Event = Begun | Part | End | Failed
-LOST = Failed(500, "the request failed")
+LOST = Failed(500, "the request failed; the server's log has the reason")
 
 
 @dataclass(eq=False)
@@ -105,6 +105,7 @@ class Job:
 
     emit: passes an event from the engine's thread to the client's. begun: when the request arrived. prefilling: the
     prompt is not complete in the cache. finished: removed from the engine. lost: an event did not reach the client.
+    cancelled, deadline (of time.monotonic()): the engine ends the job at its next step.
     """
 
     request: DecodeRequest
@@ -154,8 +155,10 @@ class Served(NamedTuple):
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
-    """Generate one choice, yielding after each step; return its prompt cache, also after an `Interrupted`.
+    """Generate one choice, yielding after each prefill chunk and each cycle; its events are sent with `job.send`.
 
+    Return its prompt cache, also after an `Interrupted`; None if a batch could not copy it. Raises ValueError if the
+    prompt does not fit in memory.
     crowded: returns whether other jobs run between the steps, so that measured times are invalid.
     """
     request = job.request
@@ -171,7 +174,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
-    """Return a cache with the longest stored prefix of a prompt and room for `room` positions; empty on failure."""
+    """Return a cache with the longest stored prefix of a prompt, and room for `room` positions; empty if none is."""
     if served.files:
         with dropped("a prefix file was not read"):
             served.files.load(served.tree, prompt)
@@ -195,7 +198,7 @@ def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeReques
 
 
 def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Reduce a maximum number of tokens to what fits in memory; raises ValueError if the prompt does not fit."""
+    """Return the request's max_tokens, halved until it fits in memory; raises ValueError if not even 1 fits."""
     rest, max_tokens = len(request.prompt) - cache.offset, request.max_tokens
     while True:
         try:
@@ -240,7 +243,8 @@ def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
 def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
     """Prefill the start of a conversation's next prompt, a chunk per step, and store it.
 
-    cache: the cache after decoding; its rows are stored instead if the tree may hold decoded rows.
+    cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored first,
+    and not computed again.
     """
     return _prefill_on(served, prompt, keep(served, prompt, cache))
 
@@ -251,7 +255,7 @@ def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None) ->
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
-    """Call `PrefixTree.keep`; None without a cache or on failure."""
+    """Return `PrefixTree.keep(prompt, cache)`; None without a cache, or on failure, which clears the tree."""
     if cache is not None:
         with dropped("a prefix was not stored", served.tree.clear):
             return served.tree.keep(prompt, cache)
@@ -261,7 +265,8 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
 def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
-    Does nothing unless the tree may hold decoded rows: other trees store complete chunks only.
+    Does nothing if more than a chunk of it is missing, or unless the tree may hold decoded rows: other trees store
+    complete chunks only.
     """
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
@@ -283,7 +288,7 @@ def compare_rows(served: Served) -> Iterator[bool]:
 def _decode(
     served: Served, job: Job, caches: list[PromptCache], max_tokens: int, cached: int, crowded: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Decode the answer and send its parts. caches: as in `BatchDecoder.decode`."""
+    """Decode the answer; send its parts and End, yielding after each cycle. caches: as in `BatchDecoder.decode`."""
     request, stats = job.request, Stats()
     splitter = _splitter_for(served, request)
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None

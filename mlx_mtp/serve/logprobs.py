@@ -11,7 +11,7 @@ from .token_rules import BYTE, BYTES
 
 
 def token_logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:
-    """Return the log probabilities of a token and of the `count` most likely ones; None if `count` is None."""
+    """Return log probabilities of a response's token and of the `count` most likely ones; None without `count`."""
     if count is None or response.logprobs is None:
         return None
     logprobs = np.array(response.logprobs.astype(mx.float32))
@@ -21,7 +21,7 @@ def token_logprob(tokenizer: Any, response: GenerationResponse, count: int | Non
 
 
 def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, float]:
-    """Return a token as text, bytes and log probability."""
+    """Return a token's text, its bytes and its log probability, which is at least -9999: JSON has no infinity."""
     text = tokenizer.decode([token])
     return text, _bytes(tokenizer, token, text), max(logprob, -9999.0)
 

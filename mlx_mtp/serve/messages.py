@@ -35,7 +35,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesRequest(ApiRequest):
-    """A request for one message."""
+    """A request of Anthropic's messages API, for one answer."""
 
     api = "messages"
     call_prefix = "toolu_"
@@ -97,7 +97,7 @@ class MessagesRequest(ApiRequest):
         return {**message, "stop_reason": None, "stop_sequence": None}
 
     def _usage(self, cached: int, made: int) -> dict[str, Any]:
-        """Return token counts; prompt tokens found in the prefix cache are counted apart."""
+        """Return Anthropic's token counts. cached: prompt tokens not in input_tokens. made: output tokens."""
         prompt = {"input_tokens": len(self.requests[0].prompt) - cached, "cache_read_input_tokens": cached}
         return {**prompt, "cache_creation_input_tokens": 0, "output_tokens": made}
 
@@ -113,7 +113,7 @@ class MessagesRequest(ApiRequest):
         self._open = ""
 
     def _block(self, part: Part) -> dict[str, Any]:
-        """Return a new block, still empty, of a part's type."""
+        """Return a new block without content, of a part's type; a tool call gets the next id."""
         if isinstance(part, ToolCall):
             self._calls += 1
             name = self.call_ids.of(0, self._calls - 1)
@@ -127,7 +127,7 @@ class MessagesRequest(ApiRequest):
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
+    """Return an error body in Anthropic's form, whose type follows from the HTTP status."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": new_id("req_")}
 
@@ -148,7 +148,10 @@ def _reason(end: End) -> dict[str, Any]:
 
 
 def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None, bool]:
-    """Return the offered tools in OpenAI's form, or None, and whether at most one may be called."""
+    """Return the offered tools in OpenAI's form, and whether at most one may be called. Raises Refused.
+
+    The tools are None if there are none or tool_choice is none.
+    """
     tools = []
     for tool in functions_of(items(body, "tools"), warnings, "custom"):
         if not text(tool, "name"):
@@ -165,14 +168,14 @@ def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None,
 
 
 def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert `system` and `messages` to chat-completion messages, whose content is text."""
+    """Return a body's `system` and `messages` in OpenAI's form, with text as content. Raises Refused without any."""
     found: list[Message] = []
     if system := _system(body.get("system")):
         found.append({"role": "system", "content": system})
     for message in items(body, "messages"):
         found += _messages(message, warnings)
     if not any(message["role"] != "system" for message in found):
-        raise Refused("messages: allowed is one or more", param="messages")
+        raise Refused("messages: at least one message is required", param="messages")
     return found
 
 
@@ -184,7 +187,7 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert a message's blocks to messages: one for each tool result, then one for everything else, if any."""
+    """Convert a message's blocks to messages: one per tool result, then one of all else, if any. Raises Refused."""
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")

@@ -53,7 +53,7 @@ class Metrics:
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
     def answered(self, end: End, request: DecodeRequest, seconds: float) -> None:
-        """Count one finished request."""
+        """Count one finished choice. seconds: from the request to its last token."""
         self.requests.labels(end.reason).inc()
         for counter, count in self._counters:
             counter.inc(count(end, len(request.prompt)))
@@ -71,7 +71,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _buffers(self) -> int:
-        """Estimate the number of buffers: counted in the prefix cache, and at the load per active request."""
+        """Estimate the number of Metal buffers of the weights, the prefix cache and the active requests' caches."""
         active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
         return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
 

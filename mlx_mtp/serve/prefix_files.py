@@ -31,7 +31,8 @@ class PrefixFiles:
     """A directory with a file for each sequence of a prefix tree; several servers may share it.
 
     Files of another model, cache layout, version or machine are not used, but their bytes count.
-    limit: maximum bytes of all files; the least recently used ones are removed. known: the description of each file.
+    limit: maximum bytes of all files; the least recently used ones are removed. known: the header of each file; it
+    is FOREIGN if the file cannot be used.
     """
 
     def __init__(self, directory: Path, limit: int):
@@ -46,7 +47,7 @@ class PrefixFiles:
         self._refresh()
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
-        """Add the longest prefix of `tokens` in a file to the tree, if it is longer than the tree's."""
+        """Add a file's prefix of `tokens` to the tree if it is longer than the tree's; remove damaged files."""
         covered = tree.covered(tokens)
         self._refresh()
         while tree.limit and (found := self._longest(tree, tokens, covered)):
@@ -61,7 +62,7 @@ class PrefixFiles:
                 self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write all sequences of a tree, the last used first, until `until` (of time.monotonic())."""
+        """Write all sequences of a tree, the last used first; warn and stop at `until` (of time.monotonic())."""
         while self.step(tree):
             if time.monotonic() > until:
                 log.warning("not all prefixes were written to %s before the server ended", self.directory)
@@ -69,7 +70,7 @@ class PrefixFiles:
                 break
 
     def step(self, tree: PrefixTree) -> bool:
-        """Write a piece of a sequence that no file contains; return whether there may be more to write."""
+        """Write a piece of a sequence that no file contains; return False if none is left or after a failure."""
         self._writing = self._writing or self._pieces(tree)
         try:
             next(self._writing)
@@ -115,7 +116,7 @@ class PrefixFiles:
             self._remove(each)
 
     def _graft(self, tree: PrefixTree, file: Path, last: int) -> None:
-        """Add the chunks of a file up to position `last` to the tree, as far as the tree lacks them."""
+        """Add a file's chunks up to position `last` that the tree lacks; raises ValueError if the file is damaged."""
         with file.open("rb") as f:  # the same file even if another process replaces it
             reader, chunk, begin = ChunkReader(f, file), tree.root, 0
             stored = reader.stored
@@ -135,7 +136,7 @@ class PrefixFiles:
             file.touch()
 
     def _usable(self, tree: PrefixTree) -> list[tuple[Path, Stored]]:
-        """List the files of a tree's identity."""
+        """List the files, with their headers, whose rows the tree can use: those of its identity."""
         known = [(file, own) for file, own in self.known.items() if own is not FOREIGN]
         return [(file, own) for file, own in known if own.identity == tree.identity]
 

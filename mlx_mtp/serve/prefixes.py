@@ -47,7 +47,10 @@ class Chunking(NamedTuple):
     ends: frozenset[int] = frozenset()
 
     def cuts(self, tokens: Sequence[int]) -> list[int]:
-        """List the end positions of the chunks; each depends on the tokens before it and on the next one only."""
+        """List the end positions of the chunks; the tokens after the last one are in none.
+
+        Each position depends only on the tokens before it and on the next one.
+        """
         found, begun = [], 0
         for i, token in enumerate(tokens):
             if i - begun == self.step or (token in self.ends and i - begun >= self.least):
@@ -98,7 +101,7 @@ class Chunk:
 
 
 def resumable_path(path: list[Chunk]) -> list[Chunk]:
-    """Cut a path after its last chunk with a checkpoint."""
+    """Return a path up to its last chunk with a checkpoint; [] if none has one."""
     return path[: max((i for i, chunk in enumerate(path, 1) if chunk.checkpoint), default=0)]
 
 
@@ -141,11 +144,11 @@ class PrefixTree:
 
     @property
     def uncut_tail(self) -> int:
-        """Maximum tokens at the end of a prompt that decoding may prefill, because their rows can be stored."""
+        """Maximum tokens at a prompt's end that decoding may prefill; 0 if their rows then cannot be stored."""
         return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
-        """Return a cache with the longest stored prefix of `tokens`, and room for `room` positions."""
+        """Return a cache with the longest stored prefix of `tokens`, perhaps none, and room for `room` positions."""
         path = resumable_path(self._matching(tokens))
         if not path:
             return self.blank.like_new()
@@ -158,9 +161,10 @@ class PrefixTree:
         return max((chunk.checkpoint.length for chunk in self._matching(tokens) if chunk.checkpoint), default=0)
 
     def store(self, cache: PromptCache, *, resumable: bool) -> None:
-        """Store the last chunk of a cache that ends where a chunk ends, unless the tree lacks an earlier chunk.
+        """Store the last chunk of a cache that ends where a chunk ends; nothing if the tree lacks an earlier chunk.
 
-        resumable: add a checkpoint; without states every chunk has one. If `decoded`, earlier chunks are stored too.
+        If `decoded`, missing earlier chunks are stored too. resumable: add a checkpoint; with `is_stateless` every
+        chunk has one.
         """
         if self.decoded:
             self.insert(cache)
@@ -232,7 +236,7 @@ class PrefixTree:
         return known
 
     def use(self, chunk: Chunk) -> None:
-        """Mark a chunk and its ancestors as used now, then evict the least recently used leaves above the limits."""
+        """Mark a chunk and its ancestors as used now; evict the least recently used leaves above the limits."""
         self._touch(chunk)
         while self.nbytes > self.limit or self.buffers > self.max_buffers:
             oldest = min(self.leaves(), key=lambda c: c.used)
@@ -296,7 +300,7 @@ class PrefixTree:
 
 
 def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
-    """Return a cache trimmed to a length, None if that is impossible."""
+    """Return the cache itself if it has this length, else a trimmed copy; None if that is impossible or empty."""
     if length == cache.offset:
         return cache
     trimmed = cache.copy()

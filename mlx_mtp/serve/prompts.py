@@ -36,7 +36,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(tokenizer: Any) -> Marks:
-    """Return the patterns of a tokenizer's added tokens."""
+    """Return the patterns of a tokenizer's added tokens, for `encode_chat`."""
     added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
     special = [token for token in added if getattr(token, "special", False)]
     return Marks(*(_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special)))
@@ -70,7 +70,7 @@ class Chat(NamedTuple):
     traits: Traits
 
     def rendered(self, form: Conversation, options: dict[str, Any]) -> Rendered:
-        """Render a form of a conversation, with tool-call arguments as the client wrote them if possible."""
+        """Render a form, with tool-call arguments as the client wrote them if possible; ValueError if refused."""
         options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
         messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
         escape = partial(_escaped, pattern=self.marks.special)
@@ -97,10 +97,10 @@ def encode_chat(
     answers: bool = True,
     continues: bool = True,
 ) -> Prompt:
-    """Render a conversation with the chat template and encode it.
+    """Render a conversation with the chat template and encode it; special tokens in its messages stay plain text.
 
     options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
-    continues: a last message of the assistant is an unfinished answer, and the prompt ends within it.
+    continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
     Raises ValueError, with the template's last reason, if the template refuses all equivalent forms.
     """
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
@@ -117,7 +117,10 @@ def encode_chat(
 
 
 def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
-    """Encode the first form of a conversation that the template renders whole, otherwise the first it renders."""
+    """Encode the first form of a conversation that the template renders whole, otherwise the first it renders.
+
+    Raises ValueError if it renders none.
+    """
     error, found, marked = None, None, is_marked(conversation.messages)
     conversation = conversation._replace(messages=linked(conversation.messages, chat.traits))
     conversation = with_calls_as_text(conversation, calls=not chat.traits.calls, results=not chat.traits.results)
@@ -143,7 +146,7 @@ def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any]
 def _with_fewest_changes(
     chat: Chat, conversation: Conversation, changes: tuple[Change, ...], found: Rendered, options: dict[str, Any]
 ) -> Rendered:
-    """Drop the changes that are not needed, so that later prompts of the conversation start with the same tokens."""
+    """Return `found` without the changes that it does not need, so that later prompts start with the same tokens."""
     for change in changes if len(changes) > 1 else ():
         fewer = tuple(each for each in changes if each is not change)
         form = changed(conversation, fewer)
@@ -157,7 +160,7 @@ def _with_fewest_changes(
 
 
 def _with_contents(chat: Chat, rendered: Rendered, options: dict[str, Any]) -> Rendered:
-    """Split content from calls if the template drops content next to calls but prints it in a message of its own."""
+    """Return `rendered`, with content split from calls if the template prints it only in a message of its own."""
     contents = [_content(message) for message in rendered.messages if message.get("tool_calls")]
     if not all(content in rendered.text for content in contents):
         with contextlib.suppress(ValueError):

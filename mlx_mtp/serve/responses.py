@@ -15,7 +15,7 @@ from .thinking import template_of
 
 
 class ResponsesRequest(ApiRequest):
-    """A request for one response."""
+    """A request of OpenAI's responses API, for one response."""
 
     api = "responses"
 
@@ -179,11 +179,11 @@ def _check_include(given: Any) -> None:
     """Raise Refused for log probabilities, which are not returned here; other values have no effect."""
     for name in given if isinstance(given, list) else []:
         if isinstance(name, str) and name.endswith("logprobs"):
-            raise Refused(f"include: {name[:80]!r} is not supported", param="include")
+            raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
 
 
 def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert `instructions` and `input`, a text or items, to messages."""
+    """Return `instructions` and `input`, a text or items, as messages in OpenAI's form. Raises Refused."""
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
@@ -196,7 +196,8 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
     """Convert an item to a message, if it has an equivalent; reasoning, text and calls are separate messages.
 
-    Tool calls of other types, from a session with another server, become function calls.
+    Tool calls of CALLS, from a session with another server, become function calls, and items of LEFT_OUT a warning.
+    Raises Refused for other types.
     """
     kind = str(item.get("type", "message"))
     if kind == "message":

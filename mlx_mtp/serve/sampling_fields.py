@@ -22,9 +22,10 @@ MAX_XTC = 0.5  # above this threshold XTC removes no token, because at most one 
 def decode_requests(
     info: ModelInfo, prompt: Prompt, body: dict[str, Any], *, most: int | None, choices: int = 1, **more: Any
 ) -> list[DecodeRequest]:
-    """Return one request per choice, with different seeds; raises Refused if the prompt leaves no room for a token.
+    """Return one request for each of `choices`, with consecutive seeds; options of sampling are read from the body.
 
-    most: maximum number of tokens; -1: what fits, None: the default.
+    most: maximum number of tokens; -1: what fits, None: the default. more: other fields of `DecodeRequest`.
+    Raises Refused for invalid fields, an empty prompt, and one that leaves no room for a token.
     """
     body = _with_aliases(body)
     room = info.positions - len(prompt.tokens)
@@ -45,7 +46,7 @@ def decode_requests(
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:
-    """Return the maximum number of tokens from the first field that is present; -1 means no limit."""
+    """Return the maximum number of tokens from the first of these fields that is present, or None; -1: no limit."""
     allowed = "an integer of 1 or more, or -1 for no limit"
     found = [
         field_of(body, name, allowed, lambda v: type(v) is int and (v == -1 or 1 <= v < LARGE)) for name in names
@@ -58,13 +59,13 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
     for alias, name in ALIASES.items():
         if (value := body.get(alias)) is not None:
             if body.get(name) not in (None, value):
-                raise Refused(f"{alias}={repr(value)[:80]}: contradicts {name}", param=alias)
+                raise Refused(f"{alias}={repr(value)[:80]}: contradicts {name}; send one", param=alias)
             body = {**body, name: value}
     return body
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return the sampling options: the request's, else the defaults."""
+    """Return the sampling options, each the request's or else the default; without a seed, a random one."""
     given = {
         "temp": number(body, "temperature", 0, 100),
         "top_p": number(body, "top_p", 0, 1),
@@ -86,7 +87,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return the penalties and `logit_bias`: the request's, else the defaults."""
+    """Return arguments of mlx-lm's `make_logits_processors`, each the request's or else the default."""
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
@@ -133,14 +134,14 @@ def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRule
 
 
 def _token_ids(body: dict[str, Any], name: str, most: int) -> tuple[int, ...]:
-    """Return the token ids of a list field, without duplicates."""
+    """Return the token ids of a list field, without duplicates, () if it is missing. Raises Refused."""
     allowed = f"a list of token ids below {most}"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: type(each) is int and 0 <= each < most))
     return tuple(dict.fromkeys(given or ()))
 
 
 def _words(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the strings of a list field, none of them empty."""
+    """Return the strings of a list field, () if it is missing; raises Refused if one is empty."""
     allowed = f"a list of up to {MOST_STOPS} texts, none empty"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: isinstance(each, str) and bool(each)))
     if given and len(given) > MOST_STOPS:

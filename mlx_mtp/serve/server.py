@@ -50,9 +50,9 @@ class Settings:
 
     names:    model names that requests may use. options: keyword arguments of `stream_generate` for all responses.
     sampling: defaults of request fields. template: variables of the chat template. step: size of a prefill chunk.
-    positions: maximum tokens of prompt and answer, or the model's. max_tokens: default of requests, or what fits.
+    positions: maximum tokens of prompt and answer; None: the model's. max_tokens: default; None: what fits.
     cache_bytes: maximum of the prefix cache, in memory and in `cache_files`.
-    grace:    seconds that responses may take to finish at the end.
+    timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         self.engine, self.grace = engine, grace
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Stop the engine; exit at once on a second signal, except SIGHUP, which a closed terminal sends twice."""
+        """Stop the engine; on a second signal exit at once, except SIGHUP, which a closed terminal sends twice."""
         if self.should_exit and sig == signal.SIGHUP:
             return
         if self.should_exit:
@@ -123,7 +123,7 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Servi
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at an address; raises OSError that names it. Called before the model is loaded."""
+    """Return sockets that listen at a host's addresses; raises OSError that names host and port, if one is in use."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
@@ -133,7 +133,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def shared(loaded: Loaded, settings: Settings) -> Served:
-    """Create the prefix cache, the batch and the response format for a loaded model."""
+    """Return a loaded model with its prefix cache, batch decoder (None on several ranks) and formats of answers."""
     model, tokenizer, _, layout = loaded
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
@@ -151,7 +151,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
-    """Return the loaded model with everything that jobs need, and let `service` accept requests to it."""
+    """Return `shared(loaded, settings)`, and set the `info` of `service`, with which it accepts requests."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)

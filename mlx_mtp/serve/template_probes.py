@@ -38,7 +38,7 @@ SWITCH_NAMES = {switch.name for switch in SWITCHES}
 
 
 def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any]) -> str | None:
-    """Return the prompt of a conversation, by default of one short question; None if the template refuses it."""
+    """Return the rendered prompt of messages, by default of a short question; None if the template refuses them."""
     try:
         return render(tokenizer, [*(messages or (QUESTION,))], {**options, "add_generation_prompt": True})
     except ValueError:
@@ -46,7 +46,7 @@ def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any])
 
 
 def thinking_switch(tokenizer: Any, options: dict[str, Any]) -> Switch | None:
-    """Return the first switch that changes the prompt; None if the template has none."""
+    """Return the first of SWITCHES whose values change the prompt; None if none does."""
     return next((switch for switch in SWITCHES if _switches(tokenizer, options, switch)), None)
 
 
@@ -68,7 +68,7 @@ def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
 
 
 def unread(tokenizer: Any, names: Any) -> list[str]:
-    """Return the names that do not occur in the chat template; none if a program renders the template."""
+    """Return the names that do not occur in the chat template; [] if there is none, or Python code renders it."""
     template = getattr(tokenizer, "chat_template", None)
     if not template or getattr(tokenizer, "_chat_template", None) is not None:
         return []

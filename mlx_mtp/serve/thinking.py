@@ -13,7 +13,7 @@ LOWEST = "low"
 
 
 def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
-    """Return a request's chat-template variables, and add a warning for each that has no effect. Raises Refused."""
+    """Return a request's chat-template variables, and add a warning for what has no effect. Raises Refused."""
     allowed = "an object of the template's own variables"
     name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
     given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}

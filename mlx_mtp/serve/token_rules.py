@@ -30,7 +30,7 @@ class TokenRules(NamedTuple):
     allowed: Sequence[int] = ()
 
     def processors(self, tokenizer: Any, prompt: int) -> list[LogitsProcessor]:
-        """Return the logits processors of an answer to a prompt of `prompt` tokens."""
+        """Return logits processors that apply these rules to an answer after a prompt of `prompt` tokens."""
         ends, found = tokenizer.eos_token_ids, list[LogitsProcessor]()
         if self.allowed:
             found.append(_only({*self.allowed, *ends, *self.stop_tokens}))
@@ -47,13 +47,13 @@ NO_RULES = TokenRules()
 
 
 def _without(tokens: Collection[int], before: float = float("inf")) -> LogitsProcessor:
-    """Return a logits processor that excludes tokens at positions below `before`."""
+    """Return a logits processor that excludes these tokens at positions below `before`, counted with the prompt."""
     ids = mx.array(sorted(tokens), mx.int32)
     return lambda tokens, logits: masked(logits, ids) if ids.size and tokens.shape[0] < before else logits
 
 
 def _only(tokens: Collection[int]) -> LogitsProcessor:
-    """Return a logits processor that excludes all other tokens."""
+    """Return a logits processor that excludes all tokens except these."""
     ids = mx.array(sorted(tokens), mx.int32)[None]
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -64,7 +64,10 @@ def _only(tokens: Collection[int]) -> LogitsProcessor:
 
 
 def masked(logits: mx.array, ids: mx.array) -> mx.array:
-    """Set logits to the minimum of their dtype: finite, so that a row of nothing else still has probabilities."""
+    """Return logits in which those of tokens `ids` are the minimum of the dtype.
+
+    That is finite, so that a row of nothing else still has probabilities.
+    """
     return mx.put_along_axis(logits, ids[None], mx.array(_least(logits), logits.dtype), axis=-1)
 
 
@@ -73,7 +76,7 @@ def _least(logits: mx.array) -> float:
 
 
 class BadWords:
-    """A logits processor that excludes every token that would complete one of the words in an answer."""
+    """A logits processor that excludes tokens that contain or complete one of `words`. prompt: its tokens."""
 
     def __init__(self, tokenizer: Any, words: Sequence[str], prompt: int):
         self._vocabulary, self._prompt = vocabulary(tokenizer), prompt
@@ -97,7 +100,7 @@ class BadWords:
         return masked(logits, mx.array(sorted(ids), mx.int32)) if ids else logits
 
     def _starting(self, text: bytes) -> set[int]:
-        """Return the tokens that start with `text`."""
+        """Return the ids of the tokens whose bytes start with `text`."""
         if text not in self._completing:
             texts, first = self._vocabulary
             self._completing[text] = {i for i in first.get(text[0], ()) if texts[i].startswith(text)}

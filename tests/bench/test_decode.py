@@ -373,7 +373,7 @@ def test_comparison_with_an_earlier_result_and_exit_code_1_for_a_wrong_text(tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--synth-rates", "a"), "Invalid value for '--synth-rates': 'a'; expected chances"),
+        (("--synth-rates", "a"), "Invalid value for '--synth-rates': 'a'; expected probabilities"),
         (("--layers", 2), "Invalid value for '--layers': layers=2: only for random weights"),
         (("--config", "/none"), "Invalid value for '--config': File '/none' does not exist"),
         (("--drafts", "7"), "Invalid value for '--drafts': drafts=7: allowed with this model is 1 to 3"),

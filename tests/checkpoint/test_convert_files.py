@@ -226,8 +226,8 @@ def test_the_command_converts_and_the_result_generates(tmp_path):
     [
         (["--q-bits", 8], "--q-bits: only with -q"),
         (["--quant-predicate", "mixed_4_6"], "--quant-predicate: only with -q"),
-        (["--mtp-only"], "--mtp-only and --mtp-path: the one needs the other"),
-        (["--mtp-path", "x.safetensors"], "--mtp-only and --mtp-path: the one needs the other"),
+        (["--mtp-only"], "--mtp-only and --mtp-path: give both or neither"),
+        (["--mtp-path", "x.safetensors"], "--mtp-only and --mtp-path: give both or neither"),
         (["--mtp-only", "--mtp-path", "x.safetensors", "-q"], "--quantize: not with --mtp-only; --mtp-q-bits is"),
         (["-q", "-d"], "not together with quantize=True"),
         (["-q", "--q-bits", 1], "Invalid value for '--q-bits'"),

@@ -79,8 +79,8 @@ BAD = {
     "object": ("{}", 'expected {"messages": ['),
     "newer": ('{"messages": [], "format": 2}', 'expected {"messages": ['),
     "roles": ('[{"role": "assistant", "content": ""}]', "message 1: role is 'assistant', expected 'user'"),
-    "parts": ('[{"role": "user", "content": [1]}, 2]', "message 1: content is no text"),
-    "half a character": (r'[{"role": "user", "content": "\ud800"}]', "message 1: content is no text"),
+    "parts": ('[{"role": "user", "content": [1]}, 2]', "message 1: content is not a string"),
+    "half a character": (r'[{"role": "user", "content": "\ud800"}]', "message 1: content is not a string"),
     "more": ('[{"role": "user", "content": "", "name": ""}]', "message 1: expected {"),
     "no answer": ('[{"role": "user", "content": "a"}]', "message 1 has no answer"),
     "answers": ('{"messages": [], "answers": -1}', "answers is -1"),
@@ -98,7 +98,7 @@ def test_bad_files_leave_the_conversation_unchanged(tmp_path):
         assert why in str(caught.value)
         assert str(file) in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="already there and no conversation"):
+    with pytest.raises(ValueError, match="exists and contains no conversation"):
         conversation_file.save(tmp_path / "text", session)
     assert (tmp_path / "text").read_text() == "hello"
     lines = ["/load", "/save", f"/load {tmp_path / 'roles'}", f"/save {tmp_path / 'none' / 'x'}", "/system"]

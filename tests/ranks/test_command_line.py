@@ -34,8 +34,8 @@ def test_a_chat_is_typed_on_rank_0(tmp_path):
 
 @pytest.mark.parametrize(("argv", "code", "message"), [
     (["generate", "-p", "-"], 2, "error: --prompt -: standard input has no end on several ranks"),
-    (["inspect", "."], 2, "error: inspect is for a single process; together run generate"),
-    (["bench", "kernels"], 2, "error: kernels is for a single process; together run decode"),
+    (["inspect", "."], 2, "error: inspect is for a single process; on several ranks use generate"),
+    (["bench", "kernels"], 2, "error: kernels is for a single process; on several ranks use decode"),
     (["generate", "--model", "/nowhere"], 1, "error: /nowhere: no such directory"),
     (["generate", "--adapter-path", "a"], 2, "adapter_path=a: not on 2 ranks"),
 ])  # fmt: skip

@@ -119,7 +119,7 @@ def test_refused_requests_are_logged(served, closed, caplog, monkeypatch):
         closed.get("/v1/%1b[31mmodels")
     assert caplog.messages == [
         "/v1/messages 400: top_p=2: allowed is a number from 0 to 1",
-        "'/v1/\\x1b[31mmodels 401: the API key is missing or wrong'",
+        "'/v1/\\x1b[31mmodels 401: the API key is missing or wrong; send it as a bearer token'",
     ]
 
 

@@ -10,7 +10,7 @@ SPACE = regex.compile(r"\s*")
 
 
 class ToolCall(NamedTuple):
-    """A complete tool call. arguments: a JSON object, unchanged if the model wrote valid JSON."""
+    """A tool call. arguments: the text of a JSON object, as the model wrote it if that was valid JSON."""
 
     name: str
     arguments: str
@@ -30,7 +30,7 @@ class CallFormat(Protocol):
     def marks(self) -> tuple[str, ...]: ...
 
     def opening(self, tools: Tools) -> regex.Pattern[str]:
-        """Return the pattern of a call's start, too long to match text that only mentions a mark.
+        """Return the pattern of a call's start, up to an offered name or a key, so that a mark alone does not match.
 
         The outer mark is optional, because models omit it at the start of an answer.
         """
@@ -45,7 +45,7 @@ class CallFormat(Protocol):
 
 
 def any_of(names: list[str]) -> str:
-    """Return a pattern of these names, the longest first; without names it matches nothing."""
+    """Return a regular expression for one of these names, the longest first; without names it never matches."""
     return "|".join(regex.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
 
 

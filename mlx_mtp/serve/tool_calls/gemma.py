@@ -45,7 +45,7 @@ class GemmaCalls:
         return Reading(calls, end) if calls else None
 
     def _arguments(self, values: "ValueReader", at: int, head: regex.Pattern[str], complete: bool) -> "Value | None":
-        """Return the shortest object at `at` that only calls follow, else the shortest that ends a call, else any."""
+        """Return the first object at `at` that only calls follow, else the first that ends a call, else the first."""
         closed, first, written = None, None, 0
         try:
             for value in itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS):

@@ -19,12 +19,12 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input")
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A format with these marks. In every such format a JSON object with a name and arguments is a call.
+    """A format of JSON calls with these marks. In each of them a JSON object with a name and arguments is a call.
 
     start, end: marks around a block of calls; end is "" if a block lasts until the answer ends.
     call: mark that starts one call, also where a model omits the block's mark.
     head: pattern between that mark and the arguments, with {name}; "" if the JSON contains the name.
-    foot: pattern after the arguments. names_are_keys: a call is an object with the name as its only key.
+    foot: pattern after the arguments. names_are_keys: an object with an offered name as its only key is a call too.
     """
 
     start: str
@@ -53,7 +53,7 @@ class JsonCalls:
         return Reading(calls, end) if calls else None
 
     def _block(self, text: str, at: int, patterns: "JsonPatterns", tools: Tools) -> tuple[list[ToolCall], int]:
-        """Return the calls of the block at `at`, and the index after its end mark."""
+        """Return the calls of the block at `at`, and the index after its end mark or, without one, its last call."""
         calls: list[ToolCall] = []
         end = at
         while found := self._next(text, at, patterns, tools):
@@ -140,7 +140,7 @@ def _object(text: str, start: int) -> dict[str, str]:
 
 
 def _arguments(call: dict[str, str]) -> str:
-    """Return a call's arguments, unchanged if they are valid JSON. Raises ValueError if they are no object."""
+    """Return a call's arguments, unchanged if valid JSON, {} if absent; raises ValueError if they are no object."""
     written = next((call[key] for key in ARGUMENT_KEYS if key in call), "{}")
     if written.startswith('"'):  # JSON in JSON
         written = json.loads(strict(written))

@@ -21,16 +21,18 @@ class Position(NamedTuple):
 
 
 class NestedValues:
-    """Converts values with nested tags to JSON. mark: precedes every tag. root: the schema that contains `$defs`."""
+    """Converts values with nested tags to JSON. mark: precedes every tag. root: where `$ref` is resolved."""
 
     def __init__(self, mark: str, root: Schema):
         self._mark, self._root, self._steps = mark, root, 0
         self._begin = regex.compile(rf"{regex.escape(mark)}<(?P<key>[^<>/]+)>")
 
     def as_json(self, text: str, schema: Schema | None, depth: int = 0) -> str:
-        """Return the JSON of a value of this schema: a list or an object if the tags form one, otherwise a scalar.
+        """Return the JSON of a value: a list or an object if its tags form one that the schema allows, else a scalar.
 
-        If the tags have several readings, the one with the shortest values counts.
+        A scalar is a string if the schema allows only that, otherwise as `untyped_as_json` converts it. If the tags
+        have several readings, the one with the shortest values counts. No text is an empty list or object if the
+        schema allows that and no string.
         """
         types = types_of(schema, self._root)
         self._steps += 1
@@ -61,7 +63,11 @@ class NestedValues:
     def _following(
         self, text: str, position: Position, kind: str, schema: Schema | None, depth: int
     ) -> Iterator[Position]:
-        """Yield the possible positions after the next member, the one of the shortest value first."""
+        """Yield the position after the next `<key>...</key>`, once for each closing tag that may end it.
+
+        The nearest tag comes first. kind: "array", whose members are all `<item>...</item>`, or "object". Without
+        a next member, yield nothing.
+        """
         begin = self._begin.match(text, position.at)
         key = begin["key"] if begin else ""
         if not begin or (key != ITEM if kind == "array" else key in position.keys):

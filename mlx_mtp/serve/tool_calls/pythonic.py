@@ -108,7 +108,7 @@ class UnescapedReader:
         self._call = _call_pattern(tools)
 
     def read(self, begin: int) -> Reading | None:
-        """Return the calls of the list at `begin`; a reading that the end mark follows comes before others."""
+        """Return the calls of the list at `begin`, if possible read so that the end mark follows, or None."""
         stack, unclosed, last = [iter([ListPosition(begin + 1, (), False)])], None, MOST_STEPS
         while stack and self._steps < last:
             if (position := next(stack[-1], None)) is None:
@@ -149,7 +149,7 @@ class UnescapedReader:
 
 
 def _unescaped(text: str) -> Any:
-    """Return the text between quotes, or a literal's value, otherwise the text itself."""
+    """Return the value of an argument: the text between quotes, the value of a Python literal, or the text itself."""
     if text[:1] in ("'", '"'):
         return text[1:-1]
     try:

@@ -14,7 +14,7 @@ PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # jinja's
 
 
 class Tools:
-    """The functions that a request offers. offered: a list in OpenAI's form; entries without a name are skipped."""
+    """The functions that a request offers. offered: tools in OpenAI's form; those without a name are skipped."""
 
     def __init__(self, offered: Iterable[Any] | None):
         functions = [tool.get("function") for tool in offered or () if isinstance(tool, dict)]
@@ -27,12 +27,12 @@ class Tools:
         return list(self._parameters)
 
     def parameters(self, name: str) -> Schema:
-        """Return the schema of a function's arguments."""
+        """Return the schema of a function's arguments object; {} if it has none."""
         parameters = self._parameters.get(name)
         return parameters if isinstance(parameters, dict) else {}
 
     def properties(self, name: str) -> Schema:
-        """Return the schema of each declared parameter, by name."""
+        """Return the schemas of a function's declared parameters, by parameter name."""
         properties = self.parameters(name).get("properties")
         return properties if isinstance(properties, dict) else {}
 
@@ -41,7 +41,7 @@ class Tools:
         return types_of(self.properties(name).get(key), self.parameters(name))
 
     def fits(self, name: str, key: str, text: str, as_json: Callable[[str, str, str], str]) -> bool:
-        """Return whether the schema declares a parameter, and `text` can be a value of its type.
+        """Return whether the schema declares a parameter, and the JSON of `text` has one of its types.
 
         as_json: converts (function's name, parameter's name, text) to JSON.
         """
@@ -52,13 +52,21 @@ class Tools:
         return kind in types or (kind == "integer" and "number" in types)
 
     def as_json(self, name: str, key: str, text: str) -> str:
-        """Return the JSON of an argument that a model wrote without quotes, by the parameter's type."""
+        """Return the JSON of an argument that a model wrote without quotes.
+
+        It is a string for a parameter of type string alone, otherwise as `untyped_as_json` converts it.
+        """
         types = self.types(name, key)
         return dumps(text) if types == {"string"} else untyped_as_json(text, types)
 
 
 def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: ignore[assignment]
-    """Return `text` as JSON of one of these types, otherwise as a JSON string. An empty set allows any type."""
+    """Return the JSON of a text that a model wrote without quotes. types: of the schema; empty allows any.
+
+    Valid JSON, and Python's True, False and None, keep their type if it is allowed, or if string is not allowed.
+    In the second case Python's lists and dicts do so too. Other text becomes a string. A whole number such as 5.0
+    becomes an integer if only that is allowed. Text in double quotes keeps them in its string if string is allowed.
+    """
     written = PYTHON_CONSTANTS.get(text.strip(), text.strip())
     try:
         written = strict(written)
@@ -75,7 +83,7 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
 
 
 def _from_python(text: str) -> str:
-    """Return the JSON of a Python list, tuple or dict literal; any other text becomes a JSON string."""
+    """Return the JSON of the literal of a Python list or dict; any other text becomes a JSON string."""
     with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         if text.strip()[:1] in ("{", "["):
             return dumps(_without_nan(ast.literal_eval(text.strip())))
@@ -109,7 +117,7 @@ def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
 
 
 def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
-    """Return a schema with its `$ref` resolved; None if the references do not end."""
+    """Return a schema with its `$ref` resolved; None if that does not exist, or references form a long chain."""
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
         schema, depth = _resolved(reference, root) if depth else None, depth - 1
     return schema

@@ -143,7 +143,11 @@ BY_MARK: dict[str, CallFormat] = {
 
 
 def format_of(tokenizer: Any) -> CallFormat | None:
-    """Return the chat template's tool-call format, or None: as rendered, else by mlx-lm's parser, else by marks."""
+    """Return the format in which a tokenizer's model writes tool calls, None if it is unknown.
+
+    It is one that reads back a call that the chat template rendered, else that of mlx-lm's parser, else one whose
+    mark is in the vocabulary or the template.
+    """
     if format := _as_rendered(tokenizer):
         return format
     if tokenizer.has_tool_calling:
@@ -180,7 +184,7 @@ def _as_rendered(tokenizer: Any) -> CallFormat | None:
 
 
 def _calls_in(text: str, format: CallFormat, tools: Tools) -> Iterator[Any]:
-    """Yield the arguments of the calls in a text; calls without a mark count only in Llama's format."""
+    """Yield the arguments of the calls in a text; calls without a mark count only in the last of FORMATS."""
     for match in format.opening(tools).finditer(text):
         if not text.startswith(format.marks, skip_space(text, match.start())) and format is not FORMATS[-1]:
             continue

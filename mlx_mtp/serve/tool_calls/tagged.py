@@ -76,7 +76,7 @@ class TaggedCalls:
         return NestedValues(self.nested, tools.parameters(name)).as_json(text, tools.properties(name).get(key))
 
     def value(self, text: str) -> str:
-        """Return a value without the padding and the CDATA marks around it."""
+        """Return a value's text without the padding and the CDATA marks around it."""
         text = text.removeprefix(self.pad).removesuffix(self.pad)
         inside = CDATA.fullmatch(text) if self.cdata else None
         return inside[1] if inside else text
@@ -148,7 +148,7 @@ class TagSearch:
         self.ends = [match.start() for match in self.patterns.value_end.finditer(text)][:MOST_ENDS]
 
     def first(self, to_the_end: bool) -> Reading | None:
-        """Return the first reading, depth first. to_the_end: only white space may follow the calls."""
+        """Return the first reading found depth first, or None. to_the_end: only white space may follow the calls."""
         stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
         while stack and len(seen) < MOST_PLACES:
             if (place := next(stack[-1], None)) is None:
@@ -236,7 +236,7 @@ class TagSearch:
         return calls[::-1]
 
     def _value(self, name: str, argument: Argument) -> str:
-        """Return an argument as JSON, by the type that the model wrote, else by the schema's."""
+        """Return an argument as JSON, by the type that the model wrote, or without one by the schema's types."""
         text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
             return self.tags.as_json(self.tools, name, argument.key, text)
