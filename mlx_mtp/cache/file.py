@@ -47,7 +47,7 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     """
     path = _own_file(file, cache.model)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a regular file; name another file for the prompt cache")
+        raise ValueError(f"{path}: not a file; name another file for the prompt cache")
     arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache.caches) for j, part in enumerate(c.used())}
     arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
     if cache.backlog:

@@ -26,7 +26,7 @@ def from_mlx_lm(model: CachedModel, given: Any) -> Any:
     plain = windows == [MlxLmCaches]
     if not plain and len(given) != len(windows):
         raise ValueError(
-            "prompt_cache: made for another model (its number of layers differs); make one with mlx_mtp.make_prompt_cache(model)"
+            "prompt_cache: made for another model (its number of layers differs); use make_prompt_cache(model)"
         )
     pairs = zip(given, windows, strict=False)
     sizes = [c.max_size for c, window in pairs if window is None and isinstance(c, RotatingKVCache)]

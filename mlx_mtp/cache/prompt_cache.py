@@ -131,10 +131,7 @@ class PromptCache(StepCache, ListOfOne):
             c.context = max(context for context in CONTEXTS if context <= length)
 
     def reserve(self, rows: int) -> None:
-        """Note that `rows` positions are expected: buffers grow to these at once when they next grow.
-
-        Buffers that are still to be quantized grow only to the position where that happens.
-        """
+        """Let the next growth of buffers reach `rows` positions, or the one at which they are quantized."""
         self._reserved = rows
         for c in self.layers:
             c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))
@@ -142,10 +139,7 @@ class PromptCache(StepCache, ListOfOne):
             c.reserve(rows)
 
     def push(self, hidden: mx.array) -> None:
-        """Append hidden rows [1, r, H] to the backlog of the heads; drop older ones that they will not read.
-
-        Without heads nothing is kept. An absorbing drafter may read rows here.
-        """
+        """Append hidden rows [1, r, H] to the backlog, if there are heads; drop older ones that are not needed."""
         if not self.heads:
             return
         self.backlog.append(pending(self.model, hidden))
@@ -179,10 +173,7 @@ class PromptCache(StepCache, ListOfOne):
             seek(self.heads, mx.array([self.primed]), self.primed)
 
     def pause_heads(self, base: int) -> None:
-        """Stop the drafter if it follows the target; hidden rows then go to the backlog.
-
-        It has read all positions before `base`, where the next run begins.
-        """
+        """Stop the drafter at position `base`; if it was live, it has read all earlier ones."""
         if self.live:
             self.live, self.primed = False, base
             seek(self.heads, base, base)
@@ -237,8 +228,8 @@ class PromptCache(StepCache, ListOfOne):
     def restore(self, mark: Mark) -> None:
         """Return to a mark.
 
-        After its `release`, and to a snapshot, only states and the heads' fields return: the caller lowers the
-        positions (`settle`), and later rows of keys and values stay in the buffers until they are overwritten.
+        After its `release`, and to a snapshot, only states and the heads' fields return: the caller then sets
+        positions (`settle`), and later rows stay in the buffers to be overwritten.
         """
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
         self.restore_states(mark)
@@ -279,10 +270,7 @@ class PromptCache(StepCache, ListOfOne):
         return n
 
     def room(self, position: int) -> float:
-        """Return the maximum number of rows that one call may read from `position`, before quantization is due.
-
-        Infinity if nothing is to be quantized.
-        """
+        """Return the number of rows that can be read from `position` before caches are quantized, or infinity."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
 
     @property
@@ -310,10 +298,7 @@ class PromptCache(StepCache, ListOfOne):
             self.reserve(self._reserved)
 
     def settle(self, tokens: list[int]) -> None:
-        """Bring the cache to rest with these tokens held: positions are host integers, the heads are paused.
-
-        The target's position becomes the number of tokens, the heads' `primed`. Arrays do not change.
-        """
+        """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""
         self.tokens, self.live = tokens, False
         seek(self.layers, len(tokens), len(tokens))
         seek(self.heads, self.primed, self.primed)

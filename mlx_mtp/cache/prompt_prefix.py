@@ -24,9 +24,7 @@ class PromptPrefix:
         """Raise ValueError if a requested value, by field name, differs from this prefix's; empty ones never do."""
         for name, value in requested.items():
             if value and value != (own := getattr(self, name)):
-                raise ValueError(
-                    f"{name}={value!r}: the prompt cache was made with {own or None!r}; leave it out, or make the cache again"
-                )
+                raise ValueError(f"{name}={value!r}: the prompt cache was made with {own or None!r}; leave it out")
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
