@@ -79,7 +79,7 @@ class Budget:
         asked = f" with max_context={self.context}" if self.context else ""
         what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
         limit = f"{in_gb(have.bytes)} GB available ({have.limit})"
-        raise ValueError(f"{path}: {found} needed{asked}, {limit}; {what}; set {IGNORE}=1 to skip this check")
+        raise ValueError(f"{path}: {found} needed{asked}, {limit}; {what}; {IGNORE}=1 skips this check")
 
 
 def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> Needs:
