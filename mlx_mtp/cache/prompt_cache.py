@@ -315,7 +315,7 @@ def make_prompt_cache(
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> PromptCache:
-    """Return an empty cache for `model` and its first `num_draft_tokens` heads (None: all; 0: none, no drafts).
+    """Return an empty cache for `model` and `num_draft_tokens` MTP heads (None: all; 0: none, nor another drafter).
 
     kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
         kernel, which makes a row's bits independent of drafts, supports None, 4 and 8.
