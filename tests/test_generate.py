@@ -161,7 +161,7 @@ def test_a_cache_of_another_layout_is_refused(demo, tiny_models):
     with pytest.raises(ValueError, match=r"^prompt_cache: made for another model"):
         mlx_mtp.generate_step([1], model, prompt_cache=mlx_mtp.make_prompt_cache(other))
     cache = mlx_mtp.make_prompt_cache(model, num_draft_tokens=1)
-    message = r"^num_draft_tokens=2: allowed is 0 to 1 with the MTP heads of prompt_cache"
+    message = r"^num_draft_tokens=2: allowed is 0 to 1 with the drafter of prompt_cache"
     with pytest.raises(ValueError, match=message):
         mlx_mtp.generate_step([1], model, prompt_cache=cache, num_draft_tokens=2)
     with pytest.raises(ValueError, match=r"^kv_bits=8: fixed when a prompt_cache is made"):

@@ -11,7 +11,7 @@ from .sequence import Sequence
 
 
 class Admission:
-    """Decides whether a queued sequence can start, if every slot has the length of the longest sequence.
+    """Decides whether a queued sequence can start: if memory fits every slot at the length of the longest sequence.
 
     ignore: admit every sequence. replayed: round the number of slots up as recorded cycles do.
     """
@@ -22,7 +22,10 @@ class Admission:
         self._refused: Any = None
 
     def admits(self, sequence: Sequence, active: list[Sequence]) -> bool:
-        """Return whether a sequence can start; a refusal holds until the active sequences change."""
+        """Return whether a sequence can start next to the active ones; the only sequence always can.
+
+        A refusal holds until the active sequences change.
+        """
         longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots
         if self.ignore or not active or slots * longest <= UNCHECKED:

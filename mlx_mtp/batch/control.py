@@ -14,7 +14,8 @@ Control = Controller | Fixed
 class Controls:
     """One control per number of sequences and limits of drafts: a draft's cost depends on the other rows of the pass.
 
-    p_min: whether plans with p_min can be tried. replayed: cycles are replayed, which costs less than building them.
+    adaptive: choose the number of drafts by measured costs, else always the maximum. p_min: whether plans with p_min
+    can be tried. replayed: cycles are replayed, which costs less than building them.
     """
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
@@ -42,7 +43,7 @@ class Controls:
 
 
 def _estimate(known: Costs) -> Costs:
-    """Return costs to start with, copied with little weight from those of another number of sequences."""
+    """Return costs for another number of sequences: a copy of `known` of little weight."""
     costs = Costs()
     costs.levels, costs.resume, costs.row, costs.counts = known.levels, known.resume, known.row, known.counts
     costs.octave = known.octave
@@ -59,7 +60,11 @@ def outcome(
     matched: int = 0,
     context: int = 0,
 ) -> Cycle:
-    """Return a pool's cycle as the mean of its sequences. accepted: each one's accepted drafts, and their maximum."""
+    """Return a pool's cycle as the mean of its sequences.
+
+    accepted: (accepted drafts, maximum that it could accept) of each sequence. verified: drafts per sequence. The
+    other arguments are fields of `Cycle`.
+    """
     n = len(accepted)
     depths = tuple(
         (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)

@@ -88,7 +88,7 @@ class BatchGenerator:
 
     @contextmanager
     def stats(self) -> Iterator[BatchStats]:
-        """Yield mlx_lm's counters, which are filled at the end of the block with the work done in it."""
+        """Context that yields mlx_lm's counters; at its end they are filled with the work done in it."""
         stats = BatchStats()
         start = BatchCountersSnapshot(**asdict(self._counters))
         try:
@@ -104,7 +104,10 @@ class BatchGenerator:
     def insert(
         self, prompts: Any, max_tokens: Any = None, caches: Any = None, *more: Any, **options: Any
     ) -> list[int]:
-        """Queue prompts of token ids; return each one's uid. Other arguments as in `insert_segments`."""
+        """Queue prompts of token ids; return each one's uid.
+
+        Other arguments, all as lists with one entry per prompt, are those of `insert_segments`.
+        """
         return self.insert_segments([[prompt] for prompt in prompts], max_tokens, caches, *more, **options)
 
     @in_turn()
@@ -196,7 +199,10 @@ class BatchGenerator:
 
     @in_turn()
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
-        """Return a copy of each sequence's cache, and the tokens in it; the sequences continue."""
+        """Return by uid a copy of each sequence's cache, and the tokens in it; the sequences continue.
+
+        Uids that are unknown or finished are left out.
+        """
         found = {}
         for sequence in self._sequences(uids):
             cache = sequence.cache.copy() if sequence in self._unprocessed else self._places.cache_of(sequence)
@@ -205,7 +211,10 @@ class BatchGenerator:
 
     @in_turn()
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
-        """Cancel sequences; optionally return each one's prompt cache and the tokens in it."""
+        """Cancel sequences; optionally return by uid each one's prompt cache and the tokens in it.
+
+        Unknown and finished uids are ignored.
+        """
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         for sequence in self._sequences(uids):
             if sequence in self._unprocessed:
@@ -220,7 +229,10 @@ class BatchGenerator:
         return every if uids is None else [s for s in every if s.uid in set(uids)]
 
     def _prefill(self, responses: list[Response]) -> list[PromptResponse]:
-        """Prefill about one chunk of queued prompts; append first tokens to `responses`; return the progress."""
+        """Prefill about one chunk of queued prompts, as far as they are admitted; return their progress.
+
+        First tokens of prompts that end are appended to `responses`.
+        """
         progress, tic, left = [], time.perf_counter(), self.settings.chunk
         while left > 0 and self._unprocessed:
             sequence = self._unprocessed[0]
@@ -239,7 +251,10 @@ class BatchGenerator:
         return progress
 
     def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
-        """Prefill a chunk of a sequence's prompt; after the last chunk choose the first token. Return its length."""
+        """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
+
+        Its progress is appended to `progress`, after the last chunk the first token's response to `responses`.
+        """
         if not sequence.started:
             sequence.started = True
             sequence.stats.start()
@@ -271,7 +286,10 @@ class BatchGenerator:
 
 
 def _for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
-    """Return an argument's value for each of n prompts, `own` if none is given."""
+    """Return an argument's values for n prompts: `values`, or n times `own` if it is None or empty.
+
+    Raises ValueError if it is no list or has another length.
+    """
     if values is None:
         return [own] * n
     if not hasattr(values, "__len__") or isinstance(values, str):
@@ -282,7 +300,7 @@ def _for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
 
 
 def _check_stats(whole: Stats, each: list[Stats | None]) -> None:
-    """Raise ValueError if one `Stats` object is given twice."""
+    """Raise ValueError if one `Stats` object is given for two prompts, or is the generator's, `whole`."""
     own = [whole, *(stats for stats in each if stats is not None)]
     if len({id(stats) for stats in own}) < len(own):
         raise ValueError("stats: expected one Stats for each prompt, none of them twice or the generator's")

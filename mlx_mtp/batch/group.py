@@ -86,7 +86,10 @@ class Group:
         return [s for s in (*rows, *(s for s, _ in joining)) if s and not s.finished]
 
     def join(self, sequence: Sequence, run: Run) -> None:
-        """Add a sequence, whose cache is at rest, to the next cycle; `run`, of one row, chose its last token."""
+        """Add a sequence to the next cycle that is built; `run`, of one row, chose its last token.
+
+        Its cache must be at rest.
+        """
         sequence.cache.pop_row()
         sequence.base, sequence.next_base = sequence.cache.offset - 1, sequence.cache.offset
         self.pending.append((sequence, run))
@@ -119,7 +122,10 @@ class Group:
         return responses
 
     def _rebuild(self, error: Trouble) -> None:
-        """Move all sequences to a new pool after their last returned tokens, without the kernels that failed."""
+        """After an error, move all sequences to a new pool, without the kernels to blame.
+
+        Each continues after its last returned token.
+        """
         active = self._unfinished(self.joining)
         self.fallback.take(error, sum(len(s.all_tokens) for s in active))
         if isinstance(error, KernelRefused) and not self.drafts_evaluated:
@@ -134,7 +140,10 @@ class Group:
             self.join(sequence, run)
 
     def finish(self) -> tuple[list[Response], Waiting]:
-        """Complete the submitted cycle and empty the pool; return its tokens, and the unfinished sequences."""
+        """Complete the submitted cycle and empty the pool, to decode elsewhere; no sequence may be pending.
+
+        Returns its tokens, and the unfinished sequences, which stay in the group if the cycle failed.
+        """
         assert self.last
         assert not self.pending
         self.clock.resume()
@@ -148,7 +157,7 @@ class Group:
         return responses, leaving
 
     def _leave(self, cycle: PoolCycle) -> Waiting:
-        """Copy the caches of all unfinished sequences of a read cycle out of the pool; return the sequences."""
+        """Copy the caches of all unfinished sequences out of the pool after a read cycle; return the sequences."""
         leaving = []
         for row, sequence in enumerate(cycle.rows):
             if sequence and not sequence.finished:
@@ -170,7 +179,7 @@ class Group:
         return cache
 
     def remove(self, sequence: Sequence) -> None:
-        """Cancel a sequence."""
+        """Cancel a sequence: no more of its tokens are returned; its rows leave with the next cycle."""
         self.pending = [pair for pair in self.pending if pair[0] is not sequence]
         sequence.finished = True
         if not self.sequences:
@@ -235,7 +244,8 @@ class Group:
     ) -> tuple[Rows, Run]:
         """Assign slots and rows of the next pass; return its sequences by row, and the previous run in that order.
 
-        resuming: the heads of all sequences draft again and move into the pool.
+        rows, run: of the previous pass. joining: new sequences. resuming: the heads of all sequences draft again and
+        move into the pool.
         """
         staying, new = [s for s in rows if s and not s.finished], [s for s, _ in joining]
         taken = {s.slot for s in staying}
@@ -321,7 +331,10 @@ class Group:
         mx.async_eval([sequence.cache.backlog for _, sequence in readers])
 
     def _read(self, cycle: PoolCycle, ahead: PoolCycle | None) -> list[Response]:
-        """Wait for a cycle and return its tokens, with the caches of finished sequences. ahead: the next cycle."""
+        """Wait for a cycle and return its tokens; the last response of a finished sequence has its cache.
+
+        ahead: the next cycle, if it is built already, for the measured seconds.
+        """
         tic = time.perf_counter()
         values = evaluated(cycle.run.read)
         waited = time.perf_counter() - tic
@@ -358,7 +371,10 @@ class Group:
         return responses
 
     def _copy_out(self, cycle: PoolCycle, row: int, rows: int, cache: PromptCache) -> None:
-        """Copy a sequence's state after the first `rows` rows of a cycle from the pool to its own cache, at rest."""
+        """Copy a sequence's state from the pool to `cache`, which is then at rest.
+
+        The state is that after the first `rows` rows of a cycle that was read; 0: before the cycle.
+        """
         sequence, mark = cycle.rows[row], cycle.after
         assert sequence
         assert self.pool

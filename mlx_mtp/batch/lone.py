@@ -14,7 +14,7 @@ from .settings import Settings
 
 
 def is_lone(sequence: Sequence) -> bool:
-    """Return whether no pool can contain a sequence: its caches are mlx-lm's, or will be quantized as it decodes."""
+    """Return whether a sequence must decode alone: no pool has mlx-lm's caches, or quantizes caches."""
     cache, due = sequence.cache, sequence.cache.quantizing
     prompt = cache.offset + sum(map(len, sequence.segments))
     limit = sequence.remaining
@@ -36,7 +36,7 @@ class Lone:
         self._loop: Generator[Yielded, None, None]
 
     def cycle(self) -> list[Response]:
-        """Run one cycle and return its tokens."""
+        """Run one cycle and return its tokens. An error ends the sequence (`Sequence.fail`)."""
         d, sequence, responses = self._decoder or self._start(), self.sequence, []
         sequence.stats.crowded, self.hidden = self.hidden, False
         while not responses or (d.emitted <= d.emitting.accepted and not sequence.finished):
@@ -52,7 +52,7 @@ class Lone:
         return sequence.attach_cache(responses)
 
     def finish(self) -> list[Response]:
-        """Complete the submitted cycle, without beginning another one, and return its tokens; rest the cache."""
+        """Complete the submitted cycle, without beginning another one; rest the cache and return the tokens."""
         if self._decoder is None:
             return []
         self._decoder.stopping = True
@@ -61,14 +61,14 @@ class Lone:
         return responses
 
     def rest(self) -> None:
-        """Bring the cache to rest, with every token but the last; roll back a submitted cycle."""
+        """End the loop and bring the cache to rest, with every token but the last; roll back a submitted cycle."""
         if d := self._decoder:
             self._loop.close()
             self.run, self._decoder = last_row(d), None
             remember(d.model, d.control, d.compiled)  # type: ignore[arg-type]
 
     def cache_of(self) -> PromptCache:
-        """Return a copy of the cache, at rest."""
+        """Return a copy of the cache, at rest: the loop ends, and the next `cycle` starts another."""
         self.rest()
         return self.sequence.cache.copy()
 
@@ -85,7 +85,11 @@ class Lone:
 
 
 def continue_after(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, None, None]:
-    """Yield, as `decode` does, the tokens after the one that `run`, of one row, chose; the cache lacks that one."""
+    """Yield (token, logprobs, whether it was drafted) for the tokens after the one that `run`, of one row, chose.
+
+    The cache is at rest and lacks that token; at the end, also after `close()`, it lacks the last one yielded.
+    max_tokens: maximum number of these tokens, negative for no limit.
+    """
     first = submit_first(d, lambda: run)
     try:
         d.history.extend(run.read()[0][0])

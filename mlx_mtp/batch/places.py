@@ -16,7 +16,8 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 class Places:
     """All active sequences: groups, which share a pool per cache layout, and lone sequences.
 
-    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: `Controls.control`.
+    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: returns a control, as
+    `Controls.control`.
     """
 
     def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
@@ -80,7 +81,7 @@ class Places:
         return next(group for group in self.groups.values() if sequence in group.sequences).cache_of(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Cancel a sequence; if it was lone its cache is left at rest."""
+        """Cancel a sequence; the cache of one that decoded alone is left at rest."""
         for group in self.groups.values():
             if sequence in group.sequences:
                 group.remove(sequence)

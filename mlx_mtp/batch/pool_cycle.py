@@ -49,7 +49,10 @@ class PoolCycle:
     drafts: Drafts = NO_DRAFTS
 
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
-        """Return maximum accepted drafts by row, int32 [n], -1 in a free slot; unless `always` None if all are k."""
+        """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
+
+        None, unless `always`, if no row needs a limit.
+        """
         each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
         return mx.array(each) if always or min(each) < k else None
 
@@ -58,8 +61,8 @@ class PoolCycle:
 class Steps:
     """Builder of a pool's steps.
 
-    drafters: all drafters, by their names in plans. p_min: `draft_p_min` of `generate_step`.
-    compiled: the recorded steps; None to build each. stats: counters of recordings.
+    drafters: all drafters, by their names in plans. p_min: probability below which a draft is not verified.
+    compiled: the recorded steps; None to build each. stats: counts new recordings.
     """
 
     model: Target
@@ -70,9 +73,10 @@ class Steps:
     stats: Stats
 
     def build(self, new: PoolCycle, run: Run, base: int) -> None:
-        """Build or replay, unevaluated, the step after the rows of `run`, whose first position is at most `base`.
+        """Build or replay, unevaluated, the step of the cycle `new` after the rows of `run`; set the cycle's fields.
 
-        Rows of plain cycles are kept for the drafter until it drafts again. With p_min only the drafts are built.
+        base: upper bound of the position of the first row of `run`. Rows of plain cycles are kept for the drafter
+        until it drafts again. With p_min only the drafts are built; `verify_sure` builds the rest.
         """
         plan, pool = new.plan, self.pool
         source = self.drafters[plan.source] if plan.k else None

@@ -10,7 +10,7 @@ from ..decoding.run import Run
 
 
 def with_missed(pool: Pool, run: Run) -> Run:
-    """Return a run with the rows that the drafter has not read, `pool.missed`, before its own; clear them."""
+    """Return a run with the rows that the drafter has not read, `pool.missed`, before its own; clear `missed`."""
     if not pool.missed:
         return run
     hidden, tokens = zip(*pool.missed, strict=True)
@@ -20,7 +20,10 @@ def with_missed(pool: Pool, run: Run) -> Run:
 
 
 def merged(run: Run | None, firsts: list[Run], index: mx.array) -> Run:
-    """Return the run of old and new sequences in the order of `index`; the new ones' runs of one row are padded."""
+    """Return the run of old and new sequences in the order of `index`.
+
+    run: of the old sequences, None without any. firsts: the new ones' runs of one row, which are padded to its size.
+    """
     size = run.size if run else 1
     wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])
     hidden = [mx.pad(first.hidden, [(0, 0), (0, size - 1), (0, 0)]) for first in firsts]

@@ -74,7 +74,10 @@ class Sequence:
         return self.max_lookup if source == "lookup" else self.k
 
     def append(self, tokens: list[int], accepted: int, logprobs: mx.array | None) -> list[Response]:
-        """Append tokens, the first `accepted` of them drafts, up to the sequence's end; return their responses."""
+        """Append tokens, the first `accepted` of them drafts, up to the sequence's end; return their responses.
+
+        The end is a stop sequence or the maximum number of tokens; later tokens are dropped.
+        """
         responses = []
         for i, token in enumerate(tokens):
             self.history.extend([token])
@@ -92,14 +95,14 @@ class Sequence:
         self.error, self.finished = error, True
 
     def attach_cache(self, responses: list[Response]) -> list[Response]:
-        """Return the responses; if the sequence is finished the last one receives its cache, which is at rest."""
+        """Return the responses. If the sequence is finished, the last one gets its cache, which must be at rest."""
         if self.finished:
             responses[-1].prompt_cache, responses[-1].all_tokens = self.cache, list(self.cache.tokens)
         return responses
 
 
 def first_tokens(model: Target, sequence: Sequence, hidden: mx.array) -> tuple[Run, list[int]]:
-    """Return the run that chose the token after a prompt from its hidden rows [1, L, H], and the tokens it chose."""
+    """Return the run that chose the token after a prompt with hidden rows [1, L, H], and that token in a list."""
     return without_refused(model, _first_tokens, model, sequence, hidden)
 
 

@@ -77,7 +77,10 @@ class Settings:
         logprobs: bool,
         stats: Stats | None,
     ) -> Sequence:
-        """Return a sequence made of one prompt's arguments of `BatchGenerator.insert_segments`; raises ValueError."""
+        """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
+
+        None gives this batch's own value. Raises ValueError for an argument that is out of range or exceeds memory.
+        """
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         if not pieces:
             raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")

@@ -16,19 +16,25 @@ def is_absorbing(model: Any) -> bool:
 
 
 def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
-    """Return the number of rows that heads with these windows read after a pause; None for all rows."""
+    """Return the number of last rows that heads with these windows read after a pause: at most AT_FIRST.
+
+    None if they read all rows: heads without windows, and drafters that absorb rows or read tokens only.
+    """
     if is_absorbing(model) or not reads_hidden(model) or not all(isinstance(window, int) for window in windows):
         return None
     return min(AT_FIRST, sum(window for window in windows if isinstance(window, int)))
 
 
 def most_unread(cache: Any) -> int | None:
-    """Return the maximum number of pending rows of a prompt cache; None if all rows of a pause are pending."""
+    """Return the maximum number of pending rows that a prompt cache keeps; None if it keeps all rows of a pause."""
     return MOST_UNREAD if is_absorbing(cache.model) else cache.reach
 
 
 def absorb(cache: Any) -> None:
-    """Let an absorbing drafter read all pending rows of a prompt cache but the newest, if there are many."""
+    """Let an absorbing drafter read the pending rows of a prompt cache but the newest, if they exceed MOST_UNREAD.
+
+    Nothing happens for other drafters.
+    """
     pending = sum(rows.shape[1] for rows in cache.backlog)
     if pending > MOST_UNREAD and is_absorbing(cache.model):
         end = cache.primed + pending - 1

@@ -6,12 +6,15 @@ import mlx.core as mx
 
 
 def is_chained(model: Any) -> bool:
-    """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`)."""
+    """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`).
+
+    MTP heads, and a model without a drafter object, count as chained.
+    """
     return getattr(getattr(model, "drafter", None), "chained", True)
 
 
 def reads_hidden(model: Any) -> bool:
-    """Return whether the model's drafter reads hidden rows (`Drafter.reads_hidden`)."""
+    """Return whether the model's drafter reads the target's hidden rows (`Drafter.reads_hidden`), as MTP heads do."""
     return getattr(getattr(model, "drafter", None), "reads_hidden", True)
 
 
@@ -23,12 +26,18 @@ def no_kept(model: Any, heads: int) -> list[mx.array]:
 
 
 def pending(model: Any, hidden: mx.array) -> mx.array:
-    """Return the part of hidden rows that is stored until the model's drafter reads it (`Drafter.pending`)."""
+    """Return what is stored of hidden rows [1, r, H] until the model's drafter reads them (`Drafter.pending`).
+
+    That of MTP heads is the rows themselves.
+    """
     drafter = getattr(model, "drafter", None)
     return drafter.pending(hidden) if drafter else hidden
 
 
 def drafting_part(model: Any) -> Any:
-    """Return the object that states the form of the drafter's keys and values; the model itself without a drafter."""
+    """Return the module whose `NO_KV_BITS` and `head_dim` describe the drafter's keys and values.
+
+    The drafter's network, or the first MTP head, or the model itself if it has neither.
+    """
     drafter = getattr(model, "drafter", None)
     return getattr(drafter, "net", drafter) or (model.mtp[0] if model.mtp else model)

@@ -41,13 +41,13 @@ PIECE = 1 << 24  # bytes per read
 def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
     """Write a cache, between generations, to a safetensors file, with its MTP heads and their pending rows.
 
-    If the model is split over ranks, each rank writes its part: rank 1 to `file`.rank1 and so on. The file is
-    replaced at once, never half written. Raises ValueError if `file` is a directory or device, OSError if it cannot
-    be written.
+    If the model is split over ranks, each rank writes its part: rank 0 to `file`, rank 1 to `file`.rank1 and so on.
+    The file is replaced at once, never half written. Raises ValueError if `file` is a directory or device, OSError if
+    it cannot be written or the disk is too full.
     """
     path = _own_file(file, cache.model)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: not a file, so a prompt cache cannot replace it")
+        raise ValueError(f"{path}: not a file; name another file for the prompt cache")
     arrays = {f"cache.{i}.{j}": part for i, c in enumerate(cache.caches) for j, part in enumerate(c.used())}
     arrays |= {f"kept.{i}": row for i, row in enumerate(cache.kept)}
     if cache.backlog:
@@ -75,20 +75,25 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
 
 @in_turn()
 def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: bool = True) -> PromptCache:
-    """Return the cache that `save_prompt_cache` wrote.
+    """Return the cache that `save_prompt_cache` wrote to a file, without its heads' part if `model` has no heads.
 
-    Raises ValueError with the reason if the file is not a prompt cache, is damaged, has another format version or
-    belongs to another model, or if memory is too small; OSError if it cannot be read.
+    Of a split model each rank reads its own file. Raises ValueError with the reason if the file is not a prompt
+    cache, is damaged, has another format version, belongs to another model, other heads or another rank, or (unless
+    check_memory is False) if memory is too small; OSError if it cannot be read.
     """
     file = _own_file(file, model)
     with file.open("rb") as f:  # the same file from here on, even if another process replaces it
         state = _checked(f, file)
         if (part := state.get("part", WHOLE)) != (own := _part(model)):
-            raise ValueError(f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}")
+            raise ValueError(
+                f"{file}: made on rank {part[0]} of {part[1]}; expected {own[0]} of {own[1]}; make it again"
+            )
         if state.get("model") != fingerprint(model, heads=False):
-            raise ValueError(f"{file}: made with another model, or in another precision")
+            raise ValueError(
+                f"{file}: made with another model, or in another precision; load that one, or make it again"
+            )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
-            raise ValueError(f"{file}: made with other MTP heads")
+            raise ValueError(f"{file}: made with other MTP heads; load those, or make it again")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
@@ -97,20 +102,24 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             _check(cache)
             mx.eval(cache.arrays)
         except RuntimeError as e:  # of MLX; its message is its JSON library's
-            raise ValueError(f"{file}: damaged (its arrays cannot be read)") from e
+            raise ValueError(f"{file}: damaged (its arrays cannot be read); make it again") from e
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, AssertionError) as e:
-            raise ValueError(f"{file}: damaged ({first_line(e)})") from e
+            raise ValueError(f"{file}: damaged ({first_line(e)}); make it again") from e
     return cache
 
 
 def saved_prefix(file: str | Path) -> PromptPrefix | None:
-    """Return the prompt prefix in a cache's file, None if there is none; raises as `load_prompt_cache` does."""
+    """Return the prompt prefix stored in a prompt cache's file, None if it has none; no model is needed.
+
+    Raises ValueError if the file is not a prompt cache, is damaged or has another format version; OSError if it
+    cannot be read.
+    """
     with Path(file).open("rb") as f:
         opening = _checked(f, file).get("opening")  # checked first: it may name a model to download
     try:
         return _filled(PromptPrefix, opening)
     except TypeError:
-        raise ValueError(f"{file}: damaged") from None
+        raise ValueError(f"{file}: damaged (its prompt prefix is not valid); make it again") from None
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:
@@ -141,7 +150,7 @@ def _part(model: Any) -> list[int]:
 
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
-    """Rebuild a cache from a file's values; without its heads if the model has none."""
+    """Return the cache made of a file's values, without heads if the model has none; ValueError for bad numbers."""
     layers, heads = state["layers"], state["heads"] if model.head_windows() else []
     numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
     if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
@@ -187,23 +196,29 @@ def _check(cache: PromptCache) -> None:
 
 
 def _suits(needed: CacheKind, c: LayerCache) -> bool:
-    """Return whether a layer that needs this kind can use the cache; a window may replace all positions."""
+    """Return whether a layer that needs this kind can use the cache.
+
+    Where all positions are needed, a window is accepted too (max_kv_size).
+    """
     if isinstance(needed, type):
         return isinstance(c, needed)
     return needed in (None, c.window) and not (c.is_state or c.is_mlx_lm)
 
 
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
-    """Return what `_state` wrote; ValueError if any byte of the file has changed."""
+    """Return the values of `_state` stored in an open file; ValueError if any byte of the file has changed."""
     state, checksum = _state_in(f, file)
     with contextlib.suppress(ValueError):
         if _checksum(f)[1] == checksum:
             return state
-    raise ValueError(f"{file}: damaged, its content does not have its checksum")
+    raise ValueError(f"{file}: damaged, its content does not match its checksum; make it again")
 
 
 def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
-    """Return what `_state` wrote and the checksum, both from a file's header; ValueError for another format."""
+    """Return the values of `_state` and the checksum, both from a file's header and not yet checked.
+
+    Raises ValueError if the file is no prompt cache or has another format version.
+    """
     try:
         metadata = json.loads(safetensors_header(f))["__metadata__"]
         state = json.loads(metadata["mlx_mtp"])
@@ -228,7 +243,10 @@ def safetensors_header(f: BinaryIO) -> bytes:
 
 
 def _checksum(f: BinaryIO) -> tuple[int, str]:
-    """Return the position of a file's checksum and its right value, which is taken over zeros at that position."""
+    """Return the position of the checksum in a file, and the checksum that the content should have there.
+
+    It covers all bytes of the file, with zeros instead of the checksum itself.
+    """
     header = safetensors_header(f)
     match = CHECKSUM.search(header)
     if match is None:
@@ -246,11 +264,11 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 
 
 def fingerprint(model: Any, *, heads: bool) -> str:
-    """Return a hash of a model's configuration and of its parameters: names, shapes, types and sampled values.
+    """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    It identifies the model that a saved cache belongs to. heads: hash the drafter or MTP heads, without their LM
-    heads, on which no state depends; else the target. Of a split model all ranks return the same hash and must call
-    together.
+    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, and its config.json.
+    heads=True: those of the drafter or MTP heads, and their layout, without their LM heads, on which no state
+    depends. Of a split model all ranks return the same hash and must call together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")
@@ -267,6 +285,6 @@ def fingerprint(model: Any, *, heads: bool) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """Return the bytes [n] of up to SAMPLED values, evenly spaced over an array."""
+    """Return the bytes, uint8 [n], of up to SAMPLED values spaced evenly over an array."""
     flat = array.reshape(-1)
     return mx.view(mx.contiguous(flat[:: -(-flat.size // SAMPLED) or 1]), mx.uint8)

@@ -10,9 +10,11 @@ from .prompt_cache import PromptCache, make_prompt_cache
 
 
 def from_mlx_lm(model: CachedModel, given: Any) -> Any:
-    """Return a new PromptCache for a list of mlx-lm's empty caches; the list then contains it instead of them.
+    """Return a PromptCache for `given`, the prompt_cache argument of mlx-lm's functions.
 
-    Anything else is returned unchanged. Raises ValueError for caches with tokens, which no MTP head has read.
+    A list of mlx-lm's empty caches: a new one, which replaces the list's members; a rotating cache sets max_kv_size.
+    A list that holds a PromptCache: that one. Anything else is returned unchanged. Raises ValueError for caches that
+    hold tokens, which no MTP head has read, or have another number of layers.
     """
     if isinstance(given, list) and given and isinstance(given[0], PromptCache):
         return given[0]
@@ -23,7 +25,9 @@ def from_mlx_lm(model: CachedModel, given: Any) -> Any:
     windows = model.windows()
     plain = windows == [MlxLmCaches]
     if not plain and len(given) != len(windows):
-        raise ValueError("prompt_cache: made for another model (its layers do not match)")
+        raise ValueError(
+            "prompt_cache: made for another model (its number of layers differs); use make_prompt_cache(model)"
+        )
     pairs = zip(given, windows, strict=False)
     sizes = [c.max_size for c, window in pairs if window is None and isinstance(c, RotatingKVCache)]
     cache = make_prompt_cache(model, max_kv_size=min(sizes, default=None))

@@ -23,9 +23,10 @@ def round_up(n: int) -> int:
 
 
 class LinearKVCache(LayerCache):
-    """Keys, values and any other rows of all positions, in buffers that grow by an eighth; mlx-lm's protocol, B = 1.
+    """Keys, values and any other rows of all positions of one sequence (B = 1), with mlx-lm's methods of a cache.
 
-    `start`: the first position with contents (an MTP head of depth j has none before position j).
+    Buffers grow by at least an eighth. `start`: the first position with contents (an MTP head of depth j has none
+    before position j).
     """
 
     def __init__(self, start: int = 0):
@@ -65,13 +66,13 @@ class LinearKVCache(LayerCache):
             self.parts = tuple(mx.slice_update(part, rows, self.offset, axes=[2]) for part, rows in pairs)
 
     def _assign(self, slot: int, new: Parts) -> None:
-        """Store rows through new array handles, so that handles kept elsewhere keep the old contents."""
+        """Write rows from a slot on, through new array objects: those that a mark refers to keep the old contents."""
         self.parts, end = tuple([copy.copy(part) for part in self.parts]), slot + new[0].shape[2]
         for part, rows in zip(self.parts, new, strict=True):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return the slots that attention reads after `rows` more rows are written."""
+        """Return the slots that attention reads once `rows` more rows are written."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
@@ -91,7 +92,10 @@ class LinearKVCache(LayerCache):
         return self._decode(parts)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask of the next N rows: None, "causal" or boolean [N, visible slots]."""
+        """Return the mask of the next N rows: None (one row sees all), "causal", or boolean [N, visible slots].
+
+        It is boolean if the device counts positions or with `return_array`; window_size is ignored.
+        """
         if isinstance(self.offset, int):
             if N == 1:
                 return None

@@ -18,10 +18,11 @@ GROUP_SIZES = (32, 64, 128)  # supported by MLX's quantization
 def make_cache(
     window: CacheKind | Ring, *, start: int = 0, keep: int = 0, bits: int | None = None, group_size: int = 64
 ) -> Any:
-    """Return the empty cache of one layer; with `bits`, keys and values are quantized.
+    """Return the empty cache of one layer; with `bits`, keys and values are quantized in groups of `group_size`.
 
-    window: the number of last positions, or a Ring that layers share; None for all positions; or a class of cache.
-    keep: number of first positions that a new ring never overwrites.
+    window: the number of positions kept, or a Ring that layers share; None for all; or a class of cache, which is
+    created without the other arguments. start: the first position with contents. keep: the number
+    of the window's positions that are the sequence's first ones; a given Ring has its own.
     """
     if isinstance(window, type):
         return window()
@@ -34,13 +35,20 @@ def make_cache(
 
 
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
-    """Return one cache per layer; layers with the same window share one Ring."""
+    """Return one cache per layer of a sequence; layers with the same window share one Ring.
+
+    starts: each layer's first position with contents, above 0 for later MTP heads of a chain. quantization: `bits`
+    and `group_size` of `make_cache`.
+    """
     pairs = zip(windows, starts, strict=True)
     return from_configs([{"window": window, "start": start, **quantization} for window, start in pairs])
 
 
 def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
-    """Return caches with these `config`s, without arrays; those with the same window share one Ring."""
+    """Return the caches of one sequence, without arrays, from one `config` per layer.
+
+    Caches with the same window share one Ring; all share one `once`.
+    """
     rings: dict[tuple[int, int], Ring] = {}
     caches: list[Any] = []
     for config in configs:
@@ -61,7 +69,7 @@ def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
 def check_layout(
     model: CachedModel, kv_bits: int | None, mtp_kv_bits: int | None, kv_group_size: int, max_kv_size: int | None
 ) -> None:
-    """Raise ValueError for arguments of `make_prompt_cache` that the model's caches do not support."""
+    """Raise ValueError for the first argument of `make_prompt_cache` that the model's caches do not support."""
     if kv_group_size not in GROUP_SIZES:
         raise ValueError(f"kv_group_size={kv_group_size}: allowed are 32, 64 and 128")
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
@@ -80,6 +88,9 @@ def check_layout(
 
 
 def group_size_for(model: CachedModel) -> int:
-    """Return 64, or 32 if only 32 divides the model's head size."""
+    """Return the default kv_group_size: 64, or 32 if the model's head size is a multiple of 32 but not of 64.
+
+    Also 64 for a head size that neither divides, which `check_layout` then refuses.
+    """
     head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -10,13 +10,16 @@ CONTEXTS = (0, 1024, 16384)  # lengths from which other kernels may be faster
 
 
 class OncePerPass:
-    """Computes a function of the position once per pass; all layers of a sequence share one."""
+    """The last result per function, so that what depends on the position only is computed once per pass.
+
+    All caches of a sequence share one.
+    """
 
     def __init__(self):
         self._last: dict[Callable, tuple] = {}
 
     def __call__(self, fn: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Return fn(a, b): the previous result if a and b are the same objects as in the previous call."""
+        """Return fn(a, b), or fn's previous result if a and b are the same objects as then."""
         last = self._last.get(fn)
         if last is None or last[0] is not a or last[1] is not b:
             last = self._last[fn] = a, b, fn(a, b)
@@ -28,13 +31,13 @@ class OncePerPass:
 
 
 class LayerCache:
-    """Keys and values, or a recurrent state, of one layer and sequence (B = 1); the defaults are without rows.
+    """Interface of one layer's cache of one sequence (B = 1): keys and values, or a recurrent state.
 
     offset: number of positions held: an `int` while the host counts them, int32 [1] while the device does.
     limit:  the host's upper bound of `offset`.
     parts:  the arrays; () before the first row.
     start:  the first position with contents; int32 [1] in a recorded cycle.
-    window: number of last positions held, None for all; keep: number of first positions held in addition.
+    window: number of positions held, None for all: the first `keep` and the last ones.
     config: arguments of `kinds.from_configs` that create this cache without its `parts`; stored in files as JSON.
     once:   shared with the sequence's other layers.
     context: the largest of CONTEXTS that the sequence had reached when its answer began. It chooses the kernels, so
@@ -78,13 +81,13 @@ class LayerCache:
         return parts
 
     def reserve(self, rows: int) -> None:
-        """Let the next growth reach at least `rows` positions, if a longer sequence is expected."""
+        """Note that `rows` positions are expected in all: the next growth of the buffers reaches at least these."""
 
     def hold(self, rows: int) -> None:
-        """Make room for `rows` positions now, in a cache that has arrays."""
+        """Make room for `rows` positions in all now; nothing happens before the first row."""
 
     def seek(self, offset: Any, limit: int) -> None:
-        """Set the position, a host integer or int32 [1], and the host's upper bound of it."""
+        """Set the position (a host integer, or int32 [1] on the device) and the host's upper bound of it."""
         self.offset, self.limit = offset, limit
 
     def used(self) -> Parts:
@@ -99,7 +102,7 @@ class LayerCache:
         return shapes_of(parts) == shapes_of(self.parts)
 
     def to_quantized(self, bits: int, group_size: int) -> "LayerCache":
-        """Return a cache with the same positions in `bits` bits; a recurrent state is returned unchanged."""
+        """Return a cache of the same positions in `bits` bits; one without keys and values returns itself."""
         return self
 
 
@@ -126,7 +129,7 @@ class CachedModel(Protocol):
     def vocab_size(self) -> int: ...
 
     def windows(self) -> list[CacheKind]:
-        """Return the kind of cache of each layer that has one."""
+        """Return the kind of cache of each of the target's layers that has one."""
         ...
 
     def head_windows(self) -> list[CacheKind]:
@@ -134,5 +137,5 @@ class CachedModel(Protocol):
         ...
 
     def no_hidden(self) -> mx.array:
-        """Return a hidden row of zeros, [1, 1, H], in the model's type."""
+        """Return a hidden row of zeros, [1, 1, H], in the model's floating-point type."""
         ...

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Quantizing:
-    """The request to quantize the target's caches before position `start` is read."""
+    """A pending request: quantize the target's caches before position `start` is read, in groups to `bits` bits."""
 
     start: int
     bits: int
@@ -18,9 +18,11 @@ class Quantizing:
 class Mark:
     """A recorded state of a PromptCache; references to arrays, nothing is copied.
 
+    length: number of tokens held. primed, kept, backlog, quantizing: those fields of the PromptCache.
     held:   (cache, parts, start) of recurrent states and, between generations, of wrapped windows: a lower offset
         does not restore these. The first later write to such a window copies it.
-    caches: (cache, offset, limit, parts) of all caches; None if later writes may be in place.
+    caches: (cache, offset, limit, parts) of all caches, which then are not written in place. None in a snapshot and
+        after `release`: a restore leaves keys, values and positions as they are.
     """
 
     length: int
@@ -32,5 +34,8 @@ class Mark:
     quantizing: Quantizing | None
 
     def release(self) -> None:
-        """Release keys and values, so that the next write is in place; recurrent states are replaced, not written."""
+        """Drop the references to keys and values, so that the next write to them is in place.
+
+        Recurrent states stay in the mark, because a later step replaces them instead of writing into them.
+        """
         self.caches = None

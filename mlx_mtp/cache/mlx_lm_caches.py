@@ -12,9 +12,8 @@ from .layer_cache import LayerCache
 class MlxLmCaches(LayerCache):
     """One entry of `PromptCache.layers` for mlx-lm's caches of all layers, with positions like `LinearKVCache`.
 
-    No cycle is built ahead on it, so a stopped generation leaves it usable. An interruption in the middle of a step
-    does
-    not: the next read then raises ValueError.
+    No cycle is built ahead on it, so a stopped generation leaves it usable. After an interruption in the middle of a
+    step it is not: the next read then raises ValueError.
     """
 
     name = "plain"
@@ -46,7 +45,7 @@ class MlxLmCaches(LayerCache):
         return self.whole and mlx_lm_caches.can_trim_prompt_cache(self.caches)
 
     def seek(self, offset: int, limit: int) -> None:
-        """Return to `offset`; a cache that cannot becomes unusable."""
+        """Return to `offset`. If mlx-lm's caches cannot go back that far, the next `read` raises ValueError."""
         if offset < self.offset and self.rewinds:
             mlx_lm_caches.trim_prompt_cache(self.caches, self.offset - offset)
             self.offset = offset
@@ -92,7 +91,10 @@ class MlxLmCaches(LayerCache):
 
 
 class ListOfOne:
-    """Mixin that makes a PromptCache a list with itself as only member, as mlx-lm's functions on caches expect."""
+    """Mixin that makes a PromptCache a list with itself as only member, as mlx-lm's functions on caches expect.
+
+    An mlx_lm function that reads another member, a state or a mask gets a ValueError.
+    """
 
     def __len__(self) -> int:
         return 1

@@ -43,7 +43,7 @@ def checkpoint_of(cache: PromptCache) -> Checkpoint:
 
 
 def packed_checkpoint(at: Checkpoint) -> Checkpoint:
-    """Copy a checkpoint's arrays into one buffer per type."""
+    """Return a checkpoint with copies of its arrays, in one buffer per type."""
     arrays = iter(packed(at.arrays))
     kept, backlog = ([next(arrays) for _ in group] for group in (at.kept, at.backlog))
     whole = {i: tuple(next(arrays) for _ in parts) for i, parts in at.whole.items()}
@@ -56,7 +56,10 @@ def has_rows(c: LayerCache) -> bool:
 
 
 def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> list[Parts]:
-    """Copy the rows of two ranges of positions, the target's and the heads'; () for a cache without rows there."""
+    """Return copies of the rows of each cache in a range of positions (first, end); () for one without rows there.
+
+    rows: the range of the target's caches. heads: that of the heads' caches.
+    """
     spans = [rows] * len(cache.layers) + [heads] * len(cache.heads)
     return packed_rows(
         [
@@ -67,7 +70,7 @@ def cut(cache: PromptCache, rows: tuple[int, int], heads: tuple[int, int]) -> li
 
 
 def packed_rows(rows: list[Parts]) -> list[Parts]:
-    """Copy the rows of all caches into one buffer per type."""
+    """Return copies of the rows of all caches, in one buffer per type."""
     arrays = iter(packed([part for parts in rows for part in parts]))
     return [tuple(next(arrays) for _ in parts) for parts in rows]
 
@@ -98,9 +101,10 @@ def buffers(arrays: Iterable[mx.array]) -> int:
 
 
 def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: list[int], room: int) -> PromptCache:
-    """Return a cache with `tokens` [at.length], made of consecutive pieces from position 0.
+    """Return a cache that holds `tokens`, made of consecutive pieces of `cut` from position 0 on.
 
-    blank: an empty cache of the same layout. room: number of positions to make room for.
+    blank: an empty cache of the same layout. at: the checkpoint after the last piece, at position len(tokens). room:
+    number of positions for which buffers have room.
     """
     cache = blank.like_new()
     for i, c in enumerate(cache.caches):
@@ -118,7 +122,8 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: 
 def check_piece(rows: list[Parts], at: Checkpoint | None, like: PromptCache, tokens: int, primed: int) -> None:
     """Raise ValueError if a piece, read from a file, does not have the shapes of `like`, a non-empty cache.
 
-    tokens, primed: number of positions in the piece, of the target and of the heads.
+    at: the checkpoint at its end, None without one. tokens, primed: number of positions in the piece, of the target
+    and of the heads.
     """
     spans = [tokens] * len(like.layers) + [primed] * len(like.heads)
     right = [_suits(parts, c, span) for parts, c, span in zip(rows, like.caches, spans, strict=True)]

@@ -26,7 +26,7 @@ class PoolForm(NamedTuple):
     """Everything besides arrays that a step on a pool depends on.
 
     layers, heads: the `config`s of one sequence's caches; no heads if they are not in the step. span: the slots of a
-    pass and the number of all slots. starts: whether each cache has a `start` above 0.
+    pass, and the number of all slots. starts: per cache in the step, whether any sequence's `start` is above 0.
     """
 
     layers: tuple
@@ -47,8 +47,8 @@ class PoolForm(NamedTuple):
 class Pool(StepCache):
     """A pooled cache for each layer of the target and, while the heads follow it, for each head.
 
-    has_heads: the heads are in the pool. missed: hidden rows [n, 1, H] of plain cycles that the heads have not read,
-    and the tokens [n, 1] that follow them. configs: of one sequence's layers and heads.
+    has_heads: the heads are in the pool. missed: of each plain cycle that the heads have not read, hidden rows
+    [n, 1, H] and the tokens [n, 1] that follow. configs: the `config`s of one sequence's (layers, heads).
     """
 
     def __init__(self, like: PromptCache):
@@ -102,7 +102,11 @@ class Pool(StepCache):
             c.offset, c.parts = offset, arrays
 
     def copy_out(self, mark: PoolMark, cache: PromptCache, slot: int, row: int, *, base: int, rows: int) -> None:
-        """Copy a sequence's state at `mark` to its own cache: `rows` of the pass that began at position `base`."""
+        """Copy a sequence's state at `mark` to its own cache, whose positions the caller then sets (`settle`).
+
+        slot: of its keys and values. row: in the pass that `mark` follows. base: position of that pass's first row.
+        rows: number of its rows to include.
+        """
         arrays = iter(mark.arrays)
         for c, target in zip(self.layers, cache.layers, strict=True):
             target.parts = c.copied(next(arrays), row) if c.is_state else c.copied(next(arrays), slot, base + rows)
@@ -112,7 +116,7 @@ class Pool(StepCache):
     def pause_heads(self, sequences: Sequence[tuple[int, int, int, PromptCache]]) -> None:
         """Copy each sequence's heads, and the rows they missed, to its own cache; the pool has no heads then.
 
-        sequences: row, slot, position of the last pass's first row, and own cache of each.
+        sequences: (row, slot, position of the last pass's first row, own cache) of each.
         """
         mark, self.has_heads = self.mark(), False
         for row, slot, base, cache in sequences:
@@ -131,10 +135,10 @@ class Pool(StepCache):
             cache.push(mx.concatenate([hidden[row : row + 1] for hidden, _ in mark.missed], axis=1))
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, PromptCache]]) -> None:
-        """Change the sequences of the next pass.
+        """Change the sequences of the next pass: assign rows to slots and copy newcomers into the pool.
 
         order: for each slot of the span its row in the last pass; numbers from the row count on are newcomers'.
-        newcomers: slot and own cache of each, between generations, whose heads have read all but its last position.
+        newcomers: (slot, own cache) of each, between generations; the heads have read all but its last position.
         """
         self.span, index = span, mx.array(list(order))
         self._regroup(self.layers, [(slot, c.layers, c.offset) for slot, c in newcomers], order, index)
@@ -142,7 +146,10 @@ class Pool(StepCache):
             self._regroup_heads(order, index, newcomers)
 
     def resume_heads(self, sequences: Sequence[tuple[int, PromptCache]]) -> None:
-        """Copy the heads of all sequences, by slot, into the pool; they have read all but the last position."""
+        """Copy the heads of all sequences into the pool. sequences: (slot, own cache) of each.
+
+        The heads must have read all positions but the last.
+        """
         places = {slot: row for row, (slot, _) in enumerate(sequences)}
         order, self.has_heads = [places.get(slot, 0) for slot in self.span.slots], True
         self._regroup_heads(order, mx.array(order), sequences)

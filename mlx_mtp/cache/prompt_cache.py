@@ -108,7 +108,7 @@ class PromptCache(StepCache, ListOfOne):
 
     @property
     def layout(self) -> dict[str, int | None]:
-        """The arguments of `make_prompt_cache` that give this layout."""
+        """The kv_bits, mtp_kv_bits, kv_group_size and max_kv_size for which `make_prompt_cache` gives this layout."""
         due = self.quantizing
         target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (self.layers, self.heads))
         pairs = zip(self.model.windows(), self.layers, strict=True)
@@ -126,12 +126,12 @@ class PromptCache(StepCache, ListOfOne):
         return [part for c in self.caches for part in c.parts] + self.kept + self.backlog
 
     def begin(self, length: int) -> None:
-        """Set the `context` of an answer that follows `length` tokens."""
+        """Set the `context` of all caches for an answer that begins after `length` tokens."""
         for c in self.caches:
             c.context = max(context for context in CONTEXTS if context <= length)
 
     def reserve(self, rows: int) -> None:
-        """Let buffers grow to `rows` positions at once, or to the position at which they are quantized."""
+        """Let the next growth of buffers reach `rows` positions, or the one at which they are quantized."""
         self._reserved = rows
         for c in self.layers:
             c.reserve(rows if self.quantizing is None else min(rows, self.quantizing.start))
@@ -139,7 +139,7 @@ class PromptCache(StepCache, ListOfOne):
             c.reserve(rows)
 
     def push(self, hidden: mx.array) -> None:
-        """Append hidden rows that the heads have not read; drop older ones that they will not read."""
+        """Append hidden rows [1, r, H] to the backlog, if there are heads; drop older ones that are not needed."""
         if not self.heads:
             return
         self.backlog.append(pending(self.model, hidden))
@@ -165,7 +165,7 @@ class PromptCache(StepCache, ListOfOne):
         return sum(rows.shape[1] for rows in self.backlog)
 
     def resume_heads(self, base: int) -> None:
-        """Let the drafter follow the target from now on; it has read all positions before `base`."""
+        """Let the drafter follow the target from now on; it must have read all positions before `base`."""
         self.to_device()
         if not self.live:
             assert self.primed == base or not self.heads, "the drafter has not read all rows"
@@ -173,7 +173,7 @@ class PromptCache(StepCache, ListOfOne):
             seek(self.heads, mx.array([self.primed]), self.primed)
 
     def pause_heads(self, base: int) -> None:
-        """Stop the heads at position `base`; if they were live, they have read all earlier positions."""
+        """Stop the drafter at position `base`; if it was live, it has read all earlier ones."""
         if self.live:
             self.live, self.primed = False, base
             seek(self.heads, base, base)
@@ -190,7 +190,7 @@ class PromptCache(StepCache, ListOfOne):
             seek(self.layers, position, position)
 
     def advance(self, base: int) -> None:
-        """Record that a run began at position `base`; live heads have read all earlier positions."""
+        """Note that a run begins at position `base`: heads that are live have read all earlier positions."""
         if self.live:
             self.primed = base
 
@@ -226,7 +226,11 @@ class PromptCache(StepCache, ListOfOne):
         return Mark(self.offset, self.primed, self.kept, list(self.backlog), parts, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
-        """Return to a mark; if its buffers were released, later rows stay in them and are overwritten."""
+        """Return to a mark.
+
+        After its `release`, and to a snapshot, only states and the heads' fields return: the caller then sets
+        positions (`settle`), and later rows stay in the buffers to be overwritten.
+        """
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
         self.restore_states(mark)
         if mark.caches is not None:
@@ -266,7 +270,7 @@ class PromptCache(StepCache, ListOfOne):
         return n
 
     def room(self, position: int) -> float:
-        """Return the number of rows that one call may read from `position`, up to a pending start of quantization."""
+        """Return the number of rows that can be read from `position` before caches are quantized, or infinity."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
 
     @property
@@ -286,7 +290,7 @@ class PromptCache(StepCache, ListOfOne):
         return "quantizing the caches" if self.room(position) < rows else None
 
     def quantize_at(self, position: int) -> None:
-        """Quantize the target's caches if that is due before `position` is read."""
+        """Quantize the target's caches if `position`, which is read next, has reached the requested start."""
         due = self.quantizing
         if due is not None and position >= due.start:
             self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
@@ -294,7 +298,7 @@ class PromptCache(StepCache, ListOfOne):
             self.reserve(self._reserved)
 
     def settle(self, tokens: list[int]) -> None:
-        """End a generation with these tokens held: every position becomes a host integer."""
+        """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""
         self.tokens, self.live = tokens, False
         seek(self.layers, len(tokens), len(tokens))
         seek(self.heads, self.primed, self.primed)
@@ -311,7 +315,7 @@ def make_prompt_cache(
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> PromptCache:
-    """Return an empty cache for `model`, with room for `num_draft_tokens` heads (None: all it has).
+    """Return an empty cache for `model` and `num_draft_tokens` MTP heads (None: all; 0: none, nor another drafter).
 
     kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
         kernel, which makes a row's bits independent of drafts, supports None, 4 and 8.

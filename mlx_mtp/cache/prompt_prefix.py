@@ -21,10 +21,10 @@ class PromptPrefix:
     eos_token: str | None = None
 
     def check(self, **requested: Any) -> None:
-        """Raise ValueError if a requested value, by field name, is neither empty nor this prefix's own."""
+        """Raise ValueError if a requested value, by field name, differs from this prefix's; empty ones never do."""
         for name, value in requested.items():
             if value and value != (own := getattr(self, name)):
-                raise ValueError(f"{name}={value!r}: the prompt cache was made with {own or None!r}")
+                raise ValueError(f"{name}={value!r}: the prompt cache was made with {own or None!r}; leave it out")
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:

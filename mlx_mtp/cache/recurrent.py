@@ -17,11 +17,11 @@ Replay = Callable[..., mx.array]
 
 
 class RecurrentCache(LayerCache):
-    """State and tape of one layer, with positions like `LinearKVCache`; B = 1.
+    """State and tape of one recurrent layer of one sequence (B = 1), with positions like `LinearKVCache`.
 
-    parts: (position of the state [1] int32, state, the convolution's rows before and on the tape [1, K-1+T, C]), and
-           after a verify of T rows the inputs of the recurrence ([1, T, ..] arrays), or one array of the states after
-           each row.
+    parts: (position of the state, int32 [1]; state; the convolution's rows before and on the tape [1, K-1+T, C]), and
+           after a verify of T rows the tape: the inputs of the recurrence ([1, T, ..] arrays), or one array of the
+           states after each row.
     """
 
     name = "recurrent"
@@ -41,11 +41,17 @@ class RecurrentCache(LayerCache):
         return mx.concatenate([before, rows], axis=1)
 
     def convolution_rows(self, rows: mx.array, taps: int) -> mx.array:
-        """Return the convolution's rows before and on the tape, [1, taps-1+T, C]; `rows` has their shape and type."""
+        """Return the convolution's stored rows, before and on the tape, [1, taps-1+T, C]; zeros at the start.
+
+        rows: new rows, for the width C and type of the zeros.
+        """
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """Return the state at `offset`, None at the start; `replay(state, mask [1, T], *tape)` applies a tape."""
+        """Return the state at `offset`, None at the start; after a verify the accepted rows of the tape are applied.
+
+        replay(state, mask [1, T], *tape): returns the state after the tape rows that are true in the mask.
+        """
         accepted, tape = self.accepted, self.tape
         if accepted is None:
             return self.committed
@@ -71,7 +77,10 @@ class RecurrentCache(LayerCache):
 
     @property
     def accepted(self) -> mx.array | None:
-        """Number of accepted rows of the tape, [1], including the newest token's; None without a tape."""
+        """Number of leading tape rows that are accepted, int32 [1], the row before the first draft included.
+
+        None without a tape.
+        """
         return self.once(operator.sub, self.offset, self.parts[0]) if len(self.parts) > 3 else None
 
     @property
@@ -103,7 +112,7 @@ class RecurrentCache(LayerCache):
         self.limit += rows
 
     def seek(self, offset: Any, limit: int) -> None:
-        """Set the position; if a host integer, keep only that state of a tape of states."""
+        """Set the position. With a host integer, a tape of states is reduced to the state at this position."""
         self.offset, self.limit = offset, limit
         if isinstance(offset, int) and self.tape and not self.replays:
             position, _, convolved, states = self.parts
@@ -112,7 +121,7 @@ class RecurrentCache(LayerCache):
             self.parts = (mx.array([offset]), self.chosen(), kept)
 
     def fits(self, parts: Parts) -> bool:
-        """Return whether `parts` have this cache's shapes, with a tape of any length in tape and convolution rows."""
+        """Return whether `parts`, read from a file, have this cache's shapes, with a tape of any number of rows."""
         if len(parts) < 3:
             return False
         tape = parts[3:]

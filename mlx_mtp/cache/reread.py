@@ -5,7 +5,10 @@ from .prompt_cache import PromptCache
 
 
 def empty_like(cache: PromptCache) -> PromptCache:
-    """Return an empty cache that equals this one after it has read the same tokens."""
+    """Return an empty cache that equals this one after it has read the same tokens.
+
+    Layers that were quantized during the sequence are unquantized again, to be quantized at the same position.
+    """
     new = cache.like_new()
     if cache.quantized:
         stored = "bits", "group_size"
@@ -18,7 +21,10 @@ def empty_like(cache: PromptCache) -> PromptCache:
 
 
 def adopt(cache: PromptCache, read: PromptCache) -> None:
-    """Move the contents of `read`, from `empty_like`, into a cache; marks keep referring to the same layers."""
+    """Replace the contents of a cache by those of `read`, made by `empty_like`, which has read the tokens again.
+
+    The layer objects of `cache` stay, so that marks still refer to them. Its heads are paused.
+    """
     if cache.quantizing is None:
         read.quantize_at(read.offset)
     for c, new in zip(cache.caches, read.caches, strict=True):

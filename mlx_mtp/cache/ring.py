@@ -10,16 +10,21 @@ from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
 MAX_ROWS = 16  # maximum rows of a verify
-# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts. All rows but one of the previous
-# verify may be rejected too, so a ring has room for two; heads read a verify's rows a cycle later.
+# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts (see `Ring`)
 CALL_ROWS = MAX_ROWS + 8
 
 
 class Ring:
-    """Geometry of a ring of `window` positions, with room to roll back two verifies of MAX_ROWS rows.
+    """Geometry of a ring: keys and values of `window` positions in `window + 2 * MAX_ROWS` slots.
 
-    The first `keep` positions belong to every window and are never overwritten; later ones share the other slots. All
-    layers of a model share one Ring, so that functions of the position are computed once per forward pass.
+    The first `keep` of the window's positions are never overwritten; later positions share the other slots in turn.
+    All layers of a model share one Ring, so that functions of the position are computed once per forward pass.
+
+    A rollback only lowers the position: rejected rows stay until they are overwritten. Such a row, at position p, has
+    replaced the position one turn of the ring earlier, and a mask takes it for that one, which is outside the window
+    of a query at q if p <= q + 2 * MAX_ROWS. This always holds. A generation can stop at the first row of a verify
+    after that verify and the next have written MAX_ROWS rows each. Drafters read a verify's rows one cycle later, so
+    only one of their steps is rolled back: CALL_ROWS rows of MTP heads, at most 2 * MAX_ROWS of other drafters.
     """
 
     def __init__(self, window: int, keep: int = 0):
@@ -30,7 +35,7 @@ class Ring:
 
     @cached_property
     def _band(self) -> mx.array:
-        """The masks of one row at all positions: each is a slice of this one."""
+        """Boolean [1, 2 * slots], of which each position's mask of one row is a slice."""
         ages = (self.slots - 1 - mx.arange(2 * self.slots)) % self.slots
         return (ages < self.window)[None]
 
@@ -48,7 +53,11 @@ class Ring:
         return self._last[2]
 
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
-        """Return a boolean [rows, visible]: the slots that each row, once written, may attend to."""
+        """Return a boolean [rows, visible]: the slots, of the first `visible`, that each next row may attend to.
+
+        Slots are seen as they are once all of these rows are written. offset: position of the first row. start: the
+        first position with contents.
+        """
         queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)
         # The newest position that maps to each slot; negative where none was written yet.
@@ -58,12 +67,12 @@ class Ring:
         return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
 
     def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
-        """Return booleans: whether each query's window contains each position."""
+        """Return booleans, broadcast: whether the window of each query's position contains each position."""
         near = positions > queries - (self.window - self.keep)
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """Return the `mask` [1, visible], made on the host, of one row that attends to `positions` and kept ones."""
+        """Return the mask [1, visible] of one row, made on the host: true for `positions` and the kept ones."""
         if len(positions) == self.window and not self.keep:
             first = self.slots - 1 - (positions.stop - 1) % self.slots
             return self._band[:, first : first + visible]
@@ -74,10 +83,10 @@ class Ring:
 
 
 class SlidingKVCache(LinearKVCache):
-    """Keys and values of the last positions, in a ring.
+    """Keys and values of the last positions in a Ring, of one layer and sequence.
 
-    Masks come from positions, so a row's arithmetic depends neither on when the ring wrapped nor on rejected rows,
-    which are overwritten before a query's window reaches their slots.
+    A row's arithmetic depends neither on when the ring wrapped nor on rejected rows: masks are made from positions,
+    and a rejected row is overwritten, or masked, before a window reaches its slot (see `Ring`).
     """
 
     wraps = True
@@ -137,7 +146,7 @@ class SlidingKVCache(LinearKVCache):
         return self._filled(QuantizedSlidingKVCache(group_size, bits, self.ring, self.start))
 
     def _past(self) -> range:
-        """Return the positions in the next row's window, without kept ones."""
+        """Return the positions before the next row that its window contains, without the kept first ones."""
         first = max(self.offset - (self.window - self.keep) + 1, self.keep, self.start)
         return range(min(first, self.offset), self.offset)
 

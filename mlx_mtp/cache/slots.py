@@ -38,7 +38,10 @@ class Span:
         self._last: dict[Ring | None, tuple] = {}
 
     def index(self, ring: Ring | None, offset: mx.array, rows: int) -> mx.array:
-        """Return the positions at which the next rows are written, [count, 1, rows, 1], once per kind of layer."""
+        """Return where the next rows are written, [count, 1, rows, 1]: slots of the ring, or without one positions.
+
+        offset: position of each sequence. The last result per ring is kept, for the other layers of the pass.
+        """
         last = self._last.get(ring)
         if last is None or last[0] is not offset or last[1] != rows:
             where = (offset if self.fill is None else mx.take(offset, self.fill))[:, None]
@@ -48,10 +51,11 @@ class Span:
 
 
 class PooledKV(LayerCache):
-    """Keys, values and any other rows of several sequences: [slots, H, S, D] each, with `span.count` slots.
+    """Keys, values and any other rows of one layer and several sequences: [slots, H, S, D] each.
 
-    offset: int32 [n]. limit: upper bound of all offsets. starts: of each sequence, the first position with contents;
-    start: the same, int32 [n, 1, 1, 1], or 0 for all. ring: the geometry of a window, None if all positions are kept.
+    offset: int32 [n] of the n sequences in a pass. limit: upper bound of all offsets. starts: each sequence's first
+    position with contents; start: the same as an array [n, 1, 1, 1], or 0 for all. span: the slots of the pass. ring:
+    the geometry of a window, None if all positions are kept.
     """
 
     def __init__(self, ring: Ring | None = None):
@@ -68,9 +72,9 @@ class PooledKV(LayerCache):
         return self.parts[0].shape[2] if self.parts else 0
 
     def hold(self, rows: int, like: Parts = ()) -> None:
-        """Grow the buffers to at least `rows` positions and the span's slots, by a copy.
+        """Grow the buffers, by a copy, to at least `rows` positions (a ring: its size) and the span's `count` slots.
 
-        like: arrays [.., H, .., D] of the same form, for empty buffers.
+        like: arrays [.., H, .., D] of the same form, for buffers that are empty.
         """
         have, capacity = (self.parts[0].shape[0], self.capacity) if self.parts else (0, 0)
         if self.ring:
@@ -86,7 +90,11 @@ class PooledKV(LayerCache):
         self.parts = tuple(blank)
 
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
-        """Change the sequences of the next pass, as `Pool.regroup`; newcomers: slot, cache, its positions."""
+        """Change the sequences of the next pass, and copy newcomers' keys and values to their slots.
+
+        order: for each slot of the span its row in the last pass, or from the row count on a newcomer. newcomers:
+        (slot, cache, number of its positions) of each.
+        """
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
         self.starts = [starts[row] for row in order]
@@ -105,17 +113,23 @@ class PooledKV(LayerCache):
             buffer[slot : slot + 1, :, :rows] = part[:, :, :rows]
 
     def copied(self, buffers: Parts, slot: int, rows: int) -> Parts:
-        """Return a copy of a slot's first `rows` positions in `buffers`, padded to a multiple of STEP."""
+        """Return a copy of one slot of `buffers`: its first `rows` positions, or a whole ring; () for 0 rows.
+
+        The number of positions is rounded up to a multiple of STEP.
+        """
         end = None if self.ring else round_up(rows)
         return () if rows == 0 else tuple(mx.contiguous(part[slot : slot + 1, :, :end]) for part in buffers)
 
     def _visible(self, rows: int) -> int:
-        """Return the number of positions that attention reads after `rows` more are written."""
+        """Return the number of slots of a sequence that attention reads once `rows` more are written."""
         end = -(-(self.limit + rows) // GRAIN) * GRAIN
         return min(end, self.ring.slots) if self.ring else end
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append L rows to each sequence, [n, H, L, D] each; return the arrays that they attend to, [n, H, S, D]."""
+        """Append L rows to n sequences, arrays [n, H, L, D]; return the arrays that they attend to, [n, H, S, D].
+
+        The n sequences are those of the span, free slots included.
+        """
         rows, fill = arrays[0].shape[2], self.span.fill
         new = self._encode(*arrays)
         index = self.span.index(self.ring, self.offset, rows)
@@ -158,7 +172,10 @@ class PooledState(RecurrentCache):
         return mx.concatenate([before, rows], axis=1)
 
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
-        """Gather the last pass's rows and newcomers' caches by an index, with tapes padded to one length."""
+        """Change the sequences of the next pass: `index` into the rows of the last pass, followed by the newcomers.
+
+        Tapes are padded to one length with rows that are not accepted.
+        """
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
         tape = max((parts[3].shape[1] for parts in every if len(parts) > 3), default=0)
         like = next((parts[3:] for parts in every if len(parts) > 3), ())
@@ -166,7 +183,7 @@ class PooledState(RecurrentCache):
         self.parts = tuple([gather(parts[0], parts[1:], index) for parts in zip(*rows, strict=True)])
 
     def copied(self, parts: Parts, row: int) -> Parts:
-        """Return a copy of one row of `parts`."""
+        """Return a copy of one sequence's row of `parts`."""
         return tuple(mx.contiguous(part[row : row + 1]) for part in parts)
 
 
@@ -176,7 +193,10 @@ def _positions_from(start: mx.array, rows: int) -> mx.array:
 
 
 def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
-    """Pad a state's tape to `rows` rows, which are not accepted; like: arrays of a tape."""
+    """Return a state's parts with the tape padded to `rows` rows; the added ones are not accepted.
+
+    like: the arrays of another state's tape, for parts without one.
+    """
     position, state, convolved, *tape = parts
     missing = rows - (tape[0].shape[1] if tape else 0)
     if missing == 0:
@@ -187,7 +207,7 @@ def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
 
 
 def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
-    """Gather rows [n, ...] of the last pass, followed by newcomers' [1, ...], by an index."""
+    """Return the rows at `index` of old [n, ...] (None if there are none), followed by the new arrays [1, ...]."""
     rows = [*([] if old is None else [old]), *new]
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
 
@@ -202,9 +222,10 @@ POOLS: dict[type[Any], type[Any]] = {
 
 
 def pooled(cache: Any, ring: Ring | None) -> Any:
-    """Return the empty pool of one layer, for sequences whose caches are like `cache`; ring: the layers' shared one.
+    """Return the empty pool of one layer, for sequences whose caches are of the kind of `cache`.
 
-    Raises ValueError for a kind of cache that no pool can hold.
+    ring: the one that the layers of these caches share, None without a window. Raises ValueError for a kind of cache
+    that no pool can hold.
     """
     pool = POOLS.get(type(cache))
     if pool is None:

@@ -19,7 +19,7 @@ class CacheArrays(NamedTuple):
 
 
 class CacheForm(Protocol):
-    """Everything in a StepCache that a recorded step depends on besides its arrays; hashable."""
+    """Everything in a StepCache besides its arrays that a recorded step depends on: a hashable part of its key."""
 
     def made(self, model: CachedModel) -> "StepCache":
         """Return a cache of this form without arrays."""
@@ -52,7 +52,7 @@ class StepCache(Protocol):
         return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [])
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Set the arrays that `unload` returned, and upper bounds of the target's and the drafter's positions."""
+        """Set the arrays that `unload` or a step returned, and upper bounds of the target and drafter positions."""
         parts = iter(arrays.parts)
         for c in self.layers:
             c.seek(arrays.ends[0], limit)
@@ -63,23 +63,23 @@ class StepCache(Protocol):
         self.kept = arrays.kept if self.live else self.kept
 
     def rollback(self, n: mx.array) -> None:
-        """Roll back the last n positions of each sequence in the target's caches, int32 [n] on the device."""
+        """Lower the position of each sequence in the target's caches by n, int32 [n] on the device."""
         seek(self.layers, self.layers[0].offset - n, self.layers[0].limit)
 
     def heads_follow(self) -> None:
-        """Move the drafter's caches to the target's position."""
+        """Set the position of the drafter's caches to the target's, which overwrites later rows in the next call."""
         seek(self.heads, self.layers[0].offset, self.layers[0].limit)
 
     def mark(self) -> Any:
-        """Return a mark of the state; while it exists, keys and values are not written in place."""
+        """Return a mark of the state, for `restore`; while it holds arrays, these are not written in place."""
         ...
 
     def restore(self, mark: Any) -> None:
-        """Return to a mark."""
+        """Return to the state of a mark."""
         ...
 
     def form(self) -> CacheForm:
-        """Return the form of a step on these caches."""
+        """Return the form of these caches, from which a recorded step makes them again."""
         ...
 
 

@@ -18,7 +18,7 @@ CHECKED = 64  # last tokens of the sequence that are compared before each cycle
 
 
 class Agreement:
-    """A generation's control on every rank, which returns the plans of rank 0's control.
+    """A generation's control on every rank, whose `plan` returns the plans that rank 0's own control makes.
 
     sources: names of the drafters, in the same order on all ranks. stopping: rank 0 has ended the generation.
     """
@@ -28,10 +28,12 @@ class Agreement:
         self._plans: deque[Plan] = deque()
 
     def meet(self, history: TokenHistory, pending_rows: int, refused: KernelRefused | None = None) -> None:
-        """Exchange the next cycle's plan and compare the last tokens; all ranks call it, between computations.
+        """Receive rank 0's next plan, for `plan`, and compare the last tokens; all ranks must call it.
 
-        pending_rows: rows that the drafter must read before it drafts. Raises on every rank RuntimeError if tokens
-        differ, and KernelRefused if any rank has `refused` kernels.
+        They call it between computations.
+
+        pending_rows: rows that the drafter must read before it drafts; rank 0's counts. refused: this rank's refused
+        kernels. Raises on every rank: RuntimeError if tokens differ, KernelRefused if any rank has refused kernels.
         """
         decision = [0, 0, 0, 0]
         if self.ranks.rank == 0:
@@ -43,7 +45,8 @@ class Agreement:
         found = self.ranks.gather([*decision, *same, int(refused is not None)])
         if odd := [str(rank) for rank, numbers in enumerate(found) if numbers[4:6] != found[0][4:6]]:
             raise RuntimeError(
-                f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them"
+                f"ranks: rank {', '.join(odd)} has other tokens than rank 0 after {found[0][4]} of them; "
+                "use the same model, mlx and mlx_mtp on all ranks"
             )
         if any(numbers[6] for numbers in found):
             self._plans.clear()
@@ -54,7 +57,7 @@ class Agreement:
 
     @property
     def paused(self) -> str:
-        """Why rank 0's control has paused drafting; "" if it has not, and on the other ranks."""
+        """Why rank 0's control has paused drafting; "" if it drafts, and always on the other ranks."""
         return self.control.paused if isinstance(self.control, Controller) else ""
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
@@ -66,7 +69,10 @@ class Agreement:
 
 
 def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
-    """Return rank 0's prompt tokens and random key; raises ValueError if the options of the ranks differ."""
+    """Return rank 0's prompt tokens and random key, or the given ones without ranks.
+
+    Raises ValueError on every rank if `options` (compared as text) differ between ranks.
+    """
     if not ranks:
         return tokens, key
     ranks.check_alike("an option of a generation", options)

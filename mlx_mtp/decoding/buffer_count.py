@@ -22,8 +22,8 @@ CONTEXT, VERIFIED = 8, 4  # positions and rows of the pass whose arrays are coun
 class Buffers:
     """Number of buffers, by owner.
 
-    caches: of one conversation, with pending hidden rows. snapshots: of a chat session. recordings: constants of the
-    cycles that one thread records. prefixes: the server's prefix tree.
+    weights: of the model. caches: of one conversation, with pending hidden rows. snapshots: of a chat session.
+    recordings: constants of the cycles that one thread records. prefixes: the server's prefix tree.
     """
 
     weights: int = 0
@@ -38,10 +38,10 @@ class Buffers:
 
 
 def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffers:
-    """Return the number of buffers of a model with one conversation, computing nothing.
+    """Return the numbers of buffers that a model and one conversation need, by owner; nothing is computed.
 
-    blank: an empty cache of the model, for its layout. tokens, chunk: length of a conversation in a prefix tree, and
-    of its chunks, each of which ends with a checkpoint.
+    blank: an empty cache of the model, for its layout. tokens, chunk: length of a conversation in the server's prefix
+    tree, and of its chunks, each of which ends with a checkpoint; 0 tokens: no tree.
     """
     model = blank.model
     weights = _distinct(array for _, array in tree_flatten(model.parameters()))  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffer
 
 
 def _constants(model: Target, cache: PromptCache) -> int:
-    """Return the number of constants in the graph of a pass, which each recorded cycle holds."""
+    """Return the number of constants in the graph of one pass; a recorded cycle holds as many."""
     events = graph_of(model, cache, CONTEXT, VERIFIED)
     return sum(len(event["constants"]) for event in events if event["type"] == "constants")
 

@@ -23,11 +23,11 @@ class Clock:
         self._caller = 0.0
 
     def leave(self) -> None:
-        """Start the caller's time: a token was yielded."""
+        """Start the caller's time, which is not counted: a token was yielded."""
         self._left = time.perf_counter()
 
     def resume(self) -> None:
-        """End the caller's time."""
+        """End the caller's time: it has asked for the next token."""
         self._caller += time.perf_counter() - self._left
 
     def arrived(self, waited: float, built: float, following: float | None, *, late: bool) -> float | None:
@@ -47,9 +47,10 @@ class Clock:
 
 
 def steady_seconds(seconds: float, waited: float, built: float, following: float) -> float:
-    """Estimate a cycle's seconds as if the next one, which was built during it, had taken as long to build as itself.
+    """Estimate a cycle's seconds as if building the next one, during it, had taken as long as building itself.
 
-    Otherwise a plain cycle before one with drafts would seem slow. A wait for the device hides the time of building.
+    Otherwise a plain cycle before one with drafts would seem slow. built, following: seconds spent building this
+    cycle and the next one. waited: the host's wait for the device, which hides the time of building.
     """
     more = built - following
     if waited > HOST_BOUND * seconds:

@@ -100,7 +100,7 @@ class Decoder:
 
     @property
     def pending_rows(self) -> int:
-        """Number of rows that the model's drafter must read before it drafts again."""
+        """Number of rows that the model's drafter must read before it drafts again; 0 if it follows the target."""
         drafter = next((d for d in self.drafters.values() if d.in_step), None)
         return drafter.behind(self.cache) if drafter else 0
 
@@ -137,7 +137,7 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
 
 
 def can_build_ahead(d: Decoder, flight: Flight) -> bool:
-    """Return whether the next cycle can be built before this one is read; set `late_reason` if it cannot."""
+    """Return whether the next cycle can be built before this one is read. If not, `flight.late_reason` states why."""
     if flight.plan is PROMPT:  # the first token is yielded before the heads prefill the prompt
         flight.late_reason = ""
     elif d.picker.processors:
@@ -148,7 +148,10 @@ def can_build_ahead(d: Decoder, flight: Flight) -> bool:
 
 
 def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
-    """Plan the cycle after `last`, with at most `max_drafts` drafts, and build or replay its step, unevaluated."""
+    """Plan the cycle after `last`, with at most `max_drafts` drafts, and build or replay its step, unevaluated.
+
+    With p_min only the drafts are built; `submit` builds the rest.
+    """
     tic = perf_counter()
     new, cache = _plan(d, last, max_drafts), d.cache
     frame, replay = prepare(d, last, new.plan, d.compiled)
@@ -186,7 +189,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Move the caches to the start of the next step; return its frame, and the recorded step or None."""
+    """Move the caches' positions to the start of the step after `last`; return its frame, and the recorded step."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
@@ -220,7 +223,7 @@ def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
 
 
 def submit(d: Decoder, last: Flight, new: Flight) -> None:
-    """Start computing `new`, the cycle after `last`, whose tokens have been read."""
+    """Start computing `new`, the cycle after `last`, which has been read; raises KernelRefused or GraphFailed."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
     if new.plan.p_min:
@@ -270,7 +273,7 @@ def start(d: Decoder, run: Run) -> None:
 
 
 def disable_kernels(d: Decoder, error: Trouble) -> None:
-    """Switch off, on every rank, the kernels that caused an error; raise the error if there are none."""
+    """Switch off, on every rank, the kernels that caused an error; raise it if no kernel can have caused it."""
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.history, d.pending_rows, error)

@@ -38,7 +38,7 @@ class DraftOutput(Protocol):
         ...
 
     def choice(self) -> Rows | None:
-        """Return the rows of an LM head whose kernel can choose without logits; None if logits are needed."""
+        """Return rows of an LM head from which a kernel can choose tokens; None if logits are needed."""
         ...
 
     def logits(self) -> mx.array:
@@ -68,11 +68,11 @@ class HeadOutput(NamedTuple):
         return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
 
     def token(self, number: mx.array) -> mx.array:
-        """Translate indices in the head's vocabulary to the target's token ids."""
+        """Return the target's token ids of indices in the head's vocabulary."""
         return self.model.mtp[self.depth].token(number)
 
     def known(self, n: int) -> mx.array | None:
-        """Return the target's token ids of the head's first n logits; None if they are 0..n-1."""
+        """Return the target's token ids of the head's first n logits; None if these are the ids 0..n-1."""
         numbers = mx.arange(n)
         tokens = self.token(numbers)
         return None if tokens is numbers else tokens
@@ -80,10 +80,10 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftChooser:
-    """Chooses one sequence's drafts from an MTP head's output.
+    """Chooses one sequence's drafts from a drafter's output.
 
     mode: of `sampling.DRAFT_SAMPLING`. options, key: those of the target's draws. confidence: return each token's
-    probability. A coupled draw by temperature alone then needs the head's logits instead of the LM head's kernel.
+    probability too. A coupled draw by temperature alone then needs the logits instead of the LM head's kernel.
     """
 
     mode: str
@@ -93,7 +93,10 @@ class DraftChooser:
 
     @classmethod
     def of(cls, picker: Picker, *, confidence: bool = False) -> "DraftChooser":
-        """Return the chooser for a sequence whose target's tokens are chosen by `picker`."""
+        """Return the chooser for a sequence whose target's tokens are chosen by `picker`.
+
+        It is greedy if the picker has a user's sampler or takes the likeliest tokens.
+        """
         draws = picker.sampler is None and not picker.options.greedy
         return cls(picker.draft_sampling if draws else "greedy", picker.options, picker.key, confidence)
 
@@ -163,7 +166,7 @@ class Choosers:
 
 
 def joined(choices: list[Choice]) -> tuple[mx.array | None, mx.array | None]:
-    """Concatenate the choices of all depths: tokens [n, k], and confidence [n, k] or None."""
+    """Return the choices of all depths joined: tokens [n, k], and confidence [n, k] or None; both None if empty."""
     if not choices:
         return None, None
     tokens = mx.concatenate([choice.token for choice in choices], axis=1)

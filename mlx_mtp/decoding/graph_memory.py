@@ -31,13 +31,16 @@ LAG = 32  # submitted operations that have not finished: their inputs are still 
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of a tree's arrays, each counted once."""
+    """Return the bytes of a tree's arrays; an array that occurs twice counts once."""
     arrays: Any = {id(value): value for _, value in tree_flatten(tree)}
     return sum(a.nbytes for a in arrays.values() if isinstance(a, mx.array))
 
 
 def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Fill an empty cache, unevaluated, as at `context` positions in cycles of `rows` rows; return a row's bytes."""
+    """Fill an empty cache, unevaluated, as it is at `context` positions in cycles that verify `rows` rows.
+
+    Returns the bytes of one hidden row in the backlog.
+    """
     cache.reserve(context)
     read = max(1, len(cache.heads))  # rows, so that the last depth reads one
     hidden = model.hidden(mx.zeros((1, read), mx.int32), cache.layers)
@@ -51,7 +54,7 @@ def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def shaped(blank: PromptCache) -> PromptCache:
-    """Return a cache of an empty one's layout with a few tokens, unevaluated, and all arrays of a conversation."""
+    """Return a cache of the layout of `blank` that has read a few tokens, unevaluated, so that it has all arrays."""
     model: Any = blank.model
     cache, rows = blank.like_new(), len(blank.heads) + 2
     cache.push(model.hidden(mx.zeros((1, rows), mx.int32), cache.layers))
@@ -75,7 +78,10 @@ def plain_nbytes(cache: Any, context: int) -> int:
 
 
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Estimate the bytes of temporary arrays in the graph of `graph_of`; 0 if MLX cannot export it."""
+    """Estimate the bytes of temporary arrays that prefilling the last `rows` of `context` positions needs.
+
+    cache: filled for that context. 0 if MLX cannot export the graph.
+    """
     return peak(graph_of(model, cache, context, rows))
 
 
@@ -112,7 +118,7 @@ def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list
 
 
 def peak(events: list[dict]) -> int:
-    """Return the maximum bytes held at once while an exported graph runs in order, without its inputs."""
+    """Return the maximum bytes that an exported graph, run in order, holds at once, without its inputs."""
     operations, kept = _operations(events)
     left = Counter(chain(kept, *(reads for _, reads, _ in operations)))
     held: dict[str, int] = {}

@@ -17,9 +17,10 @@ FACTOR = 0x9E3779B97F4A7C15  # base of the polynomial: odd, so no token's share 
 
 
 class Copies:
-    """The newest earlier end of the same run of `length` tokens, for every position.
+    """For every position, the newest earlier one at which the same run of `length` tokens ends.
 
-    A run's number is a polynomial in its tokens, modulo 2**64; `matches` compares the tokens themselves.
+    A run is found by a number, a polynomial in its tokens modulo 2**64, so two runs may be confused:
+    `TokenHistory.matches` compares the tokens themselves.
     """
 
     def __init__(self, length: int, tokens: np.ndarray):
@@ -32,7 +33,7 @@ class Copies:
         self._number = int(numbers[-1]) if tokens.size else 0
 
     def reserve(self, size: int) -> None:
-        """Have room for `size` positions."""
+        """Make room for `size` positions."""
         if size > self._earlier.size:
             self._earlier = np.concatenate([self._earlier, np.full(size, -1, np.int32)])
 
@@ -51,7 +52,7 @@ class Copies:
 
 
 class TokenHistory:
-    """The tokens of a sequence that the host has read, searchable for repetitions."""
+    """The tokens of a sequence that the host has read, with a search for earlier copies of its end."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
@@ -76,13 +77,13 @@ class TokenHistory:
         self._size = end
 
     def matched(self) -> int:
-        """Return the length of the longest suffix that also occurs earlier: 0, or SHORTEST to LONGEST tokens."""
+        """Return the length of the longest suffix that also occurs earlier: 0, or from SHORTEST to LONGEST."""
         return max((length for length, _ in self.matches(self._size)), default=0)
 
     def matches(self, size: int) -> list[tuple[int, int]]:
-        """Find earlier copies of the last of the first `size` tokens: (length, index of the token after it) of each.
+        """Return earlier copies of the end of the first `size` tokens: (length, index of the token after it) of each.
 
-        The longest come first, of equal length the newest. A length is from SHORTEST to LONGEST.
+        The longest come first, of equal length the newest. A length is from SHORTEST to LONGEST; not all are found.
         """
         if not size:
             return []
@@ -100,7 +101,7 @@ class TokenHistory:
 
 
 def _numbers(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Number the run of `length` tokens that ends at each position, uint64 [N]; before the first token are zeros."""
+    """Return the number of the run of `length` tokens that ends at each position, uint64 [N]; zeros precede all."""
     padded = np.concatenate([np.zeros(length - 1, np.uint64), tokens.astype(np.uint64)])
     numbers = np.zeros(tokens.size, np.uint64)
     for i in range(length):

@@ -30,9 +30,10 @@ def decode(
     stop_tokens: Collection[int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Generator[Yielded, None, None]:
-    """Yield (token, its logprobs [V] or None, whether it was drafted) until max_tokens or a stop token.
+    """Yield (token, its logprobs [V] or None, whether it was drafted) for each new token, the stop token included.
 
-    At the end, also after `close()`, the cache contains every token but the last one yielded.
+    Ends after max_tokens (-1: no limit) or one of the stop tokens. Then, and also after `close()`, the cache contains
+    every token but the last one yielded. progress: called with (prompt tokens read, prompt tokens).
     """
     if d.k:
         test_heads(d.model)
@@ -107,7 +108,10 @@ def next_cycle(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Fli
 
 
 def _restart(d: Decoder, error: Trouble) -> Flight:
-    """Resume without the kernels that caused an error; return the submitted cycle whose tokens are next."""
+    """Resume without the kernels that caused an error; return the submitted cycle whose tokens are yielded next.
+
+    Repeats this for errors on the way; raises one that no kernel can have caused.
+    """
     while True:
         try:
             first = resume(d, error)

@@ -8,7 +8,11 @@ from .sampling import Picker
 
 
 class Member(Protocol):
-    """One sequence of a step. history: its tokens on the host. base: position of its first row in the run before."""
+    """One sequence of a step.
+
+    picker: chooses its tokens. history: its tokens that the host has read. base: position of its first row in the
+    previous run.
+    """
 
     @property
     def picker(self) -> Picker: ...
@@ -20,7 +24,7 @@ class Member(Protocol):
     def base(self) -> int: ...
 
     def fail(self, error: Exception) -> None:
-        """Handle an error that the user's sampler or processor raised for this sequence."""
+        """Handle an error that this sequence's own sampler or processor raised: end it, or raise the error."""
         ...
 
 
@@ -28,7 +32,7 @@ Members = Sequence[Member | None]  # by row of a pass; None for a free slot
 
 
 class Single(NamedTuple):
-    """The member of a step of one sequence."""
+    """The member of a step of one sequence; an error of its sampler is raised."""
 
     picker: Picker
     history: TokenHistory = TokenHistory()

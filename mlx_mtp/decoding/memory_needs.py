@@ -63,7 +63,11 @@ class Budget:
     ignore: bool = False
 
     def check(self, model: Target, path: Path) -> None:
-        """Raise ValueError if `model`, loaded lazily from `path`, does not fit this machine or support the layout."""
+        """Raise ValueError, with what would fit, if `model`, loaded lazily from `path`, needs too much memory.
+
+        Nothing is checked with `ignore` or the environment variable; a layout that the model lacks raises in any
+        case.
+        """
         have, cache = memory.available(), make_prompt_cache(model, **self.layout)
         weights = nbytes(model.parameters())
         bound = weights + _upper_bound(model, cache, self.context, min(self.step, self.context))
@@ -75,13 +79,14 @@ class Budget:
         asked = f" with max_context={self.context}" if self.context else ""
         what = ", or ".join(_fitting(model, have.bytes, self)) or "no context fits"
         limit = f"{in_gb(have.bytes)} GB available ({have.limit})"
-        raise ValueError(f"{path}: {found} needed{asked}, {limit}; {what}; {IGNORE}=1 insists")
+        raise ValueError(f"{path}: {found} needed{asked}, {limit}; {what}; {IGNORE}=1 skips this check")
 
 
 def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> Needs:
-    """Estimate the memory of `model` with `context` positions and prefill chunks of `chunk` tokens.
+    """Estimate the memory of `model` with caches at `context` positions and prefill chunks of `chunk` tokens.
 
-    model: also lazy or without weights. layout: arguments of `make_prompt_cache`, whose ValueError is raised.
+    model: also lazy or without weights. context: 0 for the weights alone. layout: arguments of `make_prompt_cache`,
+    whose ValueError is raised.
     """
     cache, heads = make_prompt_cache(model, **layout), nbytes([model.get("mtp", []), model.get("drafter", {})])
     sizes = _caches_and_scratch(model, cache, context, min(chunk, context)) if context else ()
@@ -101,7 +106,10 @@ def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: i
 
 
 def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Return an upper bound of the sum of `_caches_and_scratch`: a head per 8 columns, keys as wide as the model."""
+    """Return an upper bound of the sum of `_caches_and_scratch` that needs no graph.
+
+    It assumes an attention head per 8 columns, and keys as wide as the model.
+    """
     width, layers = max(NARROW, model.no_hidden().shape[-1]), len(model.layers) + len(model.mtp)
     positions = context + 2 * GRAIN + max((c.window or 0 for c in cache.caches), default=0)
     return 4 * width * (rows * (positions // 8 + 256) + 2 * layers * positions) + _logits(model)
@@ -135,12 +143,12 @@ def _logits(model: Target) -> int:
 
 
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, **layout: Any) -> int:
-    """Return the maximum number of positions, a multiple of GRAIN, whose `needs` are at most `budget` bytes; or 0."""
+    """Return the largest number of positions, a multiple of GRAIN, whose `needs` fit in `budget` bytes; 0 if none."""
     return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), chunk)
 
 
 def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
-    """Return the maximum number of positions in a cache's layout that need at most `room` bytes without weights."""
+    """Return the largest number of positions whose caches and temporary arrays fit in `room` bytes; 0 if none."""
     near, far = (_caches_and_scratch(model, cache, n * chunk, chunk)[2] for n in (2, 66))
 
     def total(context: int) -> int:
@@ -155,7 +163,7 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
 
 
 def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
-    """Yield what would fit: a shorter context, or one with quantized caches; nothing if the weights do not fit."""
+    """Yield in words what would fit: a shorter context, one with quantized caches; nothing if the weights do not."""
     plain = largest_context(model, budget, chunk=asked.step, **asked.layout)
     if plain:
         yield f"max_context={plain} fits"
@@ -169,7 +177,11 @@ def _fitting(model: Target, budget: int, asked: Budget) -> Iterator[str]:
 
 
 def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> int:
-    """Return max_tokens, or for -1 (no limit) what `max_context` leaves; raises ValueError if that is exceeded."""
+    """Return the maximum number of new tokens: max_tokens, or for -1 (no limit) what `max_context` leaves.
+
+    held, prompt: tokens in the cache and of the prompt. Without max_context, max_tokens is returned, also -1. Raises
+    ValueError if they exceed max_context.
+    """
     if max_context is None:
         return max_tokens
     if max_context < 1:
@@ -177,16 +189,20 @@ def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> 
     left = max_context - held - prompt
     if left < (1 if max_tokens == -1 else max_tokens):
         already = f" after {held} in the cache" if held else ""
-        raise ValueError(f"max_context={max_context}: {prompt} tokens{already} and max_tokens={max_tokens} are more")
+        raise ValueError(
+            f"max_context={max_context}: {prompt} tokens{already} and max_tokens={max_tokens} are more; "
+            "shorten the prompt or raise max_context"
+        )
     return left if max_tokens == -1 else max_tokens
 
 
 def check_prompt(
     model: Target, cache: PromptCache, prompt: int, max_tokens: int, chunk: int, *, ignore: bool
 ) -> None:
-    """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` does not fit this machine.
+    """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` needs more memory than is available.
 
-    A max_tokens of -1, no limit, counts as one token. Up to UNCHECKED positions nothing is checked.
+    A max_tokens of -1, no limit, counts as one token. Up to UNCHECKED positions, or with `ignore`, nothing is
+    checked.
     """
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
@@ -204,7 +220,10 @@ def check_prompt(
 def make_room(
     model: Target, cache: PromptCache, prompt: int, limit: int, chunk: int, max_context: int | None, *, check: bool
 ) -> int:
-    """Reserve positions for a prompt and new tokens; return the limit of these as `within` does, or raise."""
+    """Reserve positions for a prompt and new tokens; return the maximum number of new tokens, -1 for no limit.
+
+    limit: max_tokens. Raises ValueError if `max_context` or, with `check`, the available memory is exceeded.
+    """
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)
     cache.reserve(cache.offset + prompt + (RESERVED_TOKENS if limit == -1 else min(limit, RESERVED_TOKENS)))

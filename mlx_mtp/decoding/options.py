@@ -68,20 +68,20 @@ def explained(function: F) -> F:
 
 
 def check_names(options: Any) -> None:
-    """Raise ValueError for an argument of mlx_lm's that is not supported."""
+    """Remove mlx_lm's arguments that are not supported from `options`, a dict; ValueError if one is not None."""
     for name in ELSEWHERE.keys() & options.keys():
         if options.pop(name) is not None:
             raise ValueError(f"{name}: not taken here; {ELSEWHERE[name]}")
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError for a model that mlx_lm loaded."""
+    """Raise ValueError for a model that mlx_lm loaded, which has no MTP heads."""
     if not hasattr(model, "no_hidden"):
         raise ValueError("model: mlx_lm loaded it, and left out its MTP heads; load it with mlx_mtp.load(path)")
 
 
 def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: float) -> None:
-    """Raise ValueError for the first number out of range."""
+    """Raise ValueError for the first of these options that is out of range; `chunk` is prefill_step_size."""
     for name, value, least in (("max_tokens", max_tokens, -1), ("prefill_step_size", chunk, 1)):
         if value < least:
             raise ValueError(f"{name}={value}: allowed is {least} or more")
@@ -100,7 +100,7 @@ def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> No
 
 
 def default_chunk(model: Any) -> int:
-    """Return the tokens per prefill chunk that the load chose, the smallest if it chose none, or ON_CPU on a CPU."""
+    """Return the tokens per prefill chunk: ON_CPU on a CPU, else the choice of the load, by default the smallest."""
     if mx.default_device() == mx.cpu:
         return ON_CPU
     return (model.report and model.report.prefill_chunk) or CHUNKS[-1]
@@ -118,7 +118,10 @@ def default_draft_tokens(model: Target) -> int:
 
 
 def draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:
-    """Return the maximum drafts per cycle for `num_draft_tokens`; ValueError if the model or cache supports fewer."""
+    """Return the maximum drafts per cycle for the option `num_draft_tokens`; None gives the default.
+
+    Raises ValueError if the model's drafter, or the number of heads in the cache, supports fewer.
+    """
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
     most, where = model.max_draft_tokens, "the model"
@@ -127,7 +130,9 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
     if requested is None:
         return min(most, default_draft_tokens(model))
     if type(requested) is not int or not 0 <= requested <= most:
-        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {most} with the MTP heads of {where}")
+        if not most:
+            raise ValueError(f"num_draft_tokens={requested}: allowed is 0, because {where} has no drafter")
+        raise ValueError(f"num_draft_tokens={requested}: allowed is 0 to {most} with the drafter of {where}")
     return requested
 
 
@@ -145,7 +150,7 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
 
 
 def cache_options(options: Any) -> dict[str, Any]:
-    """Remove the arguments of `make_prompt_cache` from options and return them."""
+    """Remove make_prompt_cache's arguments from options and return them, with a default of quantized_kv_start."""
     given = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
     return {"quantized_kv_start": QUANTIZED_KV_START, **given}
 
@@ -158,7 +163,10 @@ def cache_for(
     start: int,
     layout: dict[str, int | None],
 ) -> PromptCache:
-    """Return the caller's cache, or a new one of this layout; ValueError for both, or a cache of another model."""
+    """Return the caller's cache, or for None a new one with `k` heads' caches in this layout.
+
+    Raises ValueError for a cache together with an option of `layout`, or for the cache of another model.
+    """
     if given is None:
         options = {"kv_group_size": group_size, "quantized_kv_start": start, **layout}
         return make_prompt_cache(model, num_draft_tokens=k, **options)
@@ -170,7 +178,10 @@ def cache_for(
 
 
 def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
-    """Return the tokens per prefill chunk; ValueError for a model that mlx_lm loaded, or invalid sampling."""
+    """Return the tokens per prefill chunk, `chunk` or the model's default, after checking model and sampling options.
+
+    Raises ValueError for a model that mlx_lm loaded, or invalid sampling options.
+    """
     check_model(model)
     sampling.validate(model.vocab_size)
     check_sampling(sampling, sampler, mode)
@@ -180,7 +191,10 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
 def opened(
     model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
 ) -> tuple[list[int], int, PromptCache]:
-    """Return the prompt's token ids, the maximum drafts per cycle, and the cache: the given one or `cache_for`'s."""
+    """Return the prompt's token ids, the maximum drafts per cycle, and the cache to use.
+
+    The cache is the given one, or a new one. layout: the last arguments of `cache_for`. Raises ValueError.
+    """
     tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
     k = draft_count(num_draft_tokens, model, given)
     return tokens, k, cache_for(model, given, k, *layout)

@@ -16,7 +16,8 @@ def pick(
 ) -> tuple[mx.array, Logprobs]:
     """Return the tokens [n, R] chosen after hidden rows [n, R, H], and each sequence's logprobs [R, V] if requested.
 
-    position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1.
+    position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. An error
+    of a sequence's own sampler or processor goes to its `fail`.
     """
     n, rows = hidden.shape[:2]
     sampled = {i: member for i, member in enumerate(members) if member is not None and not member.picker.plain}

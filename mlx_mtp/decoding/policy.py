@@ -24,20 +24,24 @@ LOOKUP_DRAFTS_ON_METAL = VERIFY_ROWS[-1] - 1  # maximum, because the kernels of 
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
-    """Return the maximum drafts of prompt lookup, or 0; ValueError if `asked` (prompt_lookup) cannot be satisfied."""
+    """Return the maximum drafts of prompt lookup per cycle, 0 for none. k: the drafter's maximum.
+
+    asked: prompt_lookup; None means with adaptive drafting. Raises ValueError for True with plain decoding, or with
+    mlx-lm's caches.
+    """
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
-        raise ValueError(f"prompt_lookup=True: not with {why}; allowed is False")
+        raise ValueError(f"prompt_lookup=True: not with {why}; allowed are False and None")
     most = LOOKUP_DRAFTS if mx.default_device() == mx.cpu else LOOKUP_DRAFTS_ON_METAL
     return most if asked or (asked is None and adaptive and k) else 0
 
 
 class Learned:
-    """The measured costs of a model's cycles on this machine, of built (False) and of replayed cycles (True).
+    """The measured costs of a model's cycles on this machine, of built (key False) and of replayed cycles (True).
 
     kernels: the report's lines of the kernels that are on; other kernels have other costs.
     growth: how the cost of a cycle grows with its drafts.
-    together, together_replayed: the costs of cycles of several sequences, by their number.
+    together, together_replayed: the costs of built and replayed cycles of several sequences, by their number.
     """
 
     def __init__(self, kernels: tuple[str, ...], built: RememberedCosts, replayed: RememberedCosts, growth: Growth):
@@ -66,7 +70,7 @@ def kernels_of(model: Target) -> tuple[str, ...]:
 
 
 def learned(model: Target) -> Learned:
-    """Return the measured costs of a model with its present kernels, kept in its runtime."""
+    """Return the measured costs of a model with the kernels that are on now; a change of kernels starts others."""
     runtime, lines = model.runtime, kernels_of(model)
     if runtime.learned is None or runtime.learned.kernels != lines:
         shapes, kernels = shapes_of(model), "; ".join(lines)
@@ -79,7 +83,10 @@ def learned(model: Target) -> Learned:
 def control_for(
     model: Target, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
 ) -> Controller | Fixed:
-    """Return the control of a generation with at most k drafts, or max_lookup of a lookup, per cycle."""
+    """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
+
+    It adapts the number to measured costs, which begin with those stored for built or replayed cycles, or is fixed.
+    """
     if adaptive and (k or max_lookup):
         costs = learned(model)
         known, how = costs.recall(replayed=_replayed(compiled)), {"source": source_of(model), "growth": costs.growth}
@@ -99,10 +106,10 @@ def _replayed(compiled: Compiled | None) -> bool:
 
 
 def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool | None) -> Compiled | None:
-    """Return a generation's replay of recorded cycles; None if every cycle is built.
+    """Return a generation's replay of recorded cycles; None if every cycle is to be built.
 
-    Cycles that run a caller's code or mlx-lm's caches are built. asked: the option `compile_cycles`; None means on a
-    GPU, unless a replay trial found that building is faster with this model on this machine.
+    Cycles that run a caller's code or mlx-lm's caches are always built. asked: the option `compile_cycles`; None
+    means on a GPU, unless a replay trial found that building is faster with this model on this machine.
     """
     foreign = picker.sampler or picker.processors or cache.is_mlx_lm
     if foreign or asked is False or (asked is None and mx.default_device() == mx.cpu):
@@ -120,7 +127,7 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
 
 
 def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
-    """Store what a generation measured, for later generations."""
+    """Store the costs and the replay verdict that a generation measured, for later ones; only on rank 0 if split."""
     if model.ranks and model.ranks.rank:
         return  # rank 0 stores what it measured
     known, kept = learned(model), set()

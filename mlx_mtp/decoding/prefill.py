@@ -30,7 +30,8 @@ def prefill(
 ) -> mx.array:
     """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows.
 
-    heads: also prefill the MTP heads. Heads with a window read only the last `PromptCache.reach` rows, later.
+    heads: also prefill the MTP heads. Heads with windows are not prefilled here: when they first draft they read the
+    last `PromptCache.reach` rows. progress: called with (tokens read, tokens) before each chunk and at the end.
     """
     hidden = model.no_hidden()
     done = 0
@@ -47,7 +48,7 @@ def prefill(
 def read_chunk(
     model: Target, cache: PromptCache, tokens: list[int], *, heads: bool, chunk: int
 ) -> tuple[mx.array, int]:
-    """Prefill tokens of a prompt; return the hidden rows and the number of tokens read.
+    """Prefill one chunk, `tokens`; return its hidden rows and the number of tokens read.
 
     Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
     it are switched off and the tokens are read again. heads: also prefill the MTP heads, `chunk` rows at a time.
@@ -79,7 +80,7 @@ def read_chunk(
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
-    """Prefill again all tokens of a cache whose arrays a failed graph has lost; return the last hidden rows."""
+    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's hidden rows."""
     fresh = empty_like(cache)
     hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
     adopt(cache, fresh)
@@ -87,7 +88,7 @@ def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) ->
 
 
 def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
-    """Return evaluate(*args); raises GraphFailed instead of MLX's errors."""
+    """Return evaluate(*args); raises GraphFailed instead of MLX's RuntimeError or ValueError."""
     try:
         return evaluate(*args)
     except (RuntimeError, ValueError) as e:
@@ -114,14 +115,14 @@ def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picke
 
 
 def test_heads(model: Target) -> None:
-    """Run the self-test of the heads that the load postponed; it warns if the heads look wrong."""
+    """Run the self-test of the heads if the load postponed it; it warns if the heads look wrong."""
     if model.runtime.untested is not None:
         model.runtime.untested()
         model.runtime.untested = None
 
 
 def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
-    """Append all tokens to the target's caches, or none after an interruption; return the hidden rows."""
+    """Append tokens to the target's caches, or none after an interruption; return the hidden rows, unevaluated."""
     mark = cache.mark()
     try:
         hidden = model.hidden(mx.array(tokens)[None], cache.layers)

@@ -39,8 +39,9 @@ _chosen: dict[str, int] = {}  # by `_facts`; a choice is final for this process
 def prefill_chunk(model: Target, layout: Mapping[str, Any], *, lazy: bool = False) -> int | None:
     """Return the tokens per prefill chunk of a loaded model; None on a CPU, where every model has ON_CPU.
 
-    All ranks call this and get rank 0's choice. layout: arguments of `make_prompt_cache`. lazy: do not read the
-    weights; without a stored choice, return the smallest chunk.
+    A stored choice is used, else the device is timed and the choice stored. All ranks call this and get rank 0's.
+    layout: arguments of `make_prompt_cache`. lazy: do not read the weights; without a stored choice, return the
+    smallest chunk.
     """
     if mx.default_device() == mx.cpu:
         return None
@@ -82,7 +83,10 @@ def sample_seconds(model: Target, blank: PromptCache) -> float:
 
 
 def growth(model: Target, blank: PromptCache, context: int) -> float:
-    """Return the ratio of a row's multiply-adds at `context` positions to those within the first SAMPLE rows."""
+    """Return the ratio of a row's multiply-adds at `context` positions to those within the first SAMPLE rows.
+
+    1.0 if MLX cannot export the graph.
+    """
     first = multiply_adds(model, blank, SAMPLE, SAMPLE)
     if not first:
         return 1.0
@@ -94,7 +98,10 @@ def growth(model: Target, blank: PromptCache, context: int) -> float:
 
 
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
-    """Return the multiply-adds of products and attention in the graph of `graph_of`; 0 if MLX cannot export it."""
+    """Return the multiply-adds of products and attention when the last `rows` of `context` positions are prefilled.
+
+    0 if MLX cannot export the graph.
+    """
     full = blank.like_new()
     full.quantize_at(context - 1)
     fill(model, full, context, 1)
@@ -114,7 +121,7 @@ def _of_operation(event: dict) -> int:
 
 
 def longest_context(model: Target, blank: PromptCache) -> int:
-    """Return the maximum number of positions that the model supports and that fit in the GPU's memory with it."""
+    """Return the largest number of positions that the model supports and whose caches fit in the GPU's memory."""
     supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
     if memory is None:
         return supported

@@ -9,7 +9,10 @@ from .run import Run
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
-    """Return a new first `Flight`, after the last yielded token and without the kernels that caused an error."""
+    """Continue after an error: return a first `Flight` after the last yielded token, without the kernels to blame.
+
+    Its own token may be one that was yielded before. Raises the error if no kernel can have caused it.
+    """
     try:
         disable_kernels(d, error)
     except Exception:
@@ -26,7 +29,7 @@ def resume(d: Decoder, error: Trouble) -> Flight:
 
 
 def last_row(d: Decoder) -> Run:
-    """Return the run of the one row that chose the last yielded token; the caches must be at rest."""
+    """Return the run of the row that chose the last yielded token, without computing; the caches must be at rest."""
     row, token = d.emitting.run.hidden[:, d.emitted - 1 : d.emitted], d.history.tokens[d.emitting.base + d.emitted]
     return Run.of_row(row, int(token))
 
@@ -34,10 +37,12 @@ def last_row(d: Decoder) -> Run:
 def settle(d: Decoder) -> None:
     """Bring the caches to rest: they then contain every token but the last one yielded.
 
-    1. Restore the arrays that the last submitted cycle left; a cycle that was only built is dropped.
-    2. Roll back to the end of the emitting cycle, with a mark that no longer holds keys and values: recurrent states
-       and positions return to it. Keys and values of later rows stay in the buffers, to be overwritten.
-    3. Roll back to the last yielded token. If a failed graph has lost the arrays, prefill all tokens again.
+    A consumer can stop while tokens of the emitting cycle N are yielded; as a rule N+1 is then submitted.
+
+    1. Restore the arrays after the cycle submitted last. A cycle that was only built is dropped.
+    2. Return the recurrent states and what the heads have read to `end`, the mark after N. That is N+1's `before`, or
+       N's own `after` if N was submitted last. Keys and values of N+1 stay in the buffers, to be overwritten.
+    3. Lower the positions to the last yielded token. If a failed graph has lost the arrays, prefill all tokens again.
     """
     cache, emitting, submitted = d.cache, d.emitting, d.submitted
     if submitted.failed:
@@ -45,7 +50,7 @@ def settle(d: Decoder) -> None:
     lost = submitted.failed and submitted.after.caches is None
     end = emitting.after if emitting is submitted else submitted.before
     cache.restore(submitted.after)
-    end.release()
+    end.release()  # its arrays are restored above or outdated, and would make the next write a copy
     cache.restore(end)
     if d.emitted:
         cache.push(emitting.run.hidden[:, : d.emitted])

@@ -41,8 +41,10 @@ COUNTED = 256  # maximum kinds whose occurrences are counted
 class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
-    drafts: whether the drafter is part of it. rows: of the previous run. end: upper bound of all positions. form,
-    shapes: of the caches and their arrays. pick: sampling options, logprobs and draft sampling of all sequences.
+    drafts: whether the step has a drafter. rows: of the previous run. end: upper bound of all positions after the
+    step.
+    form, shapes: of the caches and their arrays. pick: sampling options, whether logprobs are returned, and draft
+    sampling, the same for all sequences.
     """
 
     plan: Plan
@@ -55,7 +57,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: tuple[Sampling, bool, str]) -> "Kind":
-        """Return the kind of a frame's step, after growing its caches to the same end."""
+        """Return the kind of a frame's step after a run of `rows` rows; first grow the caches to its `end`."""
         end, caches = _end(frame, rows), frame.cache.stepped
         for c in caches:
             c.hold(end)
@@ -64,7 +66,12 @@ class Kind(NamedTuple):
 
 
 def rounded(frame: Frame, rows: int) -> Frame:
-    """Return the frame with positions rounded up to the end of a block: built and replayed steps have equal bits."""
+    """Return the frame of a pool's step with `base` raised so that the step ends at the end of a buffer block.
+
+    A recorded step assumes that position. With it a built step reads as many positions, and so has the same bits.
+    Only pools need this, because their views grow by less than a block (GRAIN); those of one sequence end with a
+    block.
+    """
     return frame._replace(base=_end(frame, rows) - rows - frame.plan.k - 1)
 
 
@@ -97,7 +104,7 @@ def recorded(
 
 
 class Record(NamedTuple):
-    """A compiled step, which MLX records at its first call. held: [bytes of the kernel sources it then holds]."""
+    """A step that `mx.compile` records at its first call. held: [bytes of kernel sources that it then holds]."""
 
     step: Callable
     held: list[int]
@@ -144,10 +151,13 @@ class Recorder:
             self._state = state
 
     def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
-        """Return the recorded step of a kind, None before it occurred OFTEN in this thread; and whether it is new.
+        """Return (the recorded step of a kind, whether it is new), or (None, False) before it has occurred OFTEN.
 
-        record: the function of (weak reference to the model, kind, arrays ...) to record. held: maximum bytes of
-        sources in all records of the kind's cache form.
+        Records and occurrences are those of the calling thread.
+
+        record: the function to record, which gets a weak reference to the model, the kind and the step's arrays.
+        held: maximum bytes of kernel sources in all records with this form of caches; least recently used ones are
+        dropped.
         """
         thread = threading.current_thread()  # not its number, which a later thread can have
         found = self.cycles.pop(key := (thread, kind), None)
@@ -166,7 +176,7 @@ class Recorder:
         return found.step, True
 
     def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
-        """Return the key of the least recently used record of the new one's cache form if there are too many."""
+        """Return the key of the least recently used record with caches like the new one's if there are too many."""
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
         if len(here) > KEPT:
@@ -177,14 +187,18 @@ class Recorder:
 
 
 class Compiled:
-    """The replay of one generation's cycles."""
+    """The replay of one generation's cycles: finds recorded steps, and measures whether they are faster."""
 
     def __init__(self, recorder: Recorder, choice: CompileChoice):
         self.recorder, self.choice = recorder, choice
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a frame after a run of `rows` rows; None if it must be built."""
+        """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
+
+        None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
+        options per sequence, or if the replay trial builds this cycle.
+        """
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]
         pick = first.options, first.logprobs, first.draft_sampling
@@ -198,16 +212,21 @@ class Compiled:
         return found and partial(found, keys=keys, starts=cache.starts)
 
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
-        """Return the step of a kind as `Recorder.find` does; `stats` counts it if it is new."""
+        """Return the recorded step of a kind, None until the kind has occurred OFTEN in this thread.
+
+        stats: counts a new record.
+
+        record, held: as in `Recorder.find`.
+        """
         found, new = self.recorder.find(model, kind, record, held)
         stats.count_replays(0, int(new))
         self._untimed = 2 if new or not found else self._untimed
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
-        """Report a cycle's seconds to the replay trial and return them; None for cycles near a recording.
+        """Report a cycle's seconds to the replay trial and return them; None for cycles that may include a recording.
 
-        rows: the number of verified rows, or another key of cycles that can be compared.
+        rows: the number of verified rows, or another key: only cycles with equal plans and keys are compared.
         """
         if self._untimed:
             self._untimed -= 1
@@ -216,7 +235,10 @@ class Compiled:
         return seconds
 
     def decided(self) -> bool:
-        """Return whether the replay trial has ended in this generation; if so, pass its verdict to the recorder."""
+        """Return whether a replay trial has ended in this generation; if so, pass its verdict to the recorder.
+
+        If building is faster, all records are dropped.
+        """
         if not self.choice.tried or self.choice.verdict is None:
             return False
         self.recorder.verdict = self.choice.verdict

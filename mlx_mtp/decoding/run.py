@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     @property
     def given(self) -> "Run":
-        """The input of the next step; without constants, which `mx.compile` does not allow as inputs."""
+        """The input of the next step: hidden rows, tokens and, except as a constant, the accepted counts."""
         return Run(self.hidden, self.tokens, self.accepted if self.size > 1 else None)
 
     @property
@@ -94,7 +94,7 @@ class Drafts(NamedTuple):
         return max(next((i for i, value in enumerate(row) if value < p_min), len(row)) for row in values)
 
     def first(self, k: int) -> "Drafts":
-        """Return the first k drafts of each sequence."""
+        """Return the first k drafts of each sequence, NO_DRAFTS for k = 0."""
         return NO_DRAFTS if self.tokens is None or k == 0 else Drafts(self.tokens[:, :k])
 
 

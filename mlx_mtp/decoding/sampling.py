@@ -54,7 +54,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: at temperature 0, or if 1 / temp would overflow in 16 bits."""
+        """Whether the likeliest token is always taken: at temperature 0, or if 1 / temp would overflow in 16 bits."""
         return self.temp < 1 / 65504
 
     @property
@@ -64,12 +64,15 @@ class Sampling:
 
     @property
     def top(self) -> int:
-        """Number of greatest logits that, with the sum of all, are enough for a draw; 0 if all are needed."""
+        """Number of greatest logits from which, with the sum of all, a token can be drawn; 0 if all are needed."""
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 
     def scores(self, logprobs: mx.array, coin: mx.array) -> mx.array:
-        """Return the filtered logprobs [1, V] over the temperature, the logits of a draw. coin: random key of XTC."""
+        """Return the logits of a draw, float32 [1, V]: logprobs [1, V] after all filters, divided by the temperature.
+
+        coin: random key that decides whether XTC applies.
+        """
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -83,7 +86,7 @@ class Sampling:
         return logprobs.astype(mx.float32) * (1.0 / self.temp)
 
     def draw(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Return one drawn token [1] of logprobs [1, V]."""
+        """Return a token [1] drawn from logprobs [1, V] with these options; the likeliest if `greedy`."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         coin, dice = mx.random.split(key)
@@ -91,7 +94,7 @@ class Sampling:
 
     @property
     def filters(self) -> dict[str, float]:
-        """The keyword arguments of `draw_top` kernels."""
+        """The options that `draw_top` kernels apply, as their keyword arguments; top_k is not among them."""
         return {"temp": self.temp, "top_p": self.top_p, "min_p": self.min_p}
 
 
@@ -114,11 +117,14 @@ class Picker:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest tokens are taken, without processors or logprobs."""
+        """Whether the likeliest tokens are always taken, without processors, and without logprobs to return."""
         return self.sampler is None and self.options.greedy and not self.processors and not self.logprobs
 
     def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
-        """Return `__call__`'s result for hidden rows [1, M, H], without their logits if the model supports it."""
+        """Return tokens [M] int32 chosen after hidden rows [1, M, H], and their logprobs [M, V] or None.
+
+        As `__call__`, but logits are not computed if a kernel can choose with these options. drafts: int32 [M - 1].
+        """
         o, raw = self.options, self.sampler is None and not self.processors and not self.logprobs
         choice = model.choice(hidden) if raw and (o.greedy or o.unfiltered or o.top > 0) else None
         if choice is None:
@@ -133,7 +139,8 @@ class Picker:
     def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
         """Return tokens [M] int32 for positions `position`.., chosen from logits [M, V]; and logprobs [M, V] or None.
 
-        history: token ids [T] before the rows. Processors of row i read it and the first i drafts.
+        history: token ids [T] before the rows. drafts: int32 [M - 1]; processors of row i read the history and the
+        first i drafts.
         """
         if self.plain:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
@@ -157,7 +164,7 @@ class Picker:
 
 @contextmanager
 def random_state(key: mx.array) -> Iterator[None]:
-    """Set this thread's MLX random state to `key`, uint32 [2], and restore the former state at the end."""
+    """Context with this thread's MLX random state set to `key`, uint32 [2]; the former state returns at the end."""
     state = _random_state()
     before, state[0] = state[0], key
     try:
@@ -195,7 +202,7 @@ def key_at(key: mx.array, position: Any) -> mx.array:
 
 
 def random_key(seed: int | None) -> mx.array:
-    """Return a base key, uint32 [2], made from the seed, or drawn from this thread's MLX random state if None."""
+    """Return a base key, uint32 [2], made from the seed; for None drawn from this thread's MLX random state."""
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
         # Evaluated here: the thread's next draw happens outside of this turn.

@@ -115,16 +115,19 @@ class Stats:
 
     @property
     def draft_time(self) -> float:
-        """The heads' part of `decode_time`, estimated from the cycles timed in halves (see `phases`)."""
+        """The heads' part of `decode_time`, estimated from the cycles timed in halves; 0 unless `phases` was set."""
         return self.decode_time * self._halves[0] / (sum(self._halves) or 1.0)
 
     @property
     def verify_time(self) -> float:
-        """The rest of `decode_time`: the target's pass, sampling and acceptance."""
+        """The rest of `decode_time` without `draft_time`: the target's pass, sampling and acceptance."""
         return self.decode_time - self.draft_time
 
     def add(self, other: "Stats") -> None:
-        """Add another generation's counters to these; `paused` becomes the other's."""
+        """Add another generation's counters to these: maxima become the greater ones, `paused` the other's.
+
+        Settings such as `phases` and `max_tokens` stay.
+        """
         self.paused = other.paused
         for name, theirs in vars(other).items():
             mine = getattr(self, name)
@@ -136,7 +139,7 @@ class Stats:
                 setattr(self, name, mine + theirs)
 
     def start(self) -> None:
-        """Reset the counts per depth and start the time of the prefill."""
+        """Begin a generation: reset the counts per depth and, unless in a batch, peak memory; time the prefill."""
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         if self.whole is None:
             mx.reset_peak_memory()
@@ -149,7 +152,7 @@ class Stats:
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())
 
     def time_phases(self, run: Any) -> None:
-        """Every TIMED_EVERY cycles, evaluate the drafts and the verify of a run separately and time both."""
+        """Every TIMED_EVERY cycles, evaluate a run's drafts and then its verify, and time both, if it can draft."""
         if not self._first_token or not self.num_draft_tokens or self.cycles % TIMED_EVERY:
             return
         for half, array in enumerate((run.drafts, run.packed)):
@@ -163,7 +166,7 @@ class Stats:
         self.prefill_time = self._first_token - self._began
 
     def add_time(self, seconds: float, waited: float) -> None:
-        """Count one host read, its wait, and a cycle's seconds; in a pool each sequence counts the whole cycle."""
+        """Count one host read with its wait and a cycle's seconds. In a pool each sequence counts the whole cycle."""
         self.waits += 1
         self.decode_time += seconds
         self.wait_time += waited

@@ -18,14 +18,15 @@ def step(
 ) -> tuple[Run, CacheArrays]:
     """Propose, verify and accept after the rows of `run`; return the next run and the caches' arrays after it.
 
-    drafts: those made before the step. limits: maximum accepted drafts per sequence, int32 [n]; None for no limit.
+    arrays: the caches' arrays before it. drafts: those made before the step, for a plan whose drafter is not in it.
+    limits: maximum accepted drafts per sequence, int32 [n]; None for no limit.
     """
     drafts = propose(frame, run, arrays, drafts)
     return verify(frame, run, drafts, limits), frame.cache.unload()
 
 
 def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS) -> Drafts:
-    """Load the caches' arrays; return the drafter's drafts after `run`, or `drafts` if the step has no drafter."""
+    """Load the caches' arrays; return the drafts that the step's drafter makes after `run`, else `drafts`."""
     frame.cache.load(arrays, frame.base + run.size, frame.base)
     if frame.drafter is None:
         return drafts
@@ -34,7 +35,7 @@ def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRA
 
 
 def verify(frame: Frame, run: Run, drafts: Drafts, limits: mx.array | None = None) -> Run:
-    """Return the run of the target's own tokens after the newest token and each draft, with the accepted counts."""
+    """Return the run of the target's own tokens after the newest token and each draft; roll back rejected rows."""
     model, cache, drafted = frame.model, frame.cache, drafts.tokens
     position, rows = cache.layers[0].offset + 1, run.newest()
     if drafted is not None:

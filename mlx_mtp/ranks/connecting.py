@@ -44,7 +44,7 @@ def watched_from_outside(watch: Watch | None) -> Iterator[None]:
 
 
 class Guard(Watch):
-    """A watch on behalf of another process, which it kills instead of ending itself."""
+    """A watch for another process, which it kills, instead of ending itself, if a rank is missing."""
 
     def __init__(self, process: int, rank: int, limit: float, sockets: dict[str, int]):
         super().__init__(rank, len(sockets) + 1, ("", 0), limit)
@@ -60,7 +60,7 @@ class Guard(Watch):
         super()._listen()
 
     def _send_alive(self) -> None:
-        """Report this rank as alive unless its process is stopped."""
+        """Report this rank as alive unless the process that is guarded has been stopped (as by Ctrl-Z)."""
         state = subprocess.run(["ps", "-o", "stat=", "-p", str(self.process)], capture_output=True, check=False)
         if not state.stdout.startswith(b"T"):
             super()._send_alive()

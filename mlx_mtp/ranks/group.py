@@ -16,7 +16,7 @@ from .launch import launched, rank_file
 class Ranks:
     """The processes that share a model; this one has index `rank` of `size`.
 
-    Methods wait for all ranks: each must call the same methods in the same order.
+    Methods wait for all ranks, `file` excepted: each must call the same methods in the same order.
     stopping: rank 0 sets it, from a signal handler or another thread, to end the current sequence on all ranks.
     """
 
@@ -26,7 +26,7 @@ class Ranks:
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Return the numbers of every rank, in rank order; int32, the same count from each."""
+        """Return the numbers of every rank, in rank order. numbers: int32 values, on every rank the same count."""
         with in_turn():
             gathered: Any = mx.distributed.all_gather(mx.array([numbers], mx.int32), group=self.group).tolist()
         return gathered
@@ -45,7 +45,10 @@ class Ranks:
         return [json.loads(bytes(row[:length])) for row, length in zip(received, lengths, strict=True)]
 
     def check_alike(self, what: str, value: Any) -> None:
-        """Raise ValueError on every rank unless `str(value)` is the same on all. what: its name in the message."""
+        """Raise ValueError on every rank unless `str(value)` is the same on all.
+
+        what: the name of the value, for the message.
+        """
         digest = hashlib.sha256(str(value).encode()).digest()[:4]
         found = self.gather([int.from_bytes(digest, signed=True)])
         odd = [str(rank) for rank, number in enumerate(found) if number != found[0]]
@@ -60,12 +63,12 @@ class Ranks:
         return hashlib.sha256(str(self.gather(words)).encode()).hexdigest()
 
     def file(self, file: str | Path) -> Path:
-        """Return the file that this rank uses for `file`."""
+        """Return the file that this rank uses for `file`: rank 0 the file itself, rank n "<file>.rank<n>"."""
         return rank_file(file, self.rank)
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Return the ranks of a group of `mx.distributed` and watch them; None for no group or a group of one."""
+    """Return the ranks of a group of `mx.distributed`, and watch them; None for no group or a group of one."""
     if group is None or group.size() == 1:
         return None
     launch = launched()

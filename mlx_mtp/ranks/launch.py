@@ -41,7 +41,7 @@ def rank_file(file: str | Path, rank: int) -> Path:
 
 
 def _json(name: str) -> Any:
-    """Return the content of the JSON file that an environment variable names; None if there is no such file."""
+    """Return the content of the JSON file that an environment variable names; None if it cannot be read."""
     try:
         return json.loads(Path(os.environ[name]).read_text())
     except (KeyError, OSError, ValueError):

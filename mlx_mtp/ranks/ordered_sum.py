@@ -35,7 +35,10 @@ def sum_over(module: Any, group: Any) -> None:
 
 
 def parts_alone(modules: Any) -> list[Any]:
-    """Undo `sum_over` for modules; return those that it was applied to."""
+    """Undo `sum_over` for those modules that it was applied to, and return these.
+
+    They then return this rank's part.
+    """
     found = [module for module in modules if isinstance(module, SummedOverRanks)]
     for module in found:
         module.__class__ = type(module).__bases__[1]
@@ -44,5 +47,5 @@ def parts_alone(modules: Any) -> list[Any]:
 
 @cache
 def _summed(kind: type) -> type:
-    """Return the class that sums the outputs of a module class."""
+    """Return the subclass of a module class whose output is summed over the ranks."""
     return type(kind.__name__, (SummedOverRanks, kind), {})

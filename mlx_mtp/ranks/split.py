@@ -39,16 +39,16 @@ class Share(NamedTuple):
 
 
 def split(model: Any, group: Any, name: str) -> None:
-    """Replace the target's layers by this rank's lazy part, with sums over the ranks.
+    """Replace the target's layers by this rank's part, unevaluated, and sum their outputs over the ranks.
 
-    name: the model_type, for messages. Raises ValueError if the model cannot be split.
+    name: the model_type, for messages. Raises ValueError if the model cannot be split over these ranks.
     """
     for module in take_part(model, group, name):
         sum_over(module, group)
 
 
 def take_part(model: Any, group: Any, name: str) -> list[Any]:
-    """Replace the target's layers by this rank's part; return the modules whose outputs must be summed over ranks."""
+    """Replace the target's layers by this rank's lazy part; return the modules whose outputs must be summed."""
     check_divides(model, group.size(), name)
     for layer in model.layers:
         _repeat_kv_heads(_mixer(layer), group.size())
@@ -62,7 +62,7 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
-    """Raise ValueError if mlx-lm cannot split the family, or a size cannot be split over this number of ranks."""
+    """Raise ValueError if mlx-lm cannot split the model, or a size cannot be split over this number of ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     sizes = list(_sizes(model))
@@ -74,7 +74,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
 
 
 def _divides(size: int, ranks: int, *, kv: bool) -> bool:
-    """Return whether a size can be split over ranks. kv: it counts key-value heads, which can be repeated."""
+    """Return whether a size can be split over ranks. kv: of key-value heads, which can be repeated."""
     return size % ranks == 0 or (kv and ranks % size == 0)
 
 
@@ -109,7 +109,10 @@ def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
 
 
 def _make_plain(module: Any, *, first: bool) -> None:
-    """Convert linears that mlx-lm split to MLX's classes; only the `first` rank keeps a bias of a summed output."""
+    """Give linears that mlx-lm split MLX's own classes, which do not sum over ranks.
+
+    Only the `first` rank keeps a bias of an output that is summed later.
+    """
     for _, linear in module.named_modules():
         if type(linear) in PLAIN:
             if "bias" in linear and not first and "ShardedToAll" in type(linear).__name__:

@@ -37,13 +37,16 @@ def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | Non
 
 
 def leave(code: int) -> None:
-    """Report to the other ranks that this process is about to end; an exit code other than 0 ends them too."""
+    """Report to the other ranks that this process is about to end; with a code other than 0 they end too."""
     if _watch is not None:
         _watch.leave(code)
 
 
 def wait_for_reason(error: BaseException) -> None:
-    """After an error of a collective, wait a few seconds for the watch to name the cause and end this process."""
+    """After MLX's error of a collective, wait a few seconds for the watch to end this process with the cause.
+
+    Returns at once after other errors, and without a watch.
+    """
     if not (isinstance(error, RuntimeError) and str(error).startswith("[")):  # not an error of MLX
         return
     end = time.monotonic() + BEAT + 3 * UNWINDING
@@ -118,7 +121,10 @@ class Watch:
                 self._listen()
 
     def leave(self, code: int = 0) -> None:
-        """Report to the other ranks that this process ends; after an end by the watch, exit with its code."""
+        """Report to the other ranks that this process ends with `code`.
+
+        If the watch is already ending it, exit with the watch's code instead.
+        """
         if self.code is not None:
             os._exit(self.code)
         self._send(f"left {code}")

@@ -71,7 +71,7 @@ class KernelTrial:
         return self.op, self.shape, self.rows
 
     def of_split(self) -> "KernelTrial":
-        """Return the trial of the kernel with the rows split, or this one if there is no such kernel."""
+        """Return the trial of the kernel that splits the rows, or this trial if there is no such kernel."""
         pairs = [(ours, stock) for ours, (_, stock) in zip(self.split, self.pairs, strict=True)] if self.split else []
         return replace(self, pairs=pairs, split=()) if pairs else self
 
@@ -85,7 +85,7 @@ class KernelTrial:
 
 
 def compile_kernel(trial: KernelTrial) -> None:
-    """Run everything that a check of a kernel launches, so that it is compiled."""
+    """Run everything that a check of a kernel launches, so that it is compiled; errors are left to `check`."""
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # `check` raises it again and reports it
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
@@ -128,7 +128,10 @@ def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
 
 
 def _check_error(ours: Op, stock: Op, truth: Op, x: mx.array) -> None:
-    """Raise WrongKernel if a row's error exceeds both twice that of MLX and ROUNDINGS."""
+    """Raise WrongKernel if a row's error exceeds both twice that of MLX and ROUNDINGS roundings.
+
+    Errors are root mean squares over the row, against the result in float32 of `truth`.
+    """
     exact = [y.astype(mx.float32) for y in truth(x)]
     for y, stock_y, t in zip(_of_kernel(ours, x), stock(x), exact, strict=True):
         roundings = ROUNDINGS[y.dtype.size] * mx.finfo(y.dtype).eps * _rms(t)
@@ -171,7 +174,10 @@ def _spoiled(rows: int, draw: int) -> list[bool]:
 
 
 def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
-    """Raise WrongKernel if one of these rows of ours(x) has unexpected bits; `how` ends its message."""
+    """Raise WrongKernel if one of these rows of ours(x) has other bits than expected.
+
+    how: end of the message "row 2 of 4 ...".
+    """
     outputs = _of_kernel(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (outputs, expected)]
     if kinds[0] != kinds[1]:

@@ -45,7 +45,7 @@ class Controller:
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
-        """Return the next cycle's plan.
+        """Return the next cycle's plan; 0 drafts while drafting is paused, whose reason is then in `paused`.
 
         matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
         drafter must read before it drafts.
@@ -89,7 +89,10 @@ class Controller:
         return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
     def _choices(self, matched: int, pending: int) -> list[Choice]:
-        """Return all plans with drafts that are allowed now."""
+        """Return estimates of all plans with drafts that can be chosen now.
+
+        Their length is at most twice the longest measured one.
+        """
         costs, rows = self.costs, self.costs.resume_steps(pending)
         choices = self._expect(self.source, self.heads, rows)
         if self.confident:  # its rate is measured as a whole, because its length depends on the sequence
@@ -105,7 +108,11 @@ class Controller:
         return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
-        """Estimate tokens and plain steps of plans; a depth without counts is accepted as often as the one before."""
+        """Return a Choice, with estimated tokens and plain steps, for each plan.
+
+        kind: of the acceptance counts; a depth without counts is accepted as often as the one before. rows: plain
+        steps of resuming the drafter.
+        """
         counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, PRIOR_ACCEPTANCE
         for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
             p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)

@@ -49,7 +49,7 @@ class RememberedCosts:
         return found if isinstance(found, bool) else None
 
     def keep(self, costs: Costs | None, compiled: bool | None = None) -> None:
-        """Replace the file; warn once if it cannot be written."""
+        """Replace the file's contents by costs and the verdict on replaying; warn once if it cannot be written."""
         self._file.keep(costs=costs and to_json(costs), compiled=compiled)
 
 
@@ -94,7 +94,7 @@ def from_json(kept: Any) -> Costs:
 
 
 def _levels(seconds: list[Any]) -> dict[Plan, float]:
-    """Return the logarithms of plain steps of [source, k, seconds] each."""
+    """Return the levels (logarithms of plain steps) of plans from [source, k, seconds] of each; or ValueError."""
     spent = {Plan(source, k): value for source, k, value in seconds}
     if min(spent.values()) <= 0:
         raise ValueError(f"seconds={seconds}")

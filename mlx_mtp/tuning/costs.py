@@ -26,12 +26,15 @@ Growth = Callable[[int], float]  # number of drafts -> what they cost, in any un
 
 
 def dense(drafts: int) -> float:
-    """Growth of a model whose rows all read the same weights: what a row adds is the same for each."""
+    """Return what a number of drafts costs, in any unit, if all rows read the same weights: each adds as much."""
     return float(drafts)
 
 
 def mixture(experts: int, per_token: int) -> Growth:
-    """Growth of a mixture of experts: the expected number of experts that the rows use in addition to the first's."""
+    """Return the Growth of a mixture of experts: for a number of drafts, the expected share of further experts used.
+
+    experts: per layer; per_token: used by one row.
+    """
     unused = 1 - per_token / experts
     return lambda drafts: unused * (1 - unused**drafts)
 
@@ -71,11 +74,11 @@ class Costs:
         return 1 + max(near_steps * share, ROW_STEPS)
 
     def _excess(self, plan: Plan) -> float:
-        """Return the plain steps of a measured plan above one."""
+        """Return the plain steps by which a measured plan's cycle exceeds a plain one."""
         return math.expm1(self.levels[plan] - self.levels[PLAIN])
 
     def reach(self, context: int) -> None:
-        """Continue with the costs of a context of this number of positions."""
+        """Continue with the costs of a context, in positions; a new octave starts with the last ones."""
         octave = (context // OCTAVE).bit_length()
         if octave == self.octave:
             return
@@ -88,7 +91,7 @@ class Costs:
         self.octave = octave
 
     def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, update: bool = True) -> float:
-        """Add a measured cycle; return its plain steps, capped for outliers.
+        """Add a measured cycle; return its plain steps, capped for outliers, or the estimate if seconds is None.
 
         prefilled: hidden rows that the drafter read first. update: whether the cycle changes the estimates.
         """
@@ -142,7 +145,7 @@ class Costs:
         self.pace += (1 - share) * (1 - gain) * PACE_SHARE * surprise
 
     def _carry(self, change: float) -> None:
-        """Move the plans that are not measured at this context by a change per unit of growth."""
+        """Change the costs of plans that are not measured at this context, by `change` per unit of growth."""
         for plan in self._carried:
             excess = max(self._excess(plan) + change * self.growth(plan.k), ROW_STEPS)
             self.levels[plan] = math.log1p(excess) + self.levels[PLAIN]

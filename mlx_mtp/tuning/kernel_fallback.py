@@ -36,9 +36,10 @@ Trouble = KernelRefused | GraphFailed
 
 
 def run_first(model: Any, refused: KernelRefused | None = None) -> None:
-    """Run the kernels that a graph of `model` launches for the first time, before the graph is evaluated.
+    """Run the kernels that the next graph of `model` would launch for the first time, before the graph is evaluated.
 
-    Raises KernelRefused, on every rank, if Metal refuses one; refused: an exception from building the graph.
+    Raises KernelRefused, on every rank, if Metal refuses one. refused: an exception already raised while the graph
+    was built.
     """
     refused = refused or newly_refused()
     if ranks := model.ranks:
@@ -49,7 +50,10 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
 
 
 def vote(model: Any, error: Trouble) -> None:
-    """Report an error to the other ranks, which are in `run_first` and do not have it."""
+    """Report a refused kernel of this rank to the other ranks, which wait in `run_first` for it.
+
+    Nothing happens on a single rank, or for an error that all ranks have.
+    """
     if model.ranks and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             run_first(model, error)
@@ -101,7 +105,10 @@ def trials_of(model: Any) -> ModelTrials:
 
 
 def fall_back(model: Any, error: KernelRefused) -> None:
-    """Switch off the kernels that launch the refused ones, on every rank; raise the error if no kernel is on."""
+    """Switch off, on every rank, the kernels that launch the refused ones; all if none is found.
+
+    Raises the error if no kernel is on.
+    """
     blamed = blame(trials_of(model), error.refusals)
     if ranks := model.ranks:
         gathered = ranks.gather_values([[*key, reason] for key, reason in blamed.items()])
@@ -141,9 +148,9 @@ def launches_of(trial: KernelTrial) -> set[tuple]:
 
 
 def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) -> None:
-    """Switch kernels off by (op, shape, rows), with a warning; the report lists the reasons.
+    """Switch kernels off, with a warning; the report lists the reasons, and recorded cycles are dropped.
 
-    remembered: whether later loads leave them off.
+    reasons: by (op, shape, rows). remembered: whether later loads leave them off.
     """
     found = trials_of(model)
     for key, reason in reasons.items():
@@ -155,7 +162,7 @@ def switch_off(model: Any, reasons: dict[Key, str], *, remembered: bool = True) 
 
 
 def switch_all_off(model: Any, reason: str) -> None:
-    """Switch off all kernels of this model instance."""
+    """Switch off all kernels of this model, for this reason; later loads of it try them again."""
     on = [key for key, verdict in trials_of(model).all_verdicts.items() if verdict.on]
     switch_off(model, dict.fromkeys(on, reason), remembered=False)
     for site in model.runtime.sites:

@@ -174,7 +174,7 @@ class ModelTrials:
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
     def apply(self) -> tuple[Lines, Lines]:
-        """Switch the sites by the verdicts; return the same as `switch_on`."""
+        """Switch the sites by the verdicts; return the report's lines, and the ops that may not be exact."""
         switch(self.sites, self.verdicts, self.dtype)
         lines, sites = in_words(self.verdicts), [*self.sites]
         if self.matrices:
@@ -256,7 +256,10 @@ def _typed(shape: str, dtype: mx.Dtype) -> str:
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
-    """Set for each site the row counts for which its kernel is on, and those whose rows are split."""
+    """Set each site's `rows`, the row counts at which its kernel is on, and `split`, those whose rows it splits.
+
+    Row counts without a verdict are off.
+    """
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)

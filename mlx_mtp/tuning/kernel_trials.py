@@ -24,7 +24,7 @@ RIGHT = Found("", None)
 
 
 def requested(kernels: str | None) -> str | None:
-    """Return the lane that the argument requests, else a non-empty MLX_MTP_KERNELS; None to decide by trial.
+    """Return the lane that `kernels`, or for None a non-empty MLX_MTP_KERNELS, requests; None to decide by trial.
 
     Raises ValueError for anything but "off", "exact" and "fast".
     """
@@ -77,7 +77,11 @@ def decide(
 
 
 def check_spellings(trial: KernelTrial) -> str | None:
-    """Return why a kernel is wrong, or None; if only its bits differ, its op takes a spelling that has MLX's bits."""
+    """Return why a kernel is wrong, or None.
+
+    If only its bits differ, other spellings of its multiply-adds are tried; one with MLX's bits is used for its op
+    from now on.
+    """
     wrong = check(trial)
     if wrong is None:
         take(trial.op, spelling(trial.op))
@@ -91,7 +95,10 @@ def check_spellings(trial: KernelTrial) -> str | None:
 
 
 def check_split(trial: KernelTrial) -> tuple[str | None, bool]:
-    """Return why a kernel is wrong, or None, and whether its rows are split because it does not run otherwise."""
+    """Return (why a kernel is wrong, or None; whether its rows must be split).
+
+    They must if it does not run otherwise; the reason is then that of the kernel with split rows.
+    """
     wrong = check_spellings(trial)
     if wrong and wrong.startswith(FAILS) and trial.split:
         return check_spellings(trial.of_split()), True
@@ -113,7 +120,7 @@ def faster(trial: KernelTrial, split: bool, timer: Callable[[KernelTrial], float
 
 
 def is_stale(key: Key, found: Found | KernelVerdict | None) -> bool:
-    """Return whether a finding is missing, or of another spelling than the one in use for its op."""
+    """Return whether a finding is missing, or was made with another spelling of multiply-adds than its op has now."""
     return found is None or found.spelling != spelling(key[0])
 
 
@@ -196,7 +203,7 @@ class Decisions:
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
     def _no_time(self, trial: KernelTrial) -> str:
-        """Compile the kernel and return "", or why it cannot be tried now."""
+        """Return why a kernel cannot be tried now, "" if it can; it is then compiled, which is not trial time."""
         if (tic := time.perf_counter()) >= self.end:
             return f"{NOT_TRIED}, the {self.budget:g} s for trials were used up"
         if not self.stop():

@@ -39,7 +39,7 @@ class KernelVerdict:
 
 
 def judged(found: Found) -> KernelVerdict:
-    """Return the verdict on a kernel that was timed or is wrong."""
+    """Return the verdict on a kernel that is wrong or was timed: on if it is right and faster by MARGIN."""
     if found.ratio is None:
         return off(found.wrong or "")
     reason = "" if found.ratio > MARGIN else "slower" if found.ratio < 1 else "no faster"
@@ -47,7 +47,7 @@ def judged(found: Found) -> KernelVerdict:
 
 
 def off(reason: str) -> KernelVerdict:
-    """Return the verdict off, for a kernel without a passed check."""
+    """Return the verdict off with this reason, for a kernel that has not passed a check."""
     return KernelVerdict(False, False, reason=reason)
 
 

@@ -71,7 +71,7 @@ class Cycle:
 
 
 class Fixed:
-    """Plans k drafts of `source` for every cycle, or max_lookup from prompt lookup where a match is found."""
+    """A control that plans k drafts of `source` in each cycle, or max_lookup of prompt lookup if a match is found."""
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
         self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source
@@ -86,5 +86,5 @@ class Fixed:
 
 
 def ladder(longest: int) -> list[int]:
-    """Return the draft lengths to try: 1 to 8, 11, and `longest`, none above it."""
+    """Return the draft lengths to try, up to `longest`: 1 to 8, 11, and `longest` itself; [] for 0."""
     return [*(k for k in (1, 2, 3, 4, 5, 6, 7, 8, 11) if k < longest), longest] if longest else []

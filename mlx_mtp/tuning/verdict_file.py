@@ -43,7 +43,10 @@ class RememberedVerdicts:
         self._found: dict[Key, Found] = {}
 
     def recall(self) -> dict[Key, Found]:
-        """Return all findings; without a valid file of this machine, model, MLX and kernels those of this process."""
+        """Return all findings in the file and of this process.
+
+        Only those of this process without a valid file of this machine, model, MLX and kernels.
+        """
         try:
             kept = self._file.recall()
             spellings = kept.get("spellings", {})
@@ -52,7 +55,7 @@ class RememberedVerdicts:
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace the file, without findings of a spelling that is no longer in use; warn once if that fails."""
+        """Replace the findings in the file, without those of a spelling no longer in use; warn once if it fails."""
         self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
         spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
         self._file.keep(
@@ -60,7 +63,7 @@ class RememberedVerdicts:
         )
 
     def add(self, found: Mapping[Key, Found]) -> None:
-        """Add findings to the file; without any it is not written."""
+        """Add findings to the file; with none it is not written."""
         if found:
             self.keep({**self.recall(), **found})
 

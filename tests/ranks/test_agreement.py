@@ -60,5 +60,8 @@ def test_the_plans_and_the_end_are_rank_0s():
 def test_other_tokens_end_all(tokens):
     first = Two(0)
     Agreement(first, Control(Plan()), SOURCES).meet(TokenHistory([1, 2, 3]), 0)
-    with pytest.raises(RuntimeError, match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them$"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^ranks: rank 1 has other tokens than rank 0 after 3 of them; use the same model, mlx and mlx_mtp",
+    ):
         Agreement(Two(1, first.sent), Control(), SOURCES).meet(TokenHistory(tokens), 0)

@@ -9,7 +9,7 @@ KINDS = (Heads.of,)  # tried in this order for a model without a drafter of its 
 
 
 def drafter_of(model: Target) -> Drafter | None:
-    """Return a model's drafter: `model.drafter` if set, else the first of KINDS that applies; None without one."""
+    """Return a model's drafter: `model.drafter` if set, else its MTP heads as `Heads`, else None."""
     return getattr(model, "drafter", None) or next((d for kind in KINDS if (d := kind(model))), None)
 
 

@@ -21,7 +21,10 @@ USUAL = 7  # default maximum: on a GPU kernels keep the bits of 8 rows; the cont
 
 
 class Block(Drafter):
-    """A block drafter with a cache per layer; what it has not read is read as soon as there are some rows of it."""
+    """A block drafter: the network `net`, with a cache per layer, makes all drafts of a cycle in one pass.
+
+    While drafting is paused it reads pending rows as soon as they are many (`absorb`).
+    """
 
     source = "block"
     absorbs = True
@@ -34,13 +37,13 @@ class Block(Drafter):
 
     @property
     def summary(self) -> str:
-        """Describe it for the report, in words."""
+        """The kind and sizes of the network in words, for the report."""
         return str(self.net.shape)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Append all R rows of the run to the context; draft from those that are accepted.
+        """Append all R rows of the run to the context; return k drafts after the accepted ones, NO_DRAFTS for k = 0.
 
-        The target's position is behind the accepted rows: the block begins there, and what lies behind is masked.
+        The block begins at the target's position, after the accepted rows; rejected rows from there on are masked.
         """
         model, cache, net = frame.model, frame.cache, self.net
         net.append(self._context(model, run.hidden), cache.heads)

@@ -13,9 +13,9 @@ from ..sampling import whole_row
 
 
 class LogitRow(NamedTuple):
-    """One row of logits [n, m] of each sequence, of which a `DraftChooser` chooses a token.
+    """One row of logits [n, m] of each sequence, from which a `DraftChooser` chooses a token.
 
-    tokens: what the m logits are for, int32 [m] or [n, m]; None for all tokens in order.
+    tokens: the token ids of the m logits, int32 [m] or [n, m]; None for the ids 0..m-1.
     """
 
     scores: mx.array
@@ -28,7 +28,7 @@ class LogitRow(NamedTuple):
         return self._replace(scores=self.scores[one], tokens=tokens)
 
     def likeliest(self) -> mx.array:
-        """Choose the likeliest tokens, int32 [n, 1]."""
+        """Return the likeliest tokens, int32 [n, 1]."""
         best = mx.argmax(self.scores, axis=-1, keepdims=True)
         if self.tokens is None:
             return best.astype(mx.int32)
@@ -36,7 +36,7 @@ class LogitRow(NamedTuple):
         return mx.take_along_axis(tokens, best, axis=-1).astype(mx.int32)
 
     def choice(self) -> None:
-        """Return None: the logits are computed."""
+        """Return None: no kernel chooses, the logits are computed already."""
 
     def logits(self) -> mx.array:
         """Return the logits [1, vocab] of one sequence, -infinity for tokens that have none."""
@@ -46,8 +46,11 @@ class LogitRow(NamedTuple):
 
 
 class BlockChoice:
-    """Chooses the drafts of n sequences. newest: their newest tokens, int32 [n, 1]; first: positions [n] of the first
-    drafts; confidence: whether each draft's probability is needed."""
+    """Chooses the drafts of n sequences from a block's output rows.
+
+    newest: their newest tokens, int32 [n, 1]. first: positions [n] of the first drafts. confidence: whether each
+    draft's probability is needed; a network with a confidence head estimates it there.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class BlockChoice:
         self.choose = Choosers(members, confidence=confidence and not self.by_head)
 
     def __call__(self, rows: mx.array) -> Drafts:
-        """Draft a token for each output row [n, k, H]."""
+        """Return the drafts, one token for each output row [n, k, H], with their confidence if needed."""
         if (tokens := self._without_logits(rows)) is not None:
             return Drafts(tokens)
         logits = self._logits(rows)
@@ -74,7 +77,7 @@ class BlockChoice:
         return self._along_chain(rows, logits)
 
     def _without_logits(self, rows: mx.array) -> mx.array | None:
-        """Choose tokens [n, k] by the kernel of the target's LM head; None where that cannot."""
+        """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it cannot choose them."""
         shape, head = self.net.shape, head_on(self.model.unembedding())
         plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net)
         if not plain or head is None or self.confidence or shape.scale != 1:
@@ -88,7 +91,7 @@ class BlockChoice:
         return mx.stack([each.draw(c.key, at, c.options.temp) for each, at, c in pairs])
 
     def _logits(self, rows: mx.array) -> mx.array:
-        """Return logits [n, k, V] as the drafter was trained on them."""
+        """Return logits [n, k, V] of the output rows, scaled and capped as in the drafter's training."""
         shape = self.net.shape
         if "head" in self.net:
             logits = self.net.head(rows)
@@ -98,7 +101,7 @@ class BlockChoice:
         return mx.tanh(logits / shape.softcap) * shape.softcap if shape.softcap else logits
 
     def _along_chain(self, rows: mx.array, logits: mx.array) -> Drafts:
-        """Choose row by row; with a Markov head each row's logits depend on the draft before it."""
+        """Return drafts chosen row by row; with a Markov head each row's logits depend on the draft before it."""
         net: Any = self.net
         tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
         before, state, choices = self.newest, None, list[Choice]()
@@ -119,7 +122,7 @@ class BlockChoice:
         return Drafts(*joined(choices))
 
     def _among_candidates(self, rows: mx.array, logits: mx.array) -> Drafts:
-        """Choose row by row among each row's likeliest tokens, scored with the draft before it."""
+        """Return drafts chosen row by row among each row's likeliest tokens, scored with the draft before it."""
         selector: Any = self.net.candidate_selector
         tokens, values = selector.candidates(logits)
         projected = selector.hidden_projection(rows)

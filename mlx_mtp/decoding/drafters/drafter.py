@@ -32,7 +32,7 @@ class Frame(NamedTuple):
 
     @property
     def asked(self) -> int:
-        """Number of drafts that `drafter` must make."""
+        """Number of drafts that `drafter` must make; 0 if it only reads."""
         return self.plan.k if self.drafter and self.plan.source == self.drafter.source else 0
 
 
@@ -66,7 +66,7 @@ class Drafter(Protocol):
     reads: tuple[int, ...] = ()
 
     def pending(self, hidden: mx.array) -> mx.array:
-        """Return what of hidden rows [1, r, H] waits in the backlog until it reads them: r rows."""
+        """Return what the backlog stores of hidden rows [1, r, H] until the drafter reads them: r rows."""
         return hidden
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
@@ -80,13 +80,13 @@ class Drafter(Protocol):
         ...
 
     def behind(self, cache: PromptCache) -> int:
-        """Return the number of rows that it must read before it drafts again: the cost of resuming after a pause."""
+        """Return the number of rows that it must read before it drafts again; 0 while it follows the target."""
         return 0 if cache.live or not cache.heads else cache.pending_rows
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
         """Read positions first..end-1 from the cache's backlog of hidden rows, `step` rows at a time, unevaluated.
 
-        The backlog starts at `first`; with windows, which may skip rows, it ends at end-1. tokens: [end + 1].
+        The backlog starts at `first`; with windows, which may skip rows, it ends at end-1. tokens: [end + 1] or more.
         """
         if not cache.heads or first >= end:
             return
@@ -101,7 +101,7 @@ class Drafter(Protocol):
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
 
     def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
-        """Empty the drafter's caches, which then read `rows` rows from position `first` on."""
+        """Empty the drafter's caches: they start at position `first`, from which `rows` rows are read next."""
         for kv in cache.heads:
             kv.start = first
 

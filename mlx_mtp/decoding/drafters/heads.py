@@ -19,7 +19,7 @@ from .drafter import Drafter, Frame
 
 
 class Heads(Drafter):
-    """The MTP heads of a model: chained, all reading the target, or one recycled head, as EAGLE-3's is."""
+    """The MTP heads of a model: chained, all reading the target, or one recycled head, which reads its own output."""
 
     source = "heads"
     chained = True
@@ -95,7 +95,7 @@ class Heads(Drafter):
 
 
 def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: int, choose: Choosers) -> list[Choice]:
-    """Return k - 1 more drafts of the one head, whose output [n, 1, H] and draft are its next input."""
+    """Return k - 1 more drafts of the one head, which reads its own output row [n, 1, H] and its last draft."""
     (head,), (kv,) = model.mtp, cache.heads
     offset, more = cache.layers[0].offset, []
     kv.seek(offset, kv.limit)  # directly after the accepted rows

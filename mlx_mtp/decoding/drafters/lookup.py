@@ -15,7 +15,7 @@ TRIED = 8  # copies that are compared with the tokens that the host has not read
 
 
 class Lookup(Drafter):
-    """Drafts what followed the longest copy of each sequence's last tokens; has no caches.
+    """Drafts the tokens that followed the longest earlier copy of each sequence's last tokens; has no caches.
 
     most: maximum drafts of a cycle.
     """
@@ -41,10 +41,12 @@ class Lookup(Drafter):
 def continued(
     history: TokenHistory, size: int, starts: list[int], tokens: mx.array, last: mx.array, k: int
 ) -> mx.array:
-    """Draft int32 [k] behind the first `size` tokens of a history and the first last + 1 of `tokens` [R].
+    """Return int32 [k]: the tokens that followed an earlier copy of a sequence's end.
 
-    starts: indices of the tokens that followed earlier copies, best first. The first copy that `tokens` also continue
-    is used, or the first of all where none is. last: int32 [1] on the device. A copy that reaches the end repeats.
+    The sequence is the first `size` tokens of a history and the first last + 1 of `tokens` [R], which only the device
+    has; last: int32 [1]. starts: indices of the tokens that followed earlier copies of the history's end, best first.
+    The first copy that `tokens` also continue is used, or the first of all if none is. A copy that reaches the end
+    repeats.
     """
     rows, starts_of = tokens.size, np.array(starts, np.int32)[:, None]
     known = history.tokens[np.minimum(starts_of + np.arange(rows + k), size - 1)]
@@ -57,5 +59,8 @@ def continued(
 
 
 def _at(each: mx.array, offset: mx.array, period: mx.array, width: int) -> mx.array:
-    """Return the tokens at offsets [C, n] from each start; from `period` [C, 1] on they follow the first `width`."""
+    """Return the tokens [C, n] at offsets from each of C starts, out of `each` [C, width + R].
+
+    From `period` [C, 1] on, where the history ends, the tokens after the first `width` follow.
+    """
     return mx.take_along_axis(each, mx.where(offset < period, offset, width + offset - period), axis=1)

@@ -26,8 +26,8 @@ MOST = MAX_ROWS - 1  # drafts of a cycle: the target verifies them with the toke
 class SmallModel(Drafter):
     """Drafts with the model `small`, a port, in the vocabulary of a target of `vocab_size` tokens.
 
-    Plans name it "heads", which it replaces. `frame.cache.kept` is the token that the first row of the next run
-    reads, [n, 1, 1].
+    Plans name it "heads", because it replaces the MTP heads. `frame.cache.kept` is the token that the first row of
+    the next run reads, [n, 1, 1].
     """
 
     most = MOST
@@ -40,7 +40,7 @@ class SmallModel(Drafter):
         self.NO_KV_BITS, self.head_dim = small.NO_KV_BITS, getattr(small.args, "head_dim", None)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Read the run and return k drafts of each sequence, drafted one after the other."""
+        """Read the run and return k drafts of each sequence, drafted one after the other; NO_DRAFTS for k = 0."""
         cache, newest = frame.cache, run.newest()
         rows = self.outputs(mx.concatenate([cache.kept[0][:, 0], run.tokens], axis=1), cache.heads)
         cache.kept = [newest[:, None]]
@@ -49,7 +49,7 @@ class SmallModel(Drafter):
         return Drafts(*joined(choices)) if k else NO_DRAFTS
 
     def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Choice]:
-        """Return k drafts; row: the output [n, 1, H] for the first one. Recurrent states are restored."""
+        """Return k drafts, the first from the output row [n, 1, H]; recurrent states end as they were before."""
         cache, choose = frame.cache, Choosers(frame.members, confidence=frame.plan.p_min > 0)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # after the newest token
@@ -79,7 +79,7 @@ class SmallModel(Drafter):
         return mx.concatenate([logits, mx.full((*logits.shape[:-1], lacking), -mx.inf, logits.dtype)], axis=-1)
 
     def pending(self, hidden: mx.array) -> mx.array:
-        """Return one byte per row, which only counts it: the pending tokens are read from the history."""
+        """Return one byte for each hidden row: only their number counts, because tokens are read from the history."""
         return mx.zeros((1, hidden.shape[1], 1), mx.uint8)
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
@@ -102,7 +102,7 @@ class SmallModel(Drafter):
         return mx.array(np.minimum(tokens, self.small.vocab_size - 1), mx.int32)[None]
 
     def _begin(self, cache: PromptCache) -> None:
-        """Create the arrays of empty recurrent states, which a pool concatenates."""
+        """Give empty recurrent states their arrays, of zeros: a pool concatenates those of its sequences."""
         if all(c.parts for c in cache.heads if c.is_state):
             return
         seek(cache.heads, 0, 0)
