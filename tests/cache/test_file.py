@@ -290,7 +290,7 @@ def test_a_cache_too_large_for_memory_is_refused(model, saved, monkeypatch):
     monkeypatch.delenv(memory.IGNORE, raising=False)
     monkeypatch.setattr(memory, "available", lambda: Available(len(saved[1]) - 1, "a test"))
     with pytest.raises(
-        ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); MLX"
+        ValueError, match=r"cache\.safetensors: 0\.\d+ GB needed in addition to the model, .* \(a test\); set MLX"
     ):
         load_prompt_cache(saved[0], model)
     load_prompt_cache(saved[0], model, check_memory=False)

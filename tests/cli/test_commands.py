@@ -85,7 +85,7 @@ def test_quantized_and_limited_caches():
         (["--max-kv-size", 2**31], "'--max-kv-size'"),
         (["--min-tokens-to-keep", 99999], "min_tokens_to_keep=99999: allowed is 1 to"),
         (["--kv-bits", 8, "--kv-group-size", 128], "'--kv-group-size': kv_group_size=128"),
-        (["--chat-template-config", '{"tokenize": true}'], "tokenize: not a variable of the template"),
+        (["--chat-template-config", '{"tokenize": true}'], "tokenize: the command sets this variable; leave it out"),
         (["--system-prompt", "\udcff"], "'--system-prompt': not valid UTF-8 text"),
         (["--prefill-response", "\udcff"], "'--prefill-response': not valid UTF-8 text"),
     ],

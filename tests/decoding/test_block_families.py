@@ -1,11 +1,13 @@
 """Every family with a block drafter of every kind: the text is the target's for each number of drafts."""
 
+import itertools
+
 import block_drafters
 import drafters
 import families
 import numpy as np
 import pytest
-from sweep import paired, sampled
+from sweep import sampled
 
 import mlx_mtp
 
@@ -62,7 +64,9 @@ def batched(model, k, **options):
     return found
 
 
-@pytest.mark.parametrize(("name", "kind"), paired(sampled(FAMILIES[::3], FAMILIES), KINDS))
+@pytest.mark.parametrize(
+    ("name", "kind"), sampled([*zip(FAMILIES[::7], KINDS, strict=False)], itertools.product(FAMILIES, KINDS))
+)
 def test_greedy_text_is_that_of_plain_decoding(target, tmp_path, name, kind):
     directory, width, vocab = target(name)
     model = mlx_mtp.load_model(directory, draft_model=drafter_for(tmp_path / kind, kind, width, vocab))

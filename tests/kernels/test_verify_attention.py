@@ -289,7 +289,7 @@ def test_what_it_does_not_take():
     more = {"scale": 1.0, "limit": 5}
     with pytest.raises(ValueError, match="q has 32 columns; the keys have 64"):
         verify_attention(q, mx.zeros((1, 2, 64, 64)), kv, offset, **more)
-    with pytest.raises(ValueError, match="whole groups of heads"):
+    with pytest.raises(ValueError, match="a whole number of query heads"):
         verify_attention(q, mx.zeros((1, 3, 64, 32)), kv, offset, **more)
     with pytest.raises(ValueError, match="bits is None, keys are 3 arrays"):
         verify_attention(q, mx.quantize(kv, 32, 4), mx.quantize(kv, 32, 4), offset, **more)

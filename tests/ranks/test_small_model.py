@@ -3,8 +3,10 @@
 import families
 import rank_cases
 import rank_group
+from sweep import sweep
 
 
+@sweep
 def test_all_ranks_draft_alike_and_the_text_is_plain(tmp_path):
     path, drafter = rank_cases.write(tmp_path, "step3p5"), families.build("qwen3_5", tmp_path / "small", 1)[0]
     mine, other = rank_group.work(2, tmp_path, "drafted", path=path, drafter=str(drafter))

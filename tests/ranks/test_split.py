@@ -56,6 +56,7 @@ def test_texts_and_rows_do_not_depend_on_drafts_and_ranks_agree(tmp_path, name, 
     check(n, tmp_path, rank_cases.write(tmp_path, name), whole)
 
 
+@sweep
 def test_a_block_drafter_is_whole_on_each_rank(tmp_path):
     target = rank_cases.write(tmp_path, "qwen3")
     drafter = str(block_drafters.save(tmp_path / "drafter", block_drafters.DFLASH2))
