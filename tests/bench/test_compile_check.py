@@ -187,6 +187,7 @@ def test_a_job_runs_like_its_launch():
 # The command
 
 
+@sweep  # CI compiles them all in a section of its own
 @linux_only
 def test_a_sample_is_compiled_through_the_front_end(tmp_path):
     done = command_line.run(

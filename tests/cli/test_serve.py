@@ -10,6 +10,7 @@ import time
 import urllib.request
 
 from command_line import call, one_line_error
+from sweep import sweep
 
 
 def free_port():
@@ -56,6 +57,7 @@ class Running:
                 time.sleep(0.05)
 
 
+@sweep
 def test_a_killed_server_keeps_its_prefixes_and_a_closed_terminal_ends_it_cleanly(tmp_path):
     with Running(tmp_path) as server:
         first = server.ask("word " * 70)

@@ -34,7 +34,7 @@ DRAFTED = [case for i, case in enumerate(DRAFTED) if i % 2 == 0 and case[1] in (
 
 
 @pytest.mark.parametrize(
-    ("sampler", "processor", "k"), sampled(sorted({*DRAFTED}), ((*case, k) for k in (1, 2) for case in CASES))
+    ("sampler", "processor", "k"), sampled(sorted({*DRAFTED})[::2], ((*case, k) for k in (1, 2) for case in CASES))
 )
 def test_distribution_is_exact(tiny_models, monkeypatch, sampler, processor, k):
     # A vocabulary of 3: random heads are right about every third time.

@@ -97,7 +97,7 @@ def together(model, k, n=20, prompts=PROMPTS, **options):
 
 
 @pytest.mark.parametrize(
-    ("names", "k"), [(pair, k) for pair in sampled(PAIRS[:2], PAIRS) for k in sampled([2], range(1, MOST + 1))]
+    ("names", "k"), [(pair, k) for pair in sampled(PAIRS[:1], PAIRS) for k in sampled([2], range(1, MOST + 1))]
 )
 def test_the_text_is_that_of_plain_decoding(made, names, k):
     model, _ = made(*names)
@@ -120,7 +120,7 @@ def test_replayed_cycles_and_the_most_drafts(made, names, k):
     assert together(model, k, temp=1.0, compile_cycles=True) == plain
 
 
-@pytest.mark.parametrize("names", sampled(PAIRS[1:], PAIRS))
+@pytest.mark.parametrize("names", sampled(PAIRS[2:], PAIRS))
 def test_drafts_are_those_of_a_forward_over_the_whole_text(made, monkeypatch, names):
     """Alone, behind pauses and in a pool, whatever was rejected before."""
     model, plain = made(*names)
@@ -182,9 +182,10 @@ def test_trimmed_caches_go_on(made):
         assert drafts == scratch(plain, known, 3)
 
 
-@pytest.mark.parametrize(
-    "options", [{"kv_bits": 8, "mtp_kv_bits": 4}, {"kv_bits": 4, "quantized_kv_start": 16}, {"max_kv_size": 12}]
-)
+FORMS = [{"kv_bits": 8, "mtp_kv_bits": 4}, {"kv_bits": 4, "quantized_kv_start": 16}, {"max_kv_size": 12}]
+
+
+@pytest.mark.parametrize("options", sampled(FORMS[:1], FORMS))
 def test_other_forms_of_keys_and_values(wide, options):
     options = {"kv_group_size": 32, **options} if "kv_bits" in options else options
     plain = alone(wide, PROMPTS[0], 0, **options)
@@ -219,7 +220,7 @@ def test_the_target_as_its_own_small_model_is_always_right(tmp_path):
         assert set(stats.acceptance) == {1.0}
 
 
-@pytest.mark.parametrize("vocab_size", [11, 17])
+@pytest.mark.parametrize("vocab_size", sampled([11], [11, 17]))
 def test_rows_that_one_vocabulary_lacks(tmp_path, vocab_size):
     small, plain = written("llama_sliding", tmp_path / "small", 1, vocab_size=vocab_size)
     model = mlx_mtp.load_model(written("qwen3", tmp_path / "target")[0], draft_model=small)

@@ -44,7 +44,7 @@ def pairs(launch):
     return zip(whole, launched(partial(launch, split=True)) if can_split(launch.func) else whole, strict=True)
 
 
-@pytest.mark.parametrize("group", sampled([*FEW][::9], GROUPS))
+@pytest.mark.parametrize("group", sampled([*FEW][::18], GROUPS))
 def test_kernels_have_registers_or_can_split_rows(group):
     """Threadgroups also fit with the registers of their threads."""
     launches = [launch for launch in GROUPS[group]() if "split" not in launch.keywords]

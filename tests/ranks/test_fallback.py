@@ -14,7 +14,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "op", "how", "rows"), sampled(CASES[:1], CASES))
+@pytest.mark.parametrize(("ranks", "op", "how", "rows"), sampled([], CASES))
 def test_a_refused_kernel_is_off_on_all_ranks(tmp_path, ranks, op, how, rows):
     path = rank_cases.write(tmp_path, "step3p5")
     what = {"path": path, "ranks": ranks, "op": op, "how": how, "rows": rows, "few": not SWEEP}

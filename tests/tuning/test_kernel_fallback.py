@@ -8,7 +8,7 @@ import pytest
 import tiny
 from quantized_models import STEP, quantized
 from stand_in import FIRST, MESSAGE, SITES, standing_in, switched_on
-from sweep import sampled
+from sweep import sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.kernels import _first_launch, _source
@@ -113,6 +113,7 @@ def split(model, op):
     return {m for site in model.runtime.sites if site.op == op for m in site.split}
 
 
+@sweep
 def test_rows_are_split_where_metal_refuses_them_together(quantized_checkpoint, supported_sites):
     """Twelve or eight rows of sums per thread are refused; the heads read seven rows with five drafts."""
     want = text(mlx_mtp.load_model(quantized_checkpoint), num_draft_tokens=3)
