@@ -6,7 +6,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it with exit code 130, while it is imported and when it is done too."""
+    """Run the command line. Ctrl-C during its imports, and after a command has ended, exits with 130 at once.
+
+    In between the command handles Ctrl-C.
+    """
     signal.signal(signal.SIGINT, _leave)
     try:
         from .cli import main

@@ -38,9 +38,10 @@ class Span:
         self._last: dict[Ring | None, tuple] = {}
 
     def index(self, ring: Ring | None, offset: mx.array, rows: int) -> mx.array:
-        """Return where the next rows are written, [count, 1, rows, 1]: slots of the ring, or without one positions.
+        """Return where the next rows of each of the `count` slots are written, [count, 1, rows, 1].
 
-        offset: position of each sequence. The last result per ring is kept, for the other layers of the pass.
+        These are places in the ring, or without one positions. offset: position of each row of the pass; a free slot
+        takes any row's. The last result per ring is kept, for the other layers of the pass.
         """
         last = self._last.get(ring)
         if last is None or last[0] is not offset or last[1] != rows:

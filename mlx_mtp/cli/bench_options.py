@@ -35,7 +35,10 @@ def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str
 
 
 def _drawable(_ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Return the path of a picture or page; raise BadParameter if it cannot be written, before a measurement."""
+    """Return the path of a picture or page, None if it is not given; refuse it before a measurement.
+
+    Raises ValueError for a wrong suffix or a missing matplotlib, BadParameter if its directory does not exist.
+    """
     if path is None:
         return None
     from ..bench import plots

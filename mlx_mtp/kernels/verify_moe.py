@@ -177,7 +177,9 @@ def verify_moe(
     if logits.shape != (rows, count):
         raise ValueError(f"logits are {logits.shape}; {rows} rows and {count} experts need {(rows, count)}")
     if shared_gate is not None and shared is None:
-        raise ValueError("shared_gate is given without shared, the output that it gates; give both or none")
+        raise ValueError(
+            "shared_gate is given without shared, the output that it gates; give shared too, or leave out shared_gate"
+        )
     if bias is not None and routing.kind == "softmax":
         raise ValueError("a bias is given; softmax routing has none")
     if limit is not None and experts.gate is None:

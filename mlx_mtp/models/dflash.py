@@ -63,7 +63,7 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of features of the target that a row of the drafter's `fc` reads, from the tensor's shape."""
+    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers."""
     ends = ("fc.weight", "encoder.fc.weight")
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") in ends)
 

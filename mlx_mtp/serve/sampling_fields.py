@@ -134,7 +134,10 @@ def _rules(body: dict[str, Any], info: ModelInfo, most: int | None) -> TokenRule
 
 
 def _token_ids(body: dict[str, Any], name: str, most: int) -> tuple[int, ...]:
-    """Return the token ids of a list field, without duplicates, () if it is missing. Raises Refused."""
+    """Return the token ids of a list field, without duplicates, () if it is missing.
+
+    Raises Refused unless it is a list of integers from 0 to most - 1.
+    """
     allowed = f"a list of token ids below {most}"
     given = field_of(body, name, allowed, lambda v: _is_list(v, lambda each: type(each) is int and 0 <= each < most))
     return tuple(dict.fromkeys(given or ()))

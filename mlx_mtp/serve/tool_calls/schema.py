@@ -124,7 +124,10 @@ def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
 
 
 def _resolved(reference: str, root: Schema) -> Any:
-    """Return the part of the root schema that a local `$ref` points to; None if it does not exist."""
+    """Return the part of the root schema that a `$ref` such as "#/$defs/name" points to, a path of object keys.
+
+    None if it does not exist; "#" alone and list indices are not followed.
+    """
     found: Any = root
     for key in reference.removeprefix("#/").split("/"):
         found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
