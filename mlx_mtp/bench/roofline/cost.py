@@ -223,7 +223,7 @@ def of_drafts(model: ModelOps, k: int, at: PassShape, chip: Chip) -> PassCosts:
 
 
 def of_op(op: Op, at: PassShape, chip: Chip) -> PassCosts:
-    """Return the costs of one operation as a pass of its own: one launch, plus those that the operation itself adds."""
+    """Return the costs of one operation as a pass of its own: one launch, and those that the operation adds."""
     return collect([(1, op, at.m)], at, chip, 1)
 
 
