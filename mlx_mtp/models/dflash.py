@@ -63,9 +63,15 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers."""
+    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers.
+
+    ValueError if the tensor is missing.
+    """
     ends = ("fc.weight", "encoder.fc.weight")
-    return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") in ends)
+    for name, tensor in header.items():
+        if name.removeprefix("model.") in ends:
+            return tensor.shape[-1]
+    raise ValueError("tensor fc.weight is missing")
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:

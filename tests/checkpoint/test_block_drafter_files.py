@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.checkpoint.build import open_drafter
 from mlx_mtp.cli import main
 
 V = families.V
@@ -115,6 +116,10 @@ def test_foreign_directories(tmp_path, target):
         tmp_path / "foreign", {**config, "model_type": "phi3"}, mx.load(str(target / "model.safetensors"))
     )
     refused(target, foreign, "a model of 5 layers, model_type 'phi3'; a drafter is .*EAGLE-3.*, or a block drafter")
+    without = tiny.save(tmp_path / "without", C, {n: a for n, a in w.items() if n != "fc.weight"})
+    refused(target, without, "tensor fc.weight is missing")
+    with pytest.raises(ValueError, match=r"tensor fc\.weight is missing"):
+        open_drafter(without)
     large = {**TWO, "vocab_size": 12}
     refused(target, block_drafters.save(tmp_path / "few", large), "made for 12 tokens, the target has 13")
     refused(target, path, "block drafters have no 'fuse'; allowed is capture", mtp_overrides={"fuse": "he"})
