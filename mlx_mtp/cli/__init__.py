@@ -48,7 +48,8 @@ class OneLine(click.Group):
             self._run(*args, **options)
 
     def _run(self, *args: Any, **options: Any) -> None:
-        """Run a command; on failure raise SystemExit, mostly after an error line. MLX_MTP_DEBUG raises unexpected errors."""
+        """Run a command; on failure raise SystemExit, mostly after an error line. With MLX_MTP_DEBUG
+        unexpected exceptions are raised unchanged."""
         try:
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()

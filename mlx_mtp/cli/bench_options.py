@@ -145,7 +145,7 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the files of --out, --plot and --html; print JSON with --json, or if a file fails, which is then raised."""
+    """Write the files of --out, --plot and --html; print JSON with --json, and before an exception of writing."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}

@@ -149,9 +149,10 @@ class PrefixTree:
         return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
-        """Return a cache with the longest stored prefix of `tokens`, never all of them; it is empty if none is stored.
+        """Return a cache with the longest stored prefix of `tokens`, never all of them; empty if none is stored.
 
-        room: number of tokens, with those of the prefix, for which its buffers have room. The prefix ends at a checkpoint, and counts as used now.
+        room: number of tokens, with those of the prefix, for which its buffers have room. The prefix ends at a
+        checkpoint, and counts as used now.
         """
         path = resumable_path(self._matching(tokens))
         if not path:
