@@ -97,7 +97,7 @@ class ChatSession:
         """Start a new conversation with the same system prompt.
 
         Its caches are empty, or contain the prompt of the given `prompt_cache` if that is still in use: a turn that
-        ended with an exception, or could reuse none of it, replaces it by empty caches. The count of answers
+        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches. The count of answers
         continues, so that seeded draws do not repeat.
         """
         self.messages, self.turn = self._system, Turn(0)
@@ -137,8 +137,8 @@ class ChatSession:
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
         """Use the prompt and template_config of a given cache; return its system prompt.
 
-        An empty cache without them changes nothing, and `system_prompt` is returned. Drafts per cycle are limited to
-        the cache's number of heads. Raises ValueError as `__init__` states.
+        An empty cache without them changes nothing, and `system_prompt` is returned. If it has fewer heads than the
+        model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
         """
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))

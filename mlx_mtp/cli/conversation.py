@@ -48,7 +48,7 @@ class Chat:
         self._line_ended = False
 
     def run(self) -> None:
-        """Run until /exit, the end of input, or two Ctrl-C at the prompt."""
+        """Run until /exit, the end of input, or two Ctrl-C at the prompt, on several ranks one."""
         if self.interactive and not self.quiet:
             faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
         if not self.session.tokenizer.has_chat_template:

@@ -350,7 +350,10 @@ def sampling_flags(flags: dict[str, Any]) -> list[str]:
 
 
 def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `stream_generate`. cache: a loaded one, which replaces `cache_layout`."""
+    """Return the keyword arguments of `stream_generate`. cache: a loaded one, or None.
+
+    With a cache, its own layout counts, and flags of the layout are ignored.
+    """
     names = ("max_tokens", "max_context", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
     return {

@@ -101,8 +101,8 @@ class MessageReader:
     """Reads the user's messages from an editor (history, pasted text, Alt-Enter for a new line) or from a pipe.
 
     A call returns the next message, with its line end unless an editor read it, or None to leave: at the end of
-    input, or after two Ctrl-C on an empty line without typing in between. The first Ctrl-C only warns; if not `patient`
-    it leaves.
+    input, or after two Ctrl-C on an empty line without typing in between. The first Ctrl-C only warns; if not
+    `patient` it leaves.
     """
 
     def __init__(self, *, interactive: bool, patient: bool = True):

@@ -114,7 +114,7 @@ async def page(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return status 200 while the model is loaded or unloaded for idleness; 503 during a load or after a failure."""
+    """Return status 200 while the model is loaded or unloaded; 503 during any load and once the engine has failed."""
     service: Service = request.app.state.service
     loading = service.info is None or service.engine.state in ("loading", "failed")
     return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
@@ -170,7 +170,8 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 async def respond(request: Request, api: type[ApiRequest]) -> Response:
     """Submit a request to the engine; return its response, a stream if it requests one. Raises Refused.
 
-    A failure of the engine is an error response, in a stream only within PATIENCE seconds: later it is an event.
+    A failure of the engine is an error response; in a stream, unless it is the first event and arrives within
+    PATIENCE seconds, it is an event of the stream.
     """
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)

@@ -21,7 +21,10 @@ Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON
 
 
 class Link(NamedTuple):
-    """The facts of a call that its result needs. given: the client's id. id: the template's. number: call's index."""
+    """The facts of a call that its result needs.
+
+    given: the client's id, or "". id: the template's. number: the call's index among all calls of the conversation.
+    """
 
     given: str
     id: str
@@ -101,7 +104,7 @@ def with_arguments(
 
 
 def restored(text: str, texts: list[str]) -> str | None:
-    """Replace the placeholders in a rendered text by their texts; return None if the template changed one of them."""
+    """Return a rendered text with its placeholders replaced by `texts`; None if the template changed one of them."""
     if not texts:
         return text
     text = PLACEHOLDERS.sub(lambda match: texts[int(match[1] or match[2])], text)
@@ -137,7 +140,7 @@ def _arguments(given: Any, kind: str, escape: Escape, exact: bool, texts: list[s
 
 
 def _member(value: Any, written: str | None, escape: Escape, texts: list[str]) -> Any:
-    """Return an argument's value, or a placeholder if it is an object or a list with unusual JSON spacing."""
+    """Return an argument's value, escaped, or a placeholder for an object or a list not `written` as `dumps` would."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
         return escape(value)
     placeholder = _placeholder(escape(written), texts)

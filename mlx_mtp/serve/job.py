@@ -36,7 +36,8 @@ class DecodeRequest:
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
-    thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: with a tool result.
+    thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: a tool
+              result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     """
 

@@ -93,7 +93,7 @@ def _by_budget(body: dict[str, Any], name: str) -> bool | None:
 
 
 def switch_of(body: dict[str, Any], name: str) -> bool | None:
-    """Return a field that is true or false, None if it is absent. Raises Refused for other values."""
+    """Return a field that is true or false, None if it is absent or null. Raises Refused for other values."""
     return field_of(body, name, "true or false", lambda v: isinstance(v, bool))
 
 
