@@ -97,8 +97,8 @@ class ChatSession:
         """Start a new conversation with the same system prompt.
 
         Its caches are empty, or contain the prompt of the given `prompt_cache` if that is still in use: a turn that
-        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches. The count of answers
-        continues, so that seeded draws do not repeat.
+        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches. The count
+        of answers continues, so that seeded draws do not repeat.
         """
         self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._intact:

@@ -39,7 +39,7 @@ def convert_gguf(flags: dict[str, Any]) -> None:
 
 
 def transcoded(file: str, flags: dict[str, Any]) -> Path:
-    """Return the checkpoint of a GGUF file in the cache folder; if there is none, announce and create it."""
+    """Return the checkpoint of a GGUF file in the cache folder; create it if there is none; unless quiet, announce that."""
     from ..checkpoint.gguf.cached import cached
     from .progress import shows_progress
 

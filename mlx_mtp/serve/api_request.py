@@ -257,5 +257,5 @@ def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form. name: its id. function: the name of the function."""
+    """Return a tool call in OpenAI's form. name: its id. function: the function's name. arguments: kept as given."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}

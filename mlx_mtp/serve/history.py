@@ -77,7 +77,10 @@ def _id(given: str, traits: Traits) -> str:
 def _linked_result(
     message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """Return a result's call number, and the result with the call's id and name; 0 and its own without a call."""
+    """Return a result's call number, and the result with the call's id and name; without a call 0 and its own.
+
+    A call of `pending` is removed from it.
+    """
     given = message.get("tool_call_id", "")
     if link := next((link for link in pending if link.given == given or not given), None):
         pending.remove(link)
@@ -140,7 +143,7 @@ def _arguments(given: Any, kind: str, escape: Escape, exact: bool, texts: list[s
 
 
 def _member(value: Any, written: str | None, escape: Escape, texts: list[str]) -> Any:
-    """Return an argument's value, escaped, or a placeholder for an object or a list not `written` as `dumps` would."""
+    """Return an argument's value, escaped, or a placeholder if it is a dict or list not written as by `dumps`."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
         return escape(value)
     placeholder = _placeholder(escape(written), texts)

@@ -190,7 +190,10 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert a message's blocks to messages: one per tool result, then one of all else, if any. Raises Refused."""
+    """Convert a message's blocks to messages: one per tool result, then one of all else. Raises Refused.
+
+    The last one is left out if there are results and it has neither text nor calls. warnings: appended to.
+    """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")

@@ -49,7 +49,8 @@ class PrefixFiles:
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
         """Add the longest prefix of `tokens` in a file to the tree if it is longer than the tree's.
 
-        Files found damaged, or changed since their header was read, are removed; one that cannot be read, or does not fit in memory, is ignored from now on.
+        Files found damaged, or changed since their header was read, are removed; one that cannot be
+        read, or does not fit in memory, is ignored from now on.
         """
         covered = tree.covered(tokens)
         self._refresh()

@@ -69,7 +69,7 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return the sampling options, each the request's or else the default; without a seed, a random one."""
+    """Return sampling options of `stream_generate`, each the request's or else the default; the seed else random."""
     given = {
         "temp": number(body, "temperature", 0, 100),
         "top_p": number(body, "top_p", 0, 1),
@@ -91,7 +91,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return arguments of mlx-lm's `make_logits_processors`, each the request's or else the default."""
+    """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default."""
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
