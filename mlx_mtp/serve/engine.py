@@ -251,7 +251,7 @@ class Engine:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
 
         failed: sent as its last event unless the client has left; an exception is converted by `_failed`. If the
-        closed generator returns a cache, the job is queued for a prefill of its conversation.
+        closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation.
         """
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
