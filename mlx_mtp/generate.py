@@ -84,9 +84,9 @@ def generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
 ) -> Generated:
-    """Yield (token, logprobs [V] or None, whether drafted) for a prompt of token ids [T]; max_tokens=0 only prefills.
+    """Yield (token, logprobs [V] or None, whether drafted), with a final stop token; max_tokens=0 only prefills.
 
-    Raises ValueError at the call for an option out of range, or a prompt that does not fit in memory.
+    prompt: token ids [T]. Raises ValueError at the call for an option out of range or a prompt too large for memory.
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
@@ -143,7 +143,7 @@ def stream_generate(
 
 
 def encoded(tokenizer: Any, prompt: Prompt) -> Any:
-    """Return a prompt's token ids; a text gets the special tokens, such as BOS, unless it starts with BOS."""
+    """Return token ids unchanged, or those of a text, with special tokens such as BOS unless it starts with BOS."""
     if not isinstance(prompt, str):
         return prompt
     bos = tokenizer.bos_token
@@ -222,8 +222,8 @@ def batch_generate(
 
     prompts: texts or token ids. prompt_caches: one per prompt, which follows its tokens; they are not changed.
     max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
-    return_logprobs: return the log probabilities of the generated tokens. Other options are those of
-    `BatchGenerator`.
+    return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
+    those of `BatchGenerator`.
     """
     checked.check_names(options)
     ids = [encoded(tokenizer, prompt) for prompt in prompts]

@@ -31,7 +31,7 @@ Responses = Generator[GenerationResponse, None, None]
 
 
 class Stopped(Exception):
-    """Raised in a prefill, between two chunks, if `ChatSession.stopping` is set."""
+    """Raised between two chunks of a prefill if `ChatSession.stopping` is set; `ask` catches it."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Turn:
 
     @property
     def prompt_tps(self) -> float:
-        """Prefill speed: new prompt tokens per second, up to the first token of the answer."""
+        """Prefill speed: new prompt tokens per second, up to the first token of the answer; 0.0 before that."""
         new, seconds = self.prompt_tokens - self.reused, self.prompt_time + self.stats.prefill_time
         return new / seconds if seconds else 0.0
 
@@ -73,8 +73,9 @@ class ChatSession:
     ):
         """template_config: variables of the chat template. options: those of `stream_generate`.
 
-        The first message continues the prompt of a given `prompt_cache`. Raises ValueError for an option out of
-        range, and for a cache without the start of a conversation or with another system prompt or template_config.
+        The first message continues the prompt of a given `prompt_cache`, whose system prompt and template_config are
+        then used. Raises ValueError for an option out of range, and for a cache that contains tokens without the
+        start of a conversation, or has another system prompt or template_config.
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.ranks = model.ranks
@@ -93,9 +94,11 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new conversation, with the same system prompt and the given `prompt_cache`, if any.
+        """Start a new conversation with the same system prompt.
 
-        The count of answers continues, so that seeded draws do not repeat.
+        Its caches are empty, or contain the prompt of the given `prompt_cache` if that is still in use: a turn that
+        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches. The count
+        of answers continues, so that seeded draws do not repeat.
         """
         self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._intact:
@@ -108,8 +111,9 @@ class ChatSession:
     def resume(self, messages: list[dict[str, str]], answers: int) -> None:
         """Replace the conversation by these messages, and the count of answers, which seeded draws depend on.
 
-        messages: {"role", "content"}; a first message of role "system" becomes the system prompt. Raises ValueError,
-        without a change, if the chat template refuses the messages.
+        messages: {"role", "content"}; a first message of role "system" becomes the system prompt, and without one
+        there is none. The caches stay; the next turn reuses what fits. Raises ValueError, without a change, if the
+        chat template refuses the messages with a question after them.
         """
         self._tokens([*messages, {"role": "user", "content": "?"}])
         self._system = [message for message in messages[:1] if message["role"] == "system"]
@@ -125,13 +129,17 @@ class ChatSession:
         self.resume([{"role": "system", "content": text}, *self.messages[len(self._system) :]], self.answers)
 
     def _start_over(self) -> None:
-        """Replace the caches by empty ones; the given cache is then not used again."""
+        """Replace the caches by empty ones and drop all snapshots; the given cache is then not used again."""
         self._snapshots: list[tuple[Mark, Quantizing | None]] = []
         self.cache: PromptCache = self._blank.like_new()
         self._given = None
 
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
-        """Use the prompt and the template options of a given cache; return its system prompt. Raises ValueError."""
+        """Use the prompt and template_config of a given cache; return its system prompt.
+
+        An empty cache without them changes nothing, and `system_prompt` is returned. If it has fewer heads than the
+        model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
+        """
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
         prefix = cache.prefix
@@ -150,10 +158,11 @@ class ChatSession:
     def ask(self, text: str, progress: Progress | None = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` contains the token counts and times.
 
-        Closing the iterator or setting `stopping` ends the answer. The conversation keeps the yielded part, and drops
-        the message if nothing was yielded. The first step raises ValueError if the chat template refuses the
-        messages, or the prompt does not fit in memory or in `max_context`.
-        progress: called with the number of new prompt tokens processed and their total.
+        Nothing happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
+        answer. The conversation keeps the yielded part, and drops the message if nothing was yielded. The first step
+        raises ValueError if the chat template refuses the messages, or the prompt does not fit in memory (unless
+        check_memory=False) or in `max_context`.
+        progress: called after each chunk with the number of new prompt tokens processed and their total.
         """
         return in_turns(self._answer(text, progress))
 
@@ -181,13 +190,20 @@ class ChatSession:
                 self.answers += 1
 
     def _stops_here(self) -> bool:
-        """Return whether to stop the answer now; False on several ranks, which agree on a stop cycles later."""
+        """Return whether to stop the answer now.
+
+        On several ranks return False, and pass `stopping` to the ranks, which agree on a stop some cycles later.
+        """
         if self.ranks:
             self.ranks.stopping = self.stopping
         return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
-        """Prefill the new part of the prompt, take a snapshot at position `end`, then decode; yield the responses."""
+        """Roll the caches back to their common start with the prompt, prefill up to position `end`, then decode.
+
+        Yields the answer's responses. Sets `turn`, and takes snapshots before the prefill and at `end`. If the caches
+        already reach `end`, there is no separate prefill.
+        """
         common = shared(self.cache.tokens, prompt[:-1])
         reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
         turn = self.turn = Turn(len(prompt), reused)
@@ -214,7 +230,10 @@ class ChatSession:
         yield from stream_generate(self.model, self.tokenizer, rest, **options)
 
     def _check_memory(self, new: int) -> None:
-        """Raise ValueError if `new` prompt tokens and an answer do not fit in memory or in the maximum context."""
+        """Raise ValueError if `new` prompt tokens and an answer do not fit in memory or in the maximum context.
+
+        With check_memory=False only the maximum context is checked.
+        """
         options = self.options
         chunk = options.get("prefill_step_size") or default_chunk(self.model)
         ignore = not options.get("check_memory", True)
@@ -222,14 +241,20 @@ class ChatSession:
         check_prompt(self.model, self.cache, new, limit, chunk, ignore=ignore)
 
     def _on_chunk(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
-        """Report progress or raise Stopped, but only between chunks: after the last one the caches are incomplete."""
+        """Report progress, or raise Stopped; not after the last chunk, when the caches are incomplete.
+
+        before: tokens of the turn prefilled before this prefill. done, part: tokens of this prefill.
+        """
         if done < part and (self.ranks.broadcast(self.stopping) if self.ranks else self.stopping):
             raise Stopped
         if progress:
             progress(before + done, total)
 
     def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], maximum: int) -> int:
-        """Roll back to the last snapshot of at most `maximum` tokens, or to empty caches; return the new length."""
+        """Roll back to the last snapshot of at most `maximum` tokens, or to empty caches; return the new length.
+
+        Later snapshots, and those from before the caches were quantized, are dropped.
+        """
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
         self._snapshots = [s for s in snapshots if s[0].length <= maximum and s[1] is due]
         if not self._snapshots or not self.cache.rewinds:
@@ -240,7 +265,7 @@ class ChatSession:
         return last.length
 
     def _take_snapshot(self) -> None:
-        """Store a snapshot of the caches at the current position, unless there is one."""
+        """Store a snapshot at the current position, unless the last one is there or the caches are empty."""
         here = self.cache.offset
         if here and not (self._snapshots and self._snapshots[-1][0].length == here):
             self._snapshots.append((self.cache.snapshot(), self.cache.quantizing))
@@ -249,7 +274,7 @@ class ChatSession:
     def _tokens(self, messages: list[dict]) -> tuple[list[int], int]:
         """Return the prompt's tokens, and the index at which its generation prompt starts, at most the last index.
 
-        Raises ValueError if the chat template refuses the messages or renders nothing.
+        Raises ValueError if the chat template refuses the messages or the prompt has no token.
         """
         prompt = self._encode(messages, answering=True)
         if not prompt:

@@ -32,7 +32,8 @@ class OneLine(click.Group):
     """A group of commands whose errors are one line on stderr, without usage or traceback.
 
     Exit codes: 2 if the command line is wrong in itself or for this model; 1 if something failed, such as a file, the
-    hub or memory; 130 after Ctrl-C; 141 if the reader of the output has gone.
+    hub or memory; 130 after Ctrl-C, which chat and serve handle themselves; 141 if the reader of the output has gone;
+    143 after SIGTERM. A command may end with codes of its own.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -47,7 +48,8 @@ class OneLine(click.Group):
             self._run(*args, **options)
 
     def _run(self, *args: Any, **options: Any) -> None:
-        """Run a command; on failure end the process with an error line and an exit code."""
+        """Run a command; on failure raise SystemExit, mostly after an error line. With MLX_MTP_DEBUG
+        unexpected exceptions are raised unchanged."""
         try:
             super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
@@ -75,7 +77,10 @@ class OneLine(click.Group):
 
 
 def _unraisable(raised: Any) -> None:
-    """Send a signal again that arrived in a finalizer, where its exception is lost, after the finalizer has ended."""
+    """Send Ctrl-C or SIGTERM again if it arrived in a finalizer, where its exception is lost, after the finalizer.
+
+    Other exceptions of finalizers are shown as Python shows them.
+    """
     if raised.exc_type in (KeyboardInterrupt, SystemExit):
         again = signal.SIGINT if raised.exc_type is KeyboardInterrupt else signal.SIGTERM
         timer = threading.Timer(0.01, os.kill, (os.getpid(), again))

@@ -26,7 +26,7 @@ WRITTEN = click.Path(dir_okay=False, path_type=Path)
 
 
 def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple:
-    """Return an option's numbers of this kind, separated by commas; () if it is not given."""
+    """Return an option's numbers of this kind, separated by commas; () if it is not given. Raises BadParameter."""
     try:
         return tuple(kind(part) for part in value.split(",")) if value is not None else ()
     except ValueError:
@@ -145,7 +145,7 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the files of --out, --plot and --html; print JSON with --json, or if a file cannot be written."""
+    """Write the files of --out, --plot and --html; print JSON with --json, and before an exception of writing."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}

@@ -48,7 +48,7 @@ class Chat:
         self._line_ended = False
 
     def run(self) -> None:
-        """Run until /exit, the end of input, or two Ctrl-C at the prompt."""
+        """Run until /exit, the end of input, or two Ctrl-C at the prompt, on several ranks one."""
         if self.interactive and not self.quiet:
             faint(f"{self.name} · {mtp_state(self.session)} · /help\n")
         if not self.session.tokenizer.has_chat_template:
@@ -129,7 +129,10 @@ class Chat:
         return f"{printable(str(file))}: {_count(len(self.session.messages), 'message')} loaded"
 
     def _answer(self, text: str) -> None:
-        """Print an answer while it is generated, then its footer."""
+        """Print an answer while it is generated, then its footer; also of one that Ctrl-C or an error ended.
+
+        On several ranks an error is raised, and Ctrl-C ends the process with code 130.
+        """
         self._last, trouble = None, ""
         try:
             self._stream(text)
@@ -181,14 +184,14 @@ class Chat:
 
 
 def _named(name: str, command: str) -> Path:
-    """Return the path that follows a command such as /save; ValueError if none does."""
+    """Return the path that follows a command such as /save, with ~ expanded; ValueError if none does."""
     if not name:
         raise ValueError(f"{command}: name a file, as in {command} chat.json")
     return Path(name).expanduser()
 
 
 def footer(turn: Turn, last: GenerationResponse) -> str:
-    """Return an answer's figures in one line of 80 columns, plus one line with the reason if drafting is paused."""
+    """Return an answer's figures in one line, plus one line with the reason if drafting is paused."""
     stats, speed = turn.stats, "" if last.generation_tokens < 2 else f", {_short(last.generation_tps)}/s"
     reused = f"{turn.reused}/{turn.prompt_tokens} reused"
     parts = [f"{last.generation_tokens} tok{speed}", f"prompt {_short(turn.prompt_tps)}/s, {reused}"]

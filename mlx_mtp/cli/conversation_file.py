@@ -15,7 +15,8 @@ LAYOUT = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
 def save(file: Path, session: ChatSession) -> None:
     """Write a session's conversation to a file, which must not exist yet or contain a conversation.
 
-    Raises ValueError if it contains anything else or its directory is missing, OSError if it cannot be written.
+    Raises ValueError if it contains anything else or its directory is missing, OSError if it cannot be read or
+    written.
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: no directory {file.parent}")
@@ -39,7 +40,7 @@ def read(file: Path) -> tuple[list[dict[str, str]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
     Without a number, it is that of the assistant's messages. Raises a one-line ValueError unless the messages are
-    [system], then user and assistant in turn.
+    [system], then user and assistant in turn up to an assistant's, or none; OSError if the file cannot be read.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a regular file")

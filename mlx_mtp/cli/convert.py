@@ -98,7 +98,7 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that would have no effect."""
+    """Raise UsageError for flags that would have no effect, and for --hf-path or a partner of --mtp-path missing."""
     if not flags["hf_path"]:
         raise click.UsageError("--hf-path or --gguf is missing")
     for name in OF_GGUF:

@@ -49,7 +49,7 @@ def doctor(**flags: Any) -> None:
 
 
 def check_flags(flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that exclude each other."""
+    """Raise UsageError for flags that exclude each other, or that need another flag."""
     compiling, checking = flags["compile_only"], flags["bits_only"]
     if compiling and checking:
         raise click.UsageError("--compile-only and --bits-only: choose one")

@@ -70,6 +70,6 @@ def _read(names: Iterable[str]) -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the file itself, or all files below a directory except hidden ones and those in hidden ones."""
+    """Return the file itself, or, sorted, all files at any depth of a directory that have no hidden part below it."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

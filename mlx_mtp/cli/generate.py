@@ -59,7 +59,10 @@ def generate(**flags: Any) -> None:
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
-    """Encode the prompt, with the chat template unless it is missing or ignored; raises an error if it is empty."""
+    """Encode the prompt, with the chat template unless it is missing or ignored.
+
+    If it has no token, raises ValueError with the template and UsageError without.
+    """
     from ..checkpoint.chat_template import render
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
@@ -80,7 +83,8 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
 def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> list[int]:
     """Return the tokens that follow those of a saved cache, when `text` is appended to the cache's own prompt.
 
-    For a cache without a known prompt, they are the text's. UsageError if the prompt now has other first tokens.
+    For a cache without a known prompt, they are the text's. UsageError if the prompt now has other first tokens;
+    ValueError as `PromptPrefix.check` for other flags than the cache's.
     """
     prefix = cache.prefix
     if prefix is None:

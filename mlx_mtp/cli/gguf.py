@@ -39,7 +39,10 @@ def convert_gguf(flags: dict[str, Any]) -> None:
 
 
 def transcoded(file: str, flags: dict[str, Any]) -> Path:
-    """Return the checkpoint of a GGUF file in the cache folder; if there is none, announce and create it."""
+    """Return the checkpoint of a GGUF file in the cache folder; create it if there is none.
+
+    flags: of the command. With `quiet` nothing is announced and no bar shown; those not in `flags` have defaults.
+    """
     from ..checkpoint.gguf.cached import cached
     from .progress import shows_progress
 

@@ -49,7 +49,10 @@ def check_text(_ctx: click.Context, _param: click.Parameter, value: str | None) 
 
 
 def read_prompt(value: str) -> str:
-    """Return the text of --prompt: standard input for '-', else the value with \\n and \\t replaced."""
+    """Return the text of --prompt: standard input for '-', else the value with \\n and \\t replaced.
+
+    Raises UsageError for text that is not UTF-8, and for '-' on several ranks.
+    """
     check_prompt(value)
     text = sys.stdin.read() if value == "-" else value.replace("\\n", "\n").replace("\\t", "\t")
     if _has_surrogates(text):
@@ -87,7 +90,11 @@ def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> in
 
 
 def check_place(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
-    """Return the path of a file to write; raise BadParameter if it cannot be written, before a long task starts."""
+    """Return the path of a file to write; check its directory before a long task starts.
+
+    Raises BadParameter if that is missing or not writable, or if the path exists and is no regular file. An existing
+    file is not checked further.
+    """
     path = Path(value)
     if not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent}: no such directory")
@@ -241,7 +248,10 @@ saved_cache_option = option(
 
 
 def continues_cache(flags: dict[str, Any]) -> None:
-    """Set in `flags` the end-of-text token and, unless --model is given, the model of a --prompt-cache-file."""
+    """Set in `flags` the end-of-text token and, unless --model is given, the model of a --prompt-cache-file.
+
+    Without such a file, or if it states no prompt, nothing changes.
+    """
     if flags["prompt_cache_file"] is not None:
         from ..cache.file import saved_prefix
 
@@ -265,7 +275,8 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     """Load and return the model that the options describe, by default the demo, and its tokenizer.
 
-    Raises UsageError or BadParameter for options that do not fit together or with the tokenizer.
+    Raises UsageError or BadParameter for options that do not fit together or with the tokenizer, and all errors of
+    `load`. --cache-limit then holds until the command ends.
     """
     if not flags["mtp"] and flags["num_draft_tokens"]:
         raise click.UsageError(f"--num-draft-tokens {flags['num_draft_tokens']} needs heads, but --no-mtp loads none")
@@ -305,13 +316,16 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def cache_layout(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `make_prompt_cache` that flags contain; {} for a command without such flags."""
+    """Return the arguments of `make_prompt_cache` that flags contain, None if not given; {} without such flags."""
     numbers = ("kv_bits", "mtp_kv_bits", "kv_group_size", "max_kv_size", "quantized_kv_start")
     return {name: flags[name] and int(flags[name]) for name in numbers if name in flags}
 
 
 def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
-    """Load the cache of --prompt-cache-file, None without one; UsageError if flags request another layout."""
+    """Load the cache of --prompt-cache-file, None without one; UsageError if flags request another layout.
+
+    Other errors are those of `load_prompt_cache`.
+    """
     file = flags["prompt_cache_file"]
     if file is None:
         return None
@@ -336,7 +350,10 @@ def sampling_flags(flags: dict[str, Any]) -> list[str]:
 
 
 def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `stream_generate`; `cache` is a loaded cache or None."""
+    """Return the keyword arguments of `stream_generate`. cache: a loaded one, or None.
+
+    With a cache, its own layout counts, and flags of the layout are ignored.
+    """
     names = ("max_tokens", "max_context", "seed", "num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min")
     names += ("prompt_lookup", "compile_cycles")
     return {

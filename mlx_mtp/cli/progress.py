@@ -40,7 +40,7 @@ def loading(*, shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr; yield a function that takes a description, the number done and the total."""
+    """Show a bar on stderr if `shown`; yield a function that takes a description, the number done and the total."""
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(task, completed=done, total=total, description=what)
@@ -49,7 +49,7 @@ def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, i
 def stages(
     *columns: ProgressColumn, quiet: bool
 ) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Return a context like `bar`, which prints lines instead if stderr is no terminal; nothing with `quiet`."""
+    """Return a context like `bar`, which prints lines instead where no bar can be shown; nothing with `quiet`."""
     if quiet or shows_progress(quiet=quiet):
         return bar(*columns, shown=not quiet)
     return contextlib.nullcontext(StageLines())
@@ -70,7 +70,7 @@ class StageLines:
 
 
 class PromptProgress(contextlib.AbstractContextManager):
-    """A bar on stderr during a prefill: at once if it has several chunks, else after PATIENCE seconds."""
+    """If `shown`, a bar on stderr during a prefill: at once if it has several chunks, else after PATIENCE seconds."""
 
     def __init__(self, *, shown: bool, chunk: int):
         console = Console(stderr=True)

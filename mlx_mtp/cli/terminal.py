@@ -36,7 +36,7 @@ def unstyled() -> bool:
 
 
 def faint(text: str, *, err: bool = False) -> None:
-    """Print a line, dimmed unless the terminal or the user does not allow that."""
+    """Print a line, dimmed unless the terminal or the user does not allow that. err: on stderr."""
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
@@ -100,8 +100,9 @@ def _reflowed(renderer: Any) -> Any:
 class MessageReader:
     """Reads the user's messages from an editor (history, pasted text, Alt-Enter for a new line) or from a pipe.
 
-    A call returns the next message, or None to leave: at the end of input, or after two Ctrl-C on an empty line. The
-    first Ctrl-C only warns; if not `patient` it leaves.
+    A call returns the next message, with its line end unless an editor read it, or None to leave: at the end of
+    input, or after two Ctrl-C on an empty line without typing in between. The first Ctrl-C only warns; if not
+    `patient` it leaves.
     """
 
     def __init__(self, *, interactive: bool, patient: bool = True):

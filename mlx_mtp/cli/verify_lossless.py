@@ -81,7 +81,10 @@ def verify_lossless(**flags: Any) -> None:
 
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """Load the model and its tokenizer; with --float32 the model is in float32, without our kernels."""
+    """Load the model and its tokenizer; with --float32 in float32, without our kernels.
+
+    Raises UsageError for --float32 with --kernels other than off.
+    """
     flags = {**flags, "quiet": flags["as_json"]}
     if not flags["float32"]:
         return load_model(flags)

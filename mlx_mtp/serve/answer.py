@@ -29,7 +29,7 @@ Part = TextPart | ToolCall
 
 
 def text_of(parts: list[Part], *, reasoning: bool = False) -> str:
-    """Return the content of an answer's parts as one text, or with `reasoning` their reasoning, without calls."""
+    """Return the content of an answer's parts as one text, or with `reasoning` the reasoning instead; no calls."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning == reasoning)
 
 
@@ -89,7 +89,7 @@ class Splitter:
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
         """Add the next piece of the answer; return the parts that later pieces cannot change, [] if there are none.
 
-        logprobs: of the piece's token; they are returned with the next part.
+        After a stop string the rest is ignored. logprobs: of the piece's token; they are returned with the next text.
         """
         if logprobs:
             self._logprobs.append(logprobs)
@@ -97,7 +97,10 @@ class Splitter:
         return self._advance(None)
 
     def end(self, *, cut: bool) -> list[Part]:
-        """Return the remaining parts. cut: a token limit ended the answer, so the last call may be incomplete."""
+        """Return the remaining parts; left-over log probabilities form an empty TextPart.
+
+        cut: a token limit ended the answer, so the last call may be incomplete.
+        """
         parts = self._advance(not cut)
         if self._logprobs:
             parts.append(TextPart("", self.reasoning, self._take_logprobs()))

@@ -40,7 +40,7 @@ class CallIds:
         self._short = traits_of(info.tokenizer).ids == "short"
 
     def of(self, choice: int, index: int) -> str:
-        """Return the id of a choice's call number `index`, always the same one."""
+        """Return the id of a choice's call number `index`, from 0 on; always the same one from this object."""
         digest = hashlib.sha256(f"{self._nonce}/{choice}/{index}".encode()).hexdigest()
         return digest[:9] if self._short else self._prefix + digest[:24]
 
@@ -146,7 +146,10 @@ def openai_error(status: int, message: str, param: str | None = None, code: str 
 
 
 def figures(ends: list[End]) -> dict[str, Any]:
-    """Return drafting statistics and speed of all choices together, for the field `mlx_mtp` of a response."""
+    """Return drafting statistics and speed of all choices together, for the field `mlx_mtp` of a response.
+
+    The time to the first token is the shortest of the choices.
+    """
     total = Stats()
     for end in ends:
         total.add(end.stats)
@@ -248,11 +251,11 @@ def _next_prompt(
 
 
 def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
-    """Return a message in OpenAI's form, without reasoning or tool calls if they are empty."""
+    """Return a message in OpenAI's form, without reasoning or tool calls if they are empty; content None is kept."""
     more = {"reasoning_content": reasoning, "tool_calls": calls}
     return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form. name: its id. function: the name of the function."""
+    """Return a tool call in OpenAI's form. name: its id. function: the function's name. arguments: kept as given."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}

@@ -44,7 +44,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass
 class Service:
-    """The state that all routes share. timeout: seconds of a request. info: None until the model is loaded."""
+    """The state that all routes share. timeout: seconds of a request. info: None until the model is first loaded."""
 
     engine: Engine
     metrics: Metrics
@@ -114,7 +114,7 @@ async def page(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return status 200 once the model is loaded, also while it is unloaded for idleness; 503 during a load."""
+    """Return status 200 while the model is loaded or unloaded; 503 during any load and once the engine has failed."""
     service: Service = request.app.state.service
     loading = service.info is None or service.engine.state in ("loading", "failed")
     return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
@@ -168,7 +168,11 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 
 
 async def respond(request: Request, api: type[ApiRequest]) -> Response:
-    """Submit a request to the engine; return its response, a stream if it requests one. Raises Refused."""
+    """Submit a request to the engine; return its response, a stream if it requests one. Raises Refused.
+
+    A failure of the engine is an error response; in a stream, unless it is the first event and arrives within
+    PATIENCE seconds, it is an event of the stream.
+    """
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
     begun, info = time.monotonic(), service.ready()
@@ -195,7 +199,7 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
 
 
 async def _whole(request: Request, active: "ActiveRequest") -> Response:
-    """Return the response once all choices have ended; cancel them if the client disconnects."""
+    """Return the response, or an error, once all choices have ended; if the client disconnects, cancel them: 499."""
     answers, disconnect = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((answers, disconnect), return_when=asyncio.FIRST_COMPLETED)
@@ -253,7 +257,8 @@ class ActiveRequest:
     async def next(self, seconds: float) -> tuple[int, Event] | Failed | None:
         """Return (choice, event), or None after `seconds` without an event.
 
-        A Failed of one job cancels all and is returned alone; LOST if all jobs have finished but an event is missing.
+        A Failed of one job cancels all and is returned alone; LOST, after `seconds`, if all jobs have finished but an
+        event is missing. Counts ends and failures in the metrics.
         """
         complete = all(job.finished for job in self.jobs)  # then their events are in the queue
         try:
@@ -280,7 +285,7 @@ class ActiveRequest:
         return len(self._ends) == len(self.jobs)
 
     async def whole(self) -> list[Answer] | Failed:
-        """Return the answers of all choices once they have ended, or the first failure."""
+        """Return the answers of all choices, in their order, once all have ended; or the first failure."""
         while not self.finished:
             if isinstance(found := await self.next(SILENCE), Failed):
                 return found

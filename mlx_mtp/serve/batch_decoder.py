@@ -33,7 +33,8 @@ class BatchDecoder:
     def step(self) -> None:
         """Run one cycle of all jobs and queue their responses; without jobs do nothing.
 
-        An exception in the prefill, sampler or logits processor of one job ends that job, any other exception all.
+        An exception in the prefill, sampler or logits processor of one job ends that job, any other
+        exception all; none is raised here.
         """
         batch = self._batch
         if batch is None or not self._responses:
@@ -57,7 +58,7 @@ class BatchDecoder:
             self.close()
 
     def close(self) -> None:
-        """Release the batch; jobs that are not finished raise RuntimeError at their next step."""
+        """Release the batch; the generators of jobs that are not finished raise RuntimeError at their next step."""
         batch, self._batch, self._responses, self._raised = self._batch, None, {}, {}
         if batch:
             batch.close()

@@ -111,7 +111,8 @@ def chosen_tools(
     """Return the offered functions in OpenAI's form, and whether at most one may be called.
 
     The functions are None if there are none or tool_choice is none. Adds a warning for each tool of another type.
-    Raises Refused for a function without a name, and if a call is required: a model cannot be forced to call.
+    Raises Refused for a function without a name, as `functions_of`, and for a choice other than auto and none: a
+    model cannot be forced to call.
     """
     functions = functions_of(tools, warnings)
     for tool in functions:

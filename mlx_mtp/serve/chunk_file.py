@@ -86,7 +86,7 @@ def bytes_needed(path: list[Chunk]) -> int:
 
 
 def read_stored(file: Path) -> Stored:
-    """Return the header of a file, FOREIGN if its format is not FORMAT; raises ValueError if it is damaged."""
+    """Return a file's header, FOREIGN if its format is not FORMAT. Raises ValueError if damaged, and OSError."""
     with file.open("rb") as f:
         return ChunkReader(f, file).stored
 
@@ -105,7 +105,7 @@ class ChunkReader:
                 self._read(entries)
 
     def _read(self, entries: dict[str, Any]) -> None:
-        """Group the header's entries by chunk."""
+        """Group the header's entries by chunk, and set `stored`; ValueError if the file's size does not match."""
         self._records = self._state.pop("chunks")
         self._entries: list[dict[str, Any]] = [{} for _ in self._records]
         for name, entry in entries.items():

@@ -20,7 +20,7 @@ def is_begun(messages: list[Message]) -> bool:
 
 
 def begun_answer(messages: list[Message], tokenizer: Any) -> Message:
-    """Return the last message; content that starts with reasoning without an end mark moves to reasoning_content."""
+    """Return the last message; content that begins with reasoning not yet ended is moved to reasoning_content."""
     message = messages[-1]
     content, start = (message.get("content") or "").lstrip(), getattr(tokenizer, "think_start", None)
     if message.get("reasoning_content") or not start or not content.startswith(start):

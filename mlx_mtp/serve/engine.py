@@ -92,7 +92,10 @@ class Engine:
         self._wake.set()
 
     def stop(self, grace: float) -> None:
-        """End the engine once no job is active, or after `grace` seconds; jobs that are left then fail (503)."""
+        """Let the engine end, once no job is active or after `grace` seconds; return without waiting for that.
+
+        Until then queued jobs may still begin, but `submit` raises QueueFull. Jobs left at the end fail (503).
+        """
         with self._lock:
             self._stopping = time.monotonic() + grace
         self._wake.set()
@@ -158,7 +161,11 @@ class Engine:
             del self._queue[0]
 
     def _turn(self) -> bool:
-        """Advance each active job by a chunk or a cycle, or do background work; return False to end the engine."""
+        """Begin queued jobs and advance each active job by a chunk or a cycle; without jobs do background work.
+
+        Loads the model first if jobs are queued. Returns False to end the engine: after `stop`, or if its first load
+        failed.
+        """
         ending = self._stopping is not None
         if ending and (not self.running or time.monotonic() > (self._stopping or 0)):
             return False
@@ -194,7 +201,8 @@ class Engine:
         """Store the finished jobs' rows that a new prompt can reuse, because background work has not stored them yet.
 
         A prompt of another conversation must share at least a chunk: all share the first tokens of the template.
-        Ends the background prefill if the prompt continues it, which stores its last chunk.
+        If the prompt starts with all tokens that the background prefill has processed, that ends, which stores its
+        last chunk so that the prompt can continue there.
         """
         for job, cache in self._finished:
             continues = prompt[: len(job.request.prompt)] == job.request.prompt
@@ -206,7 +214,7 @@ class Engine:
             _closed(work)
 
     def _advance(self, job: Job, steps: Steps) -> None:
-        """Advance a job by a step; end it after its last one, at its time limit, or after an exception."""
+        """Advance a job by a step; end it after its last one or an exception, or before it if `_must_end`."""
         try:
             with in_turn():
                 if _must_end(job):
@@ -225,7 +233,10 @@ class Engine:
             self._end(job, steps, e)
 
     def _add_finished(self, job: Job, cache: PromptCache | None) -> None:
-        """Queue a finished job for a prefill of its conversation; if the queue is full, drop the oldest one."""
+        """Queue a finished job for a prefill of its conversation; if the queue is full, remove the oldest one.
+
+        The rows of the removed one are stored. cache: dropped if the tree may not hold decoded rows.
+        """
         assert self.served
         if len(self._finished) == MAX_FINISHED:
             self._keep_oldest(self.served)
@@ -237,7 +248,11 @@ class Engine:
         keep(served, cache.tokens if cache else [], cache)
 
     def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
-        """Remove a job. steps: its generator, to close; None if it has ended. failed: its last event, or an error."""
+        """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
+
+        failed: sent as its last event unless the client has left; an exception is converted by `_failed`. If the
+        closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation.
+        """
         self.running = [running for running in self.running if running[0] is not job]
         job.finished, self._unsaved = True, time.monotonic()
         if is_error := isinstance(failed, BaseException):
@@ -263,7 +278,7 @@ class Engine:
             self.served.ranks.broadcast((action, number, content))
 
     def _release(self) -> None:
-        """Store the prefix cache in files, then release the model and the batch."""
+        """Store finished jobs' rows, then the prefix cache in files; release model and batch. Failures are logged."""
         served, self.served, self._background, self._comparing = self.served, None, None, None
         if served:
             with dropped("a prefix was not stored"), in_turn():
@@ -299,7 +314,10 @@ class Engine:
             mx.clear_cache()
 
     def _start_prefill(self, served: Served) -> None:
-        """Start to prefill the conversation of the oldest finished job, as its next prompt will encode it."""
+        """Start to prefill the conversation of the oldest finished job, as its next prompt will encode it.
+
+        If that encoding is unknown or fails, the prompt is the cache's own tokens; without a cache nothing starts.
+        """
         job, cache = self._finished.popleft()
         self._last_prompt, prompt = job.request.prompt, cache.tokens if cache else []
         if job.request.follows:
@@ -332,7 +350,10 @@ class Engine:
         return None
 
     def _store_piece(self, served: Served, ended: float) -> None:
-        """Write a piece of the prefix cache to a file if no request has arrived for QUIET seconds."""
+        """Wait until QUIET seconds after `ended`, the last job's end; then write a piece of the prefix cache.
+
+        Writes nothing if a request or `stop` ends the wait.
+        """
         if (rest := ended + QUIET - time.monotonic()) > 0 and not self._stays_idle(rest):
             return
         self._unsaved = None
@@ -340,7 +361,7 @@ class Engine:
             self._unsaved = ended if served.files and served.files.step(served.tree) else None
 
     def _fail_all(self) -> None:
-        """End all jobs because the engine ends."""
+        """End all active and queued jobs with status 503, and the other ranks; later jobs are refused."""
         with self._lock:
             self._stopping = self._stopping or 0.0
         for job, steps in [*self.running, *((job, None) for job in self._queue)]:

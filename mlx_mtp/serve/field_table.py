@@ -163,7 +163,10 @@ PARENTS = {name.partition(".")[0] for name in FIELDS if "." in name}
 
 
 def check_fields(api: str, body: dict[str, Any]) -> list[str]:
-    """Return a warning for each unknown field; raises Refused for a refused field with more than a neutral value."""
+    """Return a warning for each unknown field; raises Refused for a refused field with more than a neutral value.
+
+    Members of the objects that FIELDS lists with a dot are checked too. Values of honoured fields are not.
+    """
     warnings: list[str] = []
     for name, value in body.items():
         _check(api, name, value, name, warnings)

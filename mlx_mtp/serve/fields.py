@@ -123,7 +123,7 @@ NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see
 
 
 def plain_text(value: Any, name: str) -> str:
-    """Return content, a text or a list of text parts, as one text. Raises Refused, with the field's name."""
+    """Return content, a text or a list of text parts, as one text; "" for None. Raises Refused, naming the field."""
     parts = _parts(value, name)
     for part in parts:
         if not isinstance(part, str):
@@ -136,7 +136,8 @@ def plain_text(value: Any, name: str) -> str:
 def tool_text(value: Any, name: str, warnings: list[str]) -> str:
     """Return a tool result, a text or a list of parts, as one text.
 
-    A part that is not text becomes a line that states this, with a warning. name: its field, for messages.
+    A part that is not text becomes a line that states this, with a warning. name: its field, for messages. Raises
+    Refused for another value.
     """
     found, noted = "", False
     for part in _parts(value, name):

@@ -20,7 +20,7 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any]) -> DecodeRequest:
-    """Return the request that `as_json` wrote."""
+    """Return the request that `as_json` wrote, without `follows`."""
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])
     tuples = {"turns": tuple(content["turns"]), "stops": tuple(content["stops"]), "rules": TokenRules(*rules)}
@@ -28,7 +28,7 @@ def from_json(content: dict[str, Any]) -> DecodeRequest:
 
 
 def follow(served: Served) -> None:
-    """Execute the instructions of rank 0's engine until it ends."""
+    """Execute the instructions of rank 0's engine until it ends; exceptions of a job end only that job."""
     running: dict[int, Any] = {}
     while True:
         action, number, content = served.model.ranks.broadcast()

@@ -96,7 +96,7 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Convert system messages, except one at the start, to user messages, merged with adjacent user messages."""
+    """Convert system messages, except a first one, to user messages, and merge adjacent user messages."""
     first, *others = conversation.messages
     if not any(message["role"] == "system" for message in others):
         return conversation
@@ -162,9 +162,10 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
 
 
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
-    """Return the conversation without tool calls and messages of role `tool`.
+    """Return the conversation with tool calls, tool results or both as text.
 
-    calls: move calls, as JSON, into the content of their answers. results: move tool results into user messages.
+    calls: move calls, as JSON, into the content of their answers. results: turn messages of role `tool` into user
+    messages, and merge adjacent user messages.
     """
     messages = conversation.messages
     if calls:

@@ -127,7 +127,7 @@ class FramedSplitter:
         return self._kind == REASONING
 
     def feed(self, text: str, logprobs: TokenLogprob | None = None) -> list[Part]:
-        """Add the next piece of the answer; return the parts that later pieces cannot change."""
+        """Add the next piece of the answer; return the parts that later pieces cannot change, [] without any."""
         if logprobs:
             self._logprobs.append(logprobs)
         self._text += text

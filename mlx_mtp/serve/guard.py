@@ -31,7 +31,10 @@ class Rules:
     body: int = 32 * 2**20
 
     def check(self, path: str, method: str, headers: Headers) -> None:
-        """Raise Refused for headers that violate the rules; paths in OPEN need no key."""
+        """Raise Refused for headers that violate the rules.
+
+        Host and Origin: 403. The key, which paths in OPEN do not need: 401. The content type of a POST: 415.
+        """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
             raise Refused(f"host {host[:80]!r} is not this server's; --allow-host adds it", status=403)

@@ -21,7 +21,10 @@ Escape = Callable[[Any], Any]  # escapes special tokens in the strings of a JSON
 
 
 class Link(NamedTuple):
-    """The facts of a call that its result needs. given: the client's id. id: the template's. number: call's index."""
+    """The facts of a call that its result needs.
+
+    given: the client's id, or "". id: the template's. number: the call's index among all calls of the conversation.
+    """
 
     given: str
     id: str
@@ -74,7 +77,10 @@ def _id(given: str, traits: Traits) -> str:
 def _linked_result(
     message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """Return a result's call number, and the result with the call's id and name; 0 and its own without a call."""
+    """Return a result's call number, and the result with the call's id and name; without a call 0 and its own.
+
+    A call of `pending` is removed from it.
+    """
     given = message.get("tool_call_id", "")
     if link := next((link for link in pending if link.given == given or not given), None):
         pending.remove(link)
@@ -101,7 +107,7 @@ def with_arguments(
 
 
 def restored(text: str, texts: list[str]) -> str | None:
-    """Replace the placeholders in a rendered text by their texts; return None if the template changed one of them."""
+    """Return a rendered text with its placeholders replaced by `texts`; None if the template changed one of them."""
     if not texts:
         return text
     text = PLACEHOLDERS.sub(lambda match: texts[int(match[1] or match[2])], text)
@@ -137,7 +143,7 @@ def _arguments(given: Any, kind: str, escape: Escape, exact: bool, texts: list[s
 
 
 def _member(value: Any, written: str | None, escape: Escape, texts: list[str]) -> Any:
-    """Return an argument's value, or a placeholder if it is an object or a list with unusual JSON spacing."""
+    """Return an argument's value, escaped, or a placeholder if it is a dict or list not written as by `dumps`."""
     if written is None or not isinstance(value, dict | list) or written == dumps(value):
         return escape(value)
     placeholder = _placeholder(escape(written), texts)

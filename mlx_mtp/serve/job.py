@@ -36,7 +36,8 @@ class DecodeRequest:
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
-    thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: with a tool result.
+    thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: a tool
+              result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     """
 
@@ -58,7 +59,7 @@ class DecodeRequest:
 
 
 class Begun(NamedTuple):
-    """An event: the prompt was accepted, before its prefill; `cached` of its tokens are in the prefix cache."""
+    """An event: the prompt was accepted, before its prefill; `cached` of its tokens come from the prefix cache."""
 
     cached: int
 
@@ -67,7 +68,8 @@ class End(NamedTuple):
     """An event: the answer has ended.
 
     reason: "stop", "length" or "tool_calls". stop: the stop string that ended it, or None. cached: number of prompt
-    tokens from the prefix cache. first_token: seconds from the request to the first token.
+    tokens from the prefix cache. first_token: seconds from the request to the first token, 0.0 without one.
+    reasoning_tokens: number of tokens after which the text was inside reasoning.
     """
 
     reason: str
@@ -119,7 +121,7 @@ class Job:
     lost: bool = False
 
     def send(self, event: Event) -> None:
-        """Send an event to the client. If that fails, cancel the job and send LOST as the last event."""
+        """Send an event to the client; if that fails, cancel the job and send LOST last. Never raises."""
         if self.lost:
             return
         try:
@@ -157,8 +159,8 @@ class Served(NamedTuple):
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
     """Generate one choice, yielding after each prefill chunk and each cycle; its events are sent with `job.send`.
 
-    Return its prompt cache, also after an `Interrupted`; None if a batch could not copy it. Raises ValueError if the
-    prompt does not fit in memory.
+    Return its prompt cache, also after an `Interrupted`, which sends no End; None if a batch could not copy it.
+    Raises ValueError if the prompt and one token do not fit in memory; any exception of decoding leaves it, too.
     crowded: returns whether other jobs run between the steps, so that measured times are invalid.
     """
     request = job.request
@@ -174,7 +176,10 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
 
 
 def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
-    """Return a cache with the longest stored prefix of a prompt, and room for `room` positions; empty if none is."""
+    """Return a cache with the longest stored prefix of a prompt, in memory or files. room: as for `PrefixTree.take`.
+
+    It is empty if none is stored, or if reading one fails, which clears the tree.
+    """
     if served.files:
         with dropped("a prefix file was not read"):
             served.files.load(served.tree, prompt)
@@ -184,7 +189,7 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
 
 
 def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Return `_fitting_max_tokens`; on several ranks all use the result of rank 0."""
+    """Return `_fitting_max_tokens`; several ranks all use rank 0's result, and raise its error as ValueError."""
     if not served.ranks:
         return _fitting_max_tokens(served, cache, request)
     try:
@@ -213,10 +218,11 @@ def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeReque
 def prefill(
     served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
 ) -> Iterator[int]:
-    """Prefill the complete chunks of a prompt and store each; yield the end position of each.
+    """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
     The tokens after the last chunk remain for decoding, and up to `spare` tokens even if a chunk ends among them.
-    If the generator is closed early, the last chunk is stored with a checkpoint, so that a prompt can continue there.
+    turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
+    closed early, the last chunk prefilled gets one too, so that a prompt can continue there.
     """
     cuts = served.tree.chunking.cuts(prompt)
     resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
@@ -241,10 +247,10 @@ def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
 
 
 def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
-    """Prefill the start of a conversation's next prompt, a chunk per step, and store it.
+    """Prefill the complete chunks of a conversation's next prompt, one per step, store each, and yield its end.
 
-    cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored first,
-    and not computed again.
+    cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored at the
+    call, before the first step, and not computed again. Without a tree that stores there is no step.
     """
     return _prefill_on(served, prompt, keep(served, prompt, cache))
 
@@ -265,8 +271,8 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
 def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
-    Does nothing if more than a chunk of it is missing, or unless the tree may hold decoded rows: other trees store
-    complete chunks only.
+    Yields its end position, once. Does nothing and yields nothing if more than a chunk of it or no token is missing,
+    or unless the tree may hold decoded rows: other trees store complete chunks only.
     """
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
@@ -278,7 +284,7 @@ def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
 
 
 def compare_rows(served: Served) -> Iterator[bool]:
-    """Set `tree.decoded`, with one forward pass per step; it stays False until the comparison has ended."""
+    """Set `tree.decoded` and yield it, with one forward pass per step; it is False until the comparison has ended."""
     tree = served.tree
     for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
         tree.decoded = found
@@ -344,7 +350,7 @@ def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSp
 def _decode_alone(
     served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
 ) -> Responses:
-    """Decode a job without a batch; yield None after each cycle, so that other jobs can run."""
+    """Decode a job without a batch; yield its responses, and None after each cycle, so that other jobs can run."""
     step, stats, cycles = served.tree.chunking.step, options["stats"], 0
     options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
     responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)

@@ -11,7 +11,10 @@ from .token_rules import BYTE, BYTES
 
 
 def token_logprob(tokenizer: Any, response: GenerationResponse, count: int | None) -> TokenLogprob | None:
-    """Return log probabilities of a response's token and of the `count` most likely ones; None without `count`."""
+    """Return log probabilities of a response's token and of the `count` most likely ones, the likeliest first.
+
+    With count 0 only the token's own; None if count is None or the response has no log probabilities.
+    """
     if count is None or response.logprobs is None:
         return None
     logprobs = np.array(response.logprobs.astype(mx.float32))

@@ -133,7 +133,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
-    """Return the token count of a request's prompt, and the request's warnings. Raises Refused."""
+    """Return {"input_tokens": the prompt's length}, and the request's warnings. Raises Refused."""
     info.called(body)
     warnings = check_fields("messages", body)
     tools, _ = _tools(body, warnings)
@@ -168,7 +168,10 @@ def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None,
 
 
 def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Return a body's `system` and `messages` in OpenAI's form, with text as content. Raises Refused without any."""
+    """Return a body's `system` and `messages` in OpenAI's form, with text as content. warnings: appended to.
+
+    Raises Refused for an invalid message, and unless one is of another role than system.
+    """
     found: list[Message] = []
     if system := _system(body.get("system")):
         found.append({"role": "system", "content": system})
@@ -187,7 +190,10 @@ def _system(given: Any) -> str:
 
 
 def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Convert a message's blocks to messages: one per tool result, then one of all else, if any. Raises Refused."""
+    """Convert a message's blocks to messages: one per tool result, then one of all else. Raises Refused.
+
+    The last one is left out if there are results and it has neither text nor calls. warnings: appended to.
+    """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")

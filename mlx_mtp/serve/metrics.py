@@ -53,7 +53,7 @@ class Metrics:
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
     def answered(self, end: End, request: DecodeRequest, seconds: float) -> None:
-        """Count one finished choice. seconds: from the request to its last token."""
+        """Count one finished choice, not one that failed. seconds: from the request to its last token."""
         self.requests.labels(end.reason).inc()
         for counter, count in self._counters:
             counter.inc(count(end, len(request.prompt)))

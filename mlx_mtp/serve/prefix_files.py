@@ -47,7 +47,11 @@ class PrefixFiles:
         self._refresh()
 
     def load(self, tree: PrefixTree, tokens: Sequence[int]) -> None:
-        """Add a file's prefix of `tokens` to the tree if it is longer than the tree's; remove damaged files."""
+        """Add the longest prefix of `tokens` in a file to the tree if it is longer than the tree's.
+
+        Files found damaged, or changed since their header was read, are removed; one that cannot be
+        read, or does not fit in memory, is ignored from now on.
+        """
         covered = tree.covered(tokens)
         self._refresh()
         while tree.limit and (found := self._longest(tree, tokens, covered)):
@@ -96,7 +100,10 @@ class PrefixFiles:
                     yield from self._write(tree, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
-        """Write a sequence to a file, a piece before each yield, then remove the files that it replaces."""
+        """Write a sequence to a file, a piece before each yield, then remove the files that it replaces.
+
+        Writes nothing if there is no room. Raises Outgrown, and leaves no file, if `leaf` gets another chunk.
+        """
         tokens, resumable = _tokens(path), _resumable(path)
         file = self.directory / _name(tree.identity, tokens)
         usable = [(f, own) for f, own in self._usable(tree) if own.resumable <= resumable]
@@ -116,7 +123,10 @@ class PrefixFiles:
             self._remove(each)
 
     def _graft(self, tree: PrefixTree, file: Path, last: int) -> None:
-        """Add a file's chunks up to position `last` that the tree lacks; raises ValueError if the file is damaged."""
+        """Add a file's chunks up to position `last` that the tree lacks.
+
+        Raises ValueError if the file is damaged or has changed, MemoryError if the chunks do not fit in memory.
+        """
         with file.open("rb") as f:  # the same file even if another process replaces it
             reader, chunk, begin = ChunkReader(f, file), tree.root, 0
             stored = reader.stored
@@ -177,8 +187,9 @@ class PrefixFiles:
                 self._drop(file, e)
 
     def _make_room(self, size: int, used: float, replaced: Collection[Path]) -> bool:
-        """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; False if not.
+        """Remove files last used before `used`, the oldest first, so that `size` more bytes fit; return True.
 
+        If they do not fit, remove none and return False; with size 0 return True anyway.
         replaced: files whose bytes do not count.
         """
         counted = [*self._unfinished(), *(file for file in self.known if file not in replaced)]
@@ -199,7 +210,7 @@ class PrefixFiles:
         return [file for pattern in UNFINISHED for file in self.directory.glob(pattern)]
 
     def _drop(self, file: Path, why: Exception) -> None:
-        """Remove a damaged file and log the reason."""
+        """Remove a damaged file, and log the reason; one that cannot be removed becomes FOREIGN."""
         log.warning("prefix file removed: %s", first_line(why))
         try:
             self._remove(file)
@@ -226,7 +237,7 @@ def _resumable(path: list[Chunk]) -> set[int]:
 
 
 def _info(file: Path) -> os.stat_result | None:
-    """Return the size and times of a file, None if it does not exist."""
+    """Return the size and times of a file; None if it does not exist or cannot be read."""
     with contextlib.suppress(OSError):
         return file.stat()
     return None

@@ -63,7 +63,8 @@ class Chunking(NamedTuple):
 class Chunk:
     """Tokens after those of its `parent`, their cache rows, and, if sequences can continue at its end, a checkpoint.
 
-    checkpoint: everything in the caches that is not a row of one position, such as recurrent states. primed: number
+    rows: one tuple per cache, layers before heads; () without rows. checkpoint: everything in the caches, at the
+    end of the chunk, that is not a row of one position, such as recurrent states. primed: number
     of positions that the MTP heads have read. used: `time.time()` of the last use. is_tail: it ends at the end of a
     prompt, where `Chunking` has no chunk end.
     """
@@ -92,7 +93,7 @@ class Chunk:
         return buffers(rows) + (buffers(self.checkpoint.arrays) if self.checkpoint else 0)
 
     def path(self) -> list["Chunk"]:
-        """List the chunks from the start of the sequence to this one."""
+        """List the chunks from the start of the sequence to this one, without the empty root."""
         chunks, chunk = [], self
         while chunk.parent is not None:
             chunks.append(chunk)
@@ -148,7 +149,11 @@ class PrefixTree:
         return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:
-        """Return a cache with the longest stored prefix of `tokens`, perhaps none, and room for `room` positions."""
+        """Return a cache with the longest stored prefix of `tokens`, never all of them; empty if none is stored.
+
+        room: number of tokens, with those of the prefix, for which its buffers have room. The prefix ends at a
+        checkpoint, and counts as used now.
+        """
         path = resumable_path(self._matching(tokens))
         if not path:
             return self.blank.like_new()
@@ -157,14 +162,14 @@ class PrefixTree:
         return join(self.blank, [chunk.rows for chunk in path], checkpoint, stored, room)
 
     def covered(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens that the cache of `take` would contain."""
+        """Return the number of tokens that `take` would return; they count as used now."""
         return max((chunk.checkpoint.length for chunk in self._matching(tokens) if chunk.checkpoint), default=0)
 
     def store(self, cache: PromptCache, *, resumable: bool) -> None:
         """Store the last chunk of a cache that ends where a chunk ends; nothing if the tree lacks an earlier chunk.
 
-        If `decoded`, missing earlier chunks are stored too. resumable: add a checkpoint; with `is_stateless` every
-        chunk has one.
+        If `decoded`, as `insert`: missing earlier chunks are stored too, and the last one has a checkpoint.
+        resumable: add a checkpoint; with `is_stateless` one is always added. Nothing unless `_can_store`.
         """
         if self.decoded:
             self.insert(cache)
@@ -179,7 +184,10 @@ class PrefixTree:
         self._finish(chunk, cache, resumable=resumable or self.is_stateless)
 
     def insert(self, cache: PromptCache, *, is_tail: bool = False) -> None:
-        """Store all chunks of a cache, with a checkpoint at its end. is_tail: no chunk ends there by `Chunking`."""
+        """Store all chunks of a cache, and its rest as a last one, with a checkpoint; nothing unless `_can_store`.
+
+        is_tail: no chunk ends at the cache's end by `Chunking`.
+        """
         if not self._can_store(cache):
             return
         chunk, end = self.root, 0
@@ -191,9 +199,10 @@ class PrefixTree:
         self._finish(chunk, cache, resumable=True)
 
     def keep(self, prompt: Sequence[int], cache: PromptCache) -> PromptCache | None:
-        """Store the rows of a cache that decoding has filled, as far as `prompt` has the same tokens; return them.
+        """Store the rows of a cache that decoding has filled, as far as `prompt` has the same tokens.
 
-        None if the tree has these rows, if it may not store decoded rows, or if a recurrent state or a wrapped window
+        Return a cache of these tokens: `cache` itself if it has no others, else a trimmed copy. None if the tree has
+        these rows, if it may not store decoded rows, or if a recurrent state or a wrapped window
         cannot be trimmed to where the prompt differs.
         """
         length = shared(cache.tokens, prompt) if self.decoded else 0
@@ -222,7 +231,11 @@ class PrefixTree:
         self.use(chunk)
 
     def graft(self, above: Chunk, chunk: Chunk) -> Chunk | None:
-        """Add a chunk after another one; return the tree's chunk of these tokens, None if its `primed` differs."""
+        """Add a chunk after another one; return the tree's chunk of these tokens.
+
+        That is one already there, to which only a missing checkpoint is added; None if its `primed` differs. Nothing
+        is evicted before `use`.
+        """
         known = above.children.get(chunk.tokens)
         if known is None:
             above.children[chunk.tokens], chunk.parent = chunk, above
@@ -245,7 +258,7 @@ class PrefixTree:
             del oldest.parent.children[oldest.tokens]
 
     def leaves(self, *, tails: bool = True) -> Iterator[Chunk]:
-        """Yield the last chunk of each sequence; tails=False ignores chunks that are tails."""
+        """Yield the last chunk of each sequence; with tails=False the last one that is no tail."""
         found = [self.root]
         while found:
             chunk = found.pop()
@@ -265,11 +278,11 @@ class PrefixTree:
         self.chunks += sign
 
     def _can_store(self, cache: PromptCache) -> bool:
-        """Return whether a cache can be stored: it is not empty, and its layout is the tree's."""
+        """Return whether a cache can be stored: it is not empty, and the tree stores and is quantized alike."""
         return bool(self.stores and cache.offset and cache.quantizing == self.blank.quantizing)
 
     def _split(self, tokens: Sequence[int], *ends: int) -> list[tuple[int, ...]]:
-        """Cut tokens into chunks; ends: additional end positions."""
+        """Cut tokens into chunks, without those after the last end. ends: end positions after those of `Chunking`."""
         ends = (*self.chunking.cuts(tokens), *ends)
         return [tuple(tokens[a:b]) for a, b in itertools.pairwise((0, *ends))]
 
@@ -283,7 +296,10 @@ class PrefixTree:
         return found
 
     def _matching(self, tokens: Sequence[int]) -> list[Chunk]:
-        """Return the path of the stored chunks of `tokens`, with the longest tail or chunk that continues it."""
+        """Return the path of the stored chunks of `tokens`, which then count as used now.
+
+        If `decoded`, the longest tail or chunk that continues it is added. At least one token is left over.
+        """
         found = self._walk(self._split(tokens))
         above, rest = found[-1] if found else self.root, tuple(tokens[sum(len(chunk.tokens) for chunk in found) :])
         ends = [c for part, c in above.children.items() if len(part) < len(rest) and part == rest[: len(part)]]
@@ -332,7 +348,7 @@ def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
 
 
 def _computed(model: Target, cache: PromptCache, begin: int, n: int) -> mx.array:
-    """Return hidden rows [1, n, H] of n tokens from position `begin`, the length of the cache.
+    """Append n fixed tokens at position `begin`, the cache's length; return their hidden rows [1, n, H].
 
     Repeats the pass without a kernel that Metal refuses.
     """

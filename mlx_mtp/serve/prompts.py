@@ -22,7 +22,7 @@ RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"
 
 
 class Prompt(NamedTuple):
-    """A prompt's token ids. turns: indices at which the first and the last user message start."""
+    """A prompt's token ids. turns: where the first and the last user message start; () unless requested."""
 
     tokens: list[int]
     turns: tuple[int, ...] = ()
@@ -221,7 +221,7 @@ def _letters(tokenizer: Any, mark: str) -> list[int]:
 
 
 def _turns(tokenizer: Any, rendered: Rendered, tokens: list[int]) -> Iterator[int]:
-    """Yield the indices at which the first and the last user message start, where other prompts may differ."""
+    """Yield the indices at which the first and the last user message start: one if it is the same message."""
     messages, options = rendered.messages, {**rendered.options, "add_generation_prompt": False}
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in sorted({users[0], users[-1]}) if users else ():

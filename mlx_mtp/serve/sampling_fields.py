@@ -24,7 +24,8 @@ def decode_requests(
 ) -> list[DecodeRequest]:
     """Return one request for each of `choices`, with consecutive seeds; options of sampling are read from the body.
 
-    most: maximum number of tokens; -1: what fits, None: the default. more: other fields of `DecodeRequest`.
+    most: maximum number of tokens, reduced to what fits; -1: what fits, None: the default. more: other fields of
+    `DecodeRequest`.
     Raises Refused for invalid fields, an empty prompt, and one that leaves no room for a token.
     """
     body = _with_aliases(body)
@@ -46,7 +47,10 @@ def decode_requests(
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:
-    """Return the maximum number of tokens from the first of these fields that is present, or None; -1: no limit."""
+    """Return the maximum number of tokens from the first of these fields that is present, or None; -1: no limit.
+
+    Raises Refused if any of them is invalid.
+    """
     allowed = "an integer of 1 or more, or -1 for no limit"
     found = [
         field_of(body, name, allowed, lambda v: type(v) is int and (v == -1 or 1 <= v < LARGE)) for name in names
@@ -55,7 +59,7 @@ def most_tokens(body: dict[str, Any], *names: str) -> int | None:
 
 
 def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields that other servers name differently; raises Refused if both names have different values."""
+    """Return a body that has the values of ALIASES under our names, too; Refused if two names contradict."""
     for alias, name in ALIASES.items():
         if (value := body.get(alias)) is not None:
             if body.get(name) not in (None, value):
@@ -65,7 +69,7 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return the sampling options, each the request's or else the default; without a seed, a random one."""
+    """Return sampling options of `stream_generate`, each the request's or else the default; the seed else random."""
     given = {
         "temp": number(body, "temperature", 0, 100),
         "top_p": number(body, "top_p", 0, 1),
@@ -87,7 +91,7 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return arguments of mlx-lm's `make_logits_processors`, each the request's or else the default."""
+    """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default."""
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),

@@ -74,7 +74,7 @@ class Settings:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server whose first signal ends it with exit code 0, and whose second one ends it at once."""
+    """A uvicorn server whose first signal ends it in order, with exit code 0; a second one ends it at once."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
         super().__init__(config)
@@ -95,7 +95,9 @@ class Server(uvicorn.Server):
 
 
 def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Service], None]) -> None:
-    """Serve until a signal. Raises the exception of a failed load, and OSError for an address in use.
+    """Serve until a signal. Raises the exception of a failed first load, and OSError as `listening` does.
+
+    Ends the process, with exit code 0, if the engine's thread still loads or computes after the time for the end.
 
     load: called on the engine's thread. ready: called there after the load.
     """
@@ -123,7 +125,7 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Servi
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at a host's addresses; raises OSError that names host and port, if one is in use."""
+    """Return sockets that listen at a host's addresses, one for each; raises OSError that names host and port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [socket.create_server(address[:2], family=family) for family, _, _, _, address in found]
@@ -151,7 +153,7 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
-    """Return `shared(loaded, settings)`, and set the `info` of `service`, with which it accepts requests."""
+    """Return `shared(loaded, settings)`; set the `info` of `service`, after which it accepts requests."""
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)
@@ -173,6 +175,6 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
 
 
 def _store(served: Served) -> None:
-    """Write the prefix cache to files if there is a directory for them."""
+    """Write the prefix cache to files, for at most STORING seconds, if there is a directory for them."""
     if served.files:
         served.files.save(served.tree, until=time.monotonic() + STORING)

@@ -38,7 +38,7 @@ SWITCH_NAMES = {switch.name for switch in SWITCHES}
 
 
 def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any]) -> str | None:
-    """Return the rendered prompt of messages, by default of a short question; None if the template refuses them."""
+    """Return the rendered prompt of messages, by default a short question; None if the template refuses them."""
     try:
         return render(tokenizer, [*(messages or (QUESTION,))], {**options, "add_generation_prompt": True})
     except ValueError:

@@ -13,7 +13,10 @@ LOWEST = "low"
 
 
 def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
-    """Return a request's chat-template variables, and add a warning for what has no effect. Raises Refused."""
+    """Return a request's chat-template variables, and add a warning for what has no effect. Raises Refused.
+
+    They are the defaults, then those that switch thinking or set the effort, then the request's own variables.
+    """
     allowed = "an object of the template's own variables"
     name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
     given = field_of(body, name, allowed, lambda v: not v or (isinstance(v, dict) and not reserved & v.keys())) or {}
@@ -90,7 +93,7 @@ def _by_budget(body: dict[str, Any], name: str) -> bool | None:
 
 
 def switch_of(body: dict[str, Any], name: str) -> bool | None:
-    """Return a field that is true or false, None if it is absent. Raises Refused for other values."""
+    """Return a field that is true or false, None if it is absent or null. Raises Refused for other values."""
     return field_of(body, name, "true or false", lambda v: isinstance(v, bool))
 
 

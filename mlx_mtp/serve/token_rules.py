@@ -30,7 +30,10 @@ class TokenRules(NamedTuple):
     allowed: Sequence[int] = ()
 
     def processors(self, tokenizer: Any, prompt: int) -> list[LogitsProcessor]:
-        """Return logits processors that apply these rules to an answer after a prompt of `prompt` tokens."""
+        """Return logits processors, [] if none is needed, that apply the rules after a prompt of `prompt` tokens.
+
+        Ending at `stop_tokens` is left to the caller.
+        """
         ends, found = tokenizer.eos_token_ids, list[LogitsProcessor]()
         if self.allowed:
             found.append(_only({*self.allowed, *ends, *self.stop_tokens}))
@@ -64,7 +67,7 @@ def _only(tokens: Collection[int]) -> LogitsProcessor:
 
 
 def masked(logits: mx.array, ids: mx.array) -> mx.array:
-    """Return logits in which those of tokens `ids` are the minimum of the dtype.
+    """Return logits [1, V] in which those of tokens `ids` [n] are the minimum of the dtype.
 
     That is finite, so that a row of nothing else still has probabilities.
     """
@@ -76,7 +79,10 @@ def _least(logits: mx.array) -> float:
 
 
 class BadWords:
-    """A logits processor that excludes tokens that contain or complete one of `words`. prompt: its tokens."""
+    """A logits processor that excludes tokens that contain or, in the answer, complete one of `words`.
+
+    prompt: number of the prompt's tokens.
+    """
 
     def __init__(self, tokenizer: Any, words: Sequence[str], prompt: int):
         self._vocabulary, self._prompt = vocabulary(tokenizer), prompt

@@ -17,7 +17,7 @@ class ToolCall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The calls at the start of a text, and the index after the last of them."""
+    """The calls at the start of a text, at least one, and the index after the last of them and its end mark."""
 
     calls: list[ToolCall]
     end: int
@@ -37,7 +37,7 @@ class CallFormat(Protocol):
         ...
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """Read the calls at the start of a text; return None if it does not start with a call.
+        """Read the calls at the start of a text, up to the end mark after the last one; None if it starts with none.
 
         complete: the model ended the answer after the text, so missing end marks were omitted, not cut off.
         """

@@ -86,7 +86,10 @@ class ValueReader:
         self._unreadable: set[tuple[int, str]] = set()  # bounds the search
 
     def members(self, at: int, before: str, close: str, depth: int) -> Iterator[Value]:
-        """Yield the readings of a list or an object from `at` on. before: its earlier members as JSON."""
+        """Yield the readings of a list or an object from its member at `at` on; none if nested deeper than DEEPEST.
+
+        before: its earlier members as JSON. close: the bracket that ends it, which states its kind.
+        """
         if (at, close) in self._unreadable or depth > DEEPEST:
             return
         readable = False

@@ -12,7 +12,10 @@ LAST = regex.compile(r"\s*,?\s*\}")
 
 
 def members(text: str, start: int) -> Iterator[tuple[str, str]]:
-    """Yield (quoted key, value's text) of the object at `start`. Raises ValueError if it is no complete object."""
+    """Yield (quoted key, value's text) of the object whose brace is at `start`.
+
+    Raises ValueError after the members that are readable if it is no complete object.
+    """
     at = start + 1
     while member := MEMBER.match(text, at):
         end = end_of_value(text, member.end())
@@ -25,7 +28,7 @@ def members(text: str, start: int) -> Iterator[tuple[str, str]]:
 
 
 def end_of_value(text: str, start: int) -> int | None:
-    """Return the index after the JSON value that starts at `start`; None if it does not end."""
+    """Return the index after the JSON value that starts at `start`; None if it does not end. It need not be valid."""
     if text[start : start + 1] not in ("{", "["):
         scalar = SCALAR.match(text, start)
         return scalar.end() if scalar else None

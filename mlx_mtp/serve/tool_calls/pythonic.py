@@ -62,7 +62,7 @@ def _call_pattern(tools: Tools) -> regex.Pattern[str]:
 
 
 def _literals(text: str, begin: int, tools: Tools) -> Reading | None:
-    """Return the calls of the list at `begin`; None unless all arguments are Python literals."""
+    """Return the calls of the list at `begin`; None if it is empty or incomplete, or an argument is no literal."""
     name, at, calls = _call_pattern(tools), begin + 1, list[ToolCall]()
     while call := name.match(text, at):
         at, arguments = call.end(), dict[str, Any]()
@@ -108,7 +108,7 @@ class UnescapedReader:
         self._call = _call_pattern(tools)
 
     def read(self, begin: int) -> Reading | None:
-        """Return the calls of the list at `begin`, if possible read so that the end mark follows, or None."""
+        """Return the calls of the list at `begin`, if possible so that the end mark follows; None if unreadable."""
         stack, unclosed, last = [iter([ListPosition(begin + 1, (), False)])], None, MOST_STEPS
         while stack and self._steps < last:
             if (position := next(stack[-1], None)) is None:
@@ -159,7 +159,7 @@ def _unescaped(text: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a Python literal. Raises ValueError if the text is no literal."""
+    """Return the value of a Python literal, as `_value`. Raises ValueError if the text is no literal."""
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError, MemoryError, RecursionError) as e:

@@ -32,7 +32,7 @@ class Tools:
         return parameters if isinstance(parameters, dict) else {}
 
     def properties(self, name: str) -> Schema:
-        """Return the schemas of a function's declared parameters, by parameter name."""
+        """Return the schemas of a function's declared parameters, by parameter name; {} if it declares none."""
         properties = self.parameters(name).get("properties")
         return properties if isinstance(properties, dict) else {}
 
@@ -43,6 +43,7 @@ class Tools:
     def fits(self, name: str, key: str, text: str, as_json: Callable[[str, str, str], str]) -> bool:
         """Return whether the schema declares a parameter, and the JSON of `text` has one of its types.
 
+        If the schema allows any type or string, any text has one.
         as_json: converts (function's name, parameter's name, text) to JSON.
         """
         properties, types = self.properties(name), self.types(name, key)
@@ -182,7 +183,7 @@ def _with_escaped_backslashes(text: str) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities in a value by None."""
+    """Return a value with NaN and infinities as None, dictionary keys as strings and tuples as lists."""
     if isinstance(value, dict):
         return {str(key): _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -161,7 +161,10 @@ def format_of(tokenizer: Any) -> CallFormat | None:
 
 
 def unread_calls(tokenizer: Any, format: CallFormat | None) -> str | None:
-    """Return why calls in answers may be returned as text; None if `format` reads what the template renders."""
+    """Return why calls in answers may be returned as text; None if that is not expected.
+
+    That is: a format is known, and one of FORMATS reads what the template renders, unless it renders no calls.
+    """
     if format is None:
         return "the chat template names no known format of tool calls"
     printed = any(NAME in probe.text for probe in probes(tokenizer, {"text": "x", "more": "y"}))

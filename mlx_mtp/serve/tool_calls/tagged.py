@@ -148,7 +148,10 @@ class TagSearch:
         self.ends = [match.start() for match in self.patterns.value_end.finditer(text)][:MOST_ENDS]
 
     def first(self, to_the_end: bool) -> Reading | None:
-        """Return the first reading found depth first, or None. to_the_end: only white space may follow the calls."""
+        """Return the first reading found depth first; None if there is none within MOST_PLACES places.
+
+        to_the_end: only white space may follow the calls.
+        """
         stack, seen = [iter([Place(0, False, None, frozenset(), None)])], set()
         while stack and len(seen) < MOST_PLACES:
             if (place := next(stack[-1], None)) is None:
