@@ -16,8 +16,8 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 class Places:
     """All active sequences: groups, which share a pool per cache layout, and lone sequences.
 
-    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: returns a control, as
-    `Controls.control`.
+    The only sequence of a layout decodes alone, the last one of a pool after CALM cycles; those of `is_lone` always
+    do. Sequences move between two cycles. controls: returns a control, as `Controls.control`.
     """
 
     def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
@@ -67,7 +67,7 @@ class Places:
         return responses
 
     def hide(self) -> None:
-        """Mark the next cycles as not timed, because other work was computed."""
+        """Mark the next cycle of each lone sequence and pool as not timed, because other work was computed."""
         for lone in self.lone:
             lone.hidden = True
         for group in self.groups.values():

@@ -51,7 +51,7 @@ class PoolCycle:
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
         """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
 
-        None, unless `always`, if no row needs a limit.
+        None, unless `always`, if every row may accept k; a free slot may not.
         """
         each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
         return mx.array(each) if always or min(each) < k else None
