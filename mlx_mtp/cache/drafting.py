@@ -14,7 +14,10 @@ def is_chained(model: Any) -> bool:
 
 
 def reads_hidden(model: Any) -> bool:
-    """Return whether the model's drafter reads the target's hidden rows (`Drafter.reads_hidden`), as MTP heads do."""
+    """Return whether the model's drafter reads the target's hidden rows (`Drafter.reads_hidden`), as MTP heads do.
+
+    Also True for a model without a drafter object.
+    """
     return getattr(getattr(model, "drafter", None), "reads_hidden", True)
 
 

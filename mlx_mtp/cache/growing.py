@@ -72,7 +72,7 @@ class LinearKVCache(LayerCache):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return the slots that attention reads once `rows` more rows are written."""
+        """Return the range of the buffers' rows that attention reads once `rows` more rows are written."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
@@ -94,7 +94,7 @@ class LinearKVCache(LayerCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask of the next N rows: None (one row sees all), "causal", or boolean [N, visible slots].
 
-        It is boolean if the device counts positions or with `return_array`; window_size is ignored.
+        It is boolean if the device counts positions, or for N > 1 with `return_array`; window_size is ignored.
         """
         if isinstance(self.offset, int):
             if N == 1:

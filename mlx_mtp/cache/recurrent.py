@@ -155,6 +155,9 @@ def first(n: mx.array, rows: int) -> mx.array:
 
 
 def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return the index of each sequence's n-th row among all rows, and whether n > 0; n: int32 [sequences]."""
+    """Return the index [sequences] of each one's n-th row among all rows, and whether n > 0, [sequences, 1, 1, 1].
+
+    n: int32 [sequences]; where it is 0 the index is that of the first row.
+    """
     index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
     return index, (n > 0).reshape(-1, 1, 1, 1)
