@@ -74,7 +74,7 @@ class Lone:
             remember(d.model, d.control, d.compiled)  # type: ignore[arg-type]
 
     def cache_of(self) -> PromptCache:
-        """Return a copy of the cache, with all tokens but the last; the loop ends, the next `cycle` starts another."""
+        """Return a copy of the cache, with all tokens but the last; the loop ends until the next `cycle`."""
         self.rest()
         return self.sequence.cache.copy()
 

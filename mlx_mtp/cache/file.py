@@ -111,7 +111,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
 def saved_prefix(file: str | Path) -> PromptPrefix | None:
     """Return the prompt prefix stored in a prompt cache's file, None if it has none; no model is needed.
 
-    Of a split model every rank's file has it; `file` is read as it is named.
+    On every rank `file` itself is read, not the rank's own part.
 
     Raises ValueError if the file is not a prompt cache, is damaged or has another format version; OSError if it
     cannot be read.

@@ -56,8 +56,8 @@ class Ring:
         """Return a boolean [rows, visible]: the slots, of the first `visible`, that each next row may attend to.
 
         Slots are seen as they are once all of these rows are written. offset: position of the first row, an integer
-        or int32 [1]. start: the first position with contents. For n sequences both are [n, 1, 1, 1], and the mask
-        [n, 1, rows, visible].
+        or int32 [1]. start: the first position with contents. For n sequences offset is [n, 1, 1, 1],
+        start too or 0, and the mask [n, 1, rows, visible].
         """
         queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)

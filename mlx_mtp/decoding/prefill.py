@@ -28,7 +28,7 @@ def prefill(
     chunk: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> mx.array:
-    """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows.
+    """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows [1, L, H].
 
     heads: also prefill the MTP heads. Heads with windows are not prefilled here: when they first draft they read the
     last `PromptCache.reach` rows. progress: called with (tokens read, tokens) before each chunk and at the end.
@@ -48,10 +48,10 @@ def prefill(
 def read_chunk(
     model: Target, cache: PromptCache, tokens: list[int], *, heads: bool, chunk: int
 ) -> tuple[mx.array, int]:
-    """Prefill one chunk, `tokens`; return its hidden rows and the number of tokens read.
+    """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
     Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
-    it are switched off and the tokens are read again. heads: also prefill the MTP heads, `chunk` rows at a time.
+    it are off and the tokens are read again. heads: also prefill heads without windows, `chunk` rows at a time.
     """
     fallback = Fallback(model)
     while True:

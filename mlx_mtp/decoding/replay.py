@@ -151,7 +151,7 @@ class Recorder:
             self._state = state
 
     def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
-        """Return (the recorded step of a kind, whether it is new), or (None, False) before it has occurred OFTEN.
+        """Return (the recorded step of a kind, whether it is new), or (None, False) before its OFTEN-th occurrence.
 
         Records and occurrences are those of the calling thread.
 
@@ -197,7 +197,8 @@ class Compiled:
         """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
 
         None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
-        options per sequence, or if the replay trial builds this cycle.
+        options per sequence, or if the replay trial builds this cycle. Otherwise the caches' buffers are first grown
+        to the end of the kind.
         """
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]

@@ -75,7 +75,7 @@ class Stats:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding."""
+        """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding; 0.0 before a cycle."""
         return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
 
     @property
@@ -172,7 +172,10 @@ class Stats:
         self.wait_time += waited
 
     def count_cycle(self, drafted: int, accepted: int, source: str) -> None:
-        """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them."""
+        """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
+
+        Drafts of "lookup" are counted apart, without their depth. `whole`, if set, counts the cycle too.
+        """
         if self.whole is not None:
             self.whole.count_cycle(drafted, accepted, source)
         self.cycles += 1

@@ -52,7 +52,7 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
 def vote(model: Any, error: Trouble) -> None:
     """Report a refused kernel of this rank to the other ranks, which wait in `run_first` for it.
 
-    Nothing happens on a single rank, or for an error that all ranks have.
+    Nothing happens on a single rank, for an error that all ranks have, or for a failed graph.
     """
     if model.ranks and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
@@ -78,7 +78,8 @@ class Fallback:
         """Switch off the kernels that may have caused an error, which occurred after this number of tokens.
 
         A graph may fail although each of its kernels runs alone. It is then built once more with the same kernels,
-        and without any if it fails again. Raises MLX's error if no kernel can have caused it.
+        and without any if it fails again after as many tokens. Raises MLX's error if no kernel can have caused it;
+        that of a failed graph also on several ranks, or for lack of memory.
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)

@@ -47,7 +47,8 @@ def decide(
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
-    budget: seconds for new trials, without compilation; they also end once `stop` returns True.
+    budget: seconds for new trials, without compilation; they also end once `stop` returns True. Kernels that are not
+        tried are off. timer, budget and stop are ignored unless lane is None.
     Of trials that share a compiled kernel, the one with the maximum row count and weights is timed for all.
     """
     trials = list(trials)
@@ -238,7 +239,10 @@ def _by_trial(
 
 
 def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
-    """Warn of wrong kernels, one line per op, as after a change of MLX's own kernels."""
+    """Warn of wrong kernels, one warning per op, as after a change of MLX's own kernels.
+
+    reasons: by (op, shape, rows); None or "" for a kernel that is right.
+    """
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):
         ((_, shape, rows), reason), *more = group
