@@ -99,6 +99,7 @@ class Group:
         """Complete the submitted cycle (the first call submits one), submit the next, return the former's tokens.
 
         After a refused kernel or a failed graph the pool is rebuilt; [] if the completed cycle was lost with it.
+        Raises MLX's error if no kernel can have caused it.
         """
         self.clock.resume()
         responses: list[Response] = []

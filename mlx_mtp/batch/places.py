@@ -46,7 +46,10 @@ class Places:
             self.lone.append(Lone(sequence, run, self.settings, layout))
 
     def cycle(self) -> list[Response]:
-        """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens."""
+        """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens.
+
+        A lone sequence's error is stored in it, a pool's is raised. Finished sequences are then no longer held.
+        """
         responses = []
         for lone in self.lone:
             if lone.layout in self.groups:
@@ -74,7 +77,7 @@ class Places:
             group.clock.hidden = True
 
     def cache_of(self, sequence: Sequence) -> PromptCache:
-        """Return a copy of a sequence's cache, at rest: it contains every token but the last one returned."""
+        """Return a copy of an active sequence's cache, at rest: it contains every token but the last one returned."""
         for lone in self.lone:
             if lone.sequence is sequence:
                 return lone.cache_of()

@@ -60,7 +60,10 @@ class RecurrentCache(LayerCache):
         return self.chosen()
 
     def chosen(self) -> mx.array:
-        """Return, from a tape of states, the one after the last accepted row; if there is none, the state before."""
+        """Return, from a tape of states, the one after the last accepted row; without one, that before the tape.
+
+        Only for a tape of one array, [1, T, ...].
+        """
         _, before, _, states = self.parts
         newest, some = self.once(newest_of, self.accepted, states.shape[1])
         return mx.where(some, mx.take(states.flatten(0, 1), newest, axis=0), before)

@@ -68,7 +68,11 @@ class Ring:
         return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
 
     def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
-        """Return booleans, broadcast: whether the window of each query's position contains each position."""
+        """Return whether the window of each query's position contains each position: booleans, both broadcast.
+
+        A window ends with the query itself and includes the `keep` first positions. Negative positions count as kept
+        ones if `keep` is above 0.
+        """
         near = positions > queries - (self.window - self.keep)
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 

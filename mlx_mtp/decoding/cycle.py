@@ -189,7 +189,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Move the caches' positions to the start of the step after `last`; return its frame, and the recorded step."""
+    """Move the caches' positions to the start of the step after `last`; return its frame, and its record or None."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)

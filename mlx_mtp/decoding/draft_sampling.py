@@ -68,11 +68,11 @@ class HeadOutput(NamedTuple):
         return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
 
     def token(self, number: mx.array) -> mx.array:
-        """Return the target's token ids of indices in the head's vocabulary."""
+        """Return the target's token ids of indices in the head's vocabulary, in the same shape."""
         return self.model.mtp[self.depth].token(number)
 
     def known(self, n: int) -> mx.array | None:
-        """Return the target's token ids of the head's first n logits; None if these are the ids 0..n-1."""
+        """Return the target's token ids, [n], of the head's first n logits; None if these are the ids 0..n-1."""
         numbers = mx.arange(n)
         tokens = self.token(numbers)
         return None if tokens is numbers else tokens

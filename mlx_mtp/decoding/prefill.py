@@ -80,7 +80,7 @@ def read_chunk(
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
-    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's hidden rows."""
+    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H]."""
     fresh = empty_like(cache)
     hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
     adopt(cache, fresh)
@@ -122,7 +122,7 @@ def test_heads(model: Target) -> None:
 
 
 def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
-    """Append tokens to the target's caches, or none after an interruption; return the hidden rows, unevaluated."""
+    """Append tokens to the target's caches, or none if this raises; return the hidden rows [1, L, H], unevaluated."""
     mark = cache.mark()
     try:
         hidden = model.hidden(mx.array(tokens)[None], cache.layers)

@@ -176,7 +176,10 @@ class Recorder:
         return found.step, True
 
     def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
-        """Return the key of the least recently used record with caches like the new one's if there are too many."""
+        """Return the key of the least recently used record with caches like the new one's; None if none is too many.
+
+        It is of the new one's thread if that has more than KEPT, else of any thread.
+        """
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
         if len(here) > KEPT:

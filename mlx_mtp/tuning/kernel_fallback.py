@@ -60,7 +60,10 @@ def vote(model: Any, error: Trouble) -> None:
 
 
 def newly_refused() -> KernelRefused | None:
-    """Run the kernels that this thread has launched for the first time; return the exception if one is refused."""
+    """Run the kernels that this thread has launched for the first time; return the exception if one is refused.
+
+    None if all ran, or there were none.
+    """
     try:
         run_new()
     except KernelRefused as e:

@@ -199,7 +199,7 @@ class Decisions:
         return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
-        """Return the stored finding if it has the spelling in use and splits rows like the verdict `like`."""
+        """Return the stored finding, None if another spelling is in use or it splits rows unlike `like`."""
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
