@@ -275,7 +275,10 @@ class BatchGenerator:
         return n
 
     def _start(self, sequence: Sequence, hidden: mx.array) -> list[Response]:
-        """Choose the first token of a sequence after its prefill and make it active; return the response."""
+        """Choose the first token of a sequence after its prefill and make it active; return its response in a list.
+
+        If that token ends the sequence, it does not become active and the response has its cache.
+        """
         if sequence.k:
             test_heads(self.model)
         run, first = first_tokens(self.model, sequence, hidden)

@@ -103,7 +103,10 @@ class Steps:
         new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
-        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones."""
+        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones.
+
+        Every sequence has as many drafts verified as the one with the most before its first improbable one.
+        """
         tic = time.perf_counter()
         drafts = new.drafts.first(evaluated(new.drafts.sure, self.p_min))
         waited = time.perf_counter() - tic

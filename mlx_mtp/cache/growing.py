@@ -78,7 +78,10 @@ class LinearKVCache(LayerCache):
         return slice(0, round_up(self.limit + rows))
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to."""
+        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to.
+
+        If the device counts positions, these have more rows, which the mask hides. Quantized ones are two tuples.
+        """
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)
         self._grow(rows, new)

@@ -138,7 +138,7 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
 
 
 def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    """Return a prompt's token ids; ValueError if it is empty or contains anything else."""
+    """Return a prompt's token ids; ValueError unless it is a non-empty list of integers from 0 to vocab_size - 1."""
     tokens = np.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")

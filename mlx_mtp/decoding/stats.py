@@ -95,7 +95,10 @@ class Stats:
 
     @property
     def summary(self) -> str:
-        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
+        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused.
+
+        "plain decoding" without drafts, else "no cycles" before the first cycle.
+        """
         if not self.num_draft_tokens and not self.lookups:
             return "plain decoding"
         if not self.cycles:

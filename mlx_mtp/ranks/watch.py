@@ -100,7 +100,7 @@ class Watch:
         return self.limit - self.unwinding - RESERVE * self.poll
 
     def run(self) -> None:
-        """Connect to the other ranks, then watch them until the process ends."""
+        """Connect to the other ranks, then watch them until all have left; a failed connection ends the process."""
         end = time.monotonic() + STARTS * self.limit
         try:
             if self.rank == 0:

@@ -66,7 +66,7 @@ def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
 
 
 def from_json(kept: Any) -> Costs:
-    """Return the costs that `to_json` wrote; ValueError if `kept` is anything else."""
+    """Return the costs that `to_json` wrote; ValueError for anything else, or a disturbed cycle's cost."""
     costs = Costs()
     try:
         octaves = {int(octave): _levels(seconds) for octave, seconds in kept["octaves"].items()}

@@ -174,7 +174,10 @@ def switch_all_off(model: Any, reason: str) -> None:
 
 
 def failed_kernels(model: Any) -> list[Failed]:
-    """Return the kernels of a model that do not compile or run, found by its trials or by a graph."""
+    """Return the kernels of a model that do not compile or run, found by its trials or by a graph.
+
+    One entry per op, shape and reason, with all its row counts.
+    """
     trials = model.runtime.trials
     verdicts = {} if trials is None else trials.all_verdicts
     reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}
