@@ -34,7 +34,8 @@ class BatchGenerator:
     Sequences can join and leave between calls; each has the tokens that `generate` yields for its prompt alone. Only
     one thread at a time may call it. stop_tokens: lists of token ids, each of which ends a sequence.
     completion_batch_size: maximum number of sequences that decode at once. prefill_batch_size, stream: ignored.
-    Raises ValueError for an option out of range or a model split over ranks, TypeError for an unknown option.
+    Raises ValueError for an option out of range, a model split over ranks, or one that mlx_lm loaded; TypeError for
+    an unknown option.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class BatchGenerator:
 
     @property
     def prompt_cache_nbytes(self) -> int:
-        """Bytes of the caches of all sequences, queued and active."""
+        """Bytes of the caches of all sequences, queued and active, and of the pools with their free slots."""
         return self._places.pool_nbytes + sum(s.cache.nbytes for s in self._sequences())
 
     def insert(

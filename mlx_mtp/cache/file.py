@@ -147,7 +147,7 @@ def _own_file(file: str | Path, model: Any) -> Path:
 
 
 def _part(model: Any) -> list[int]:
-    """Return this process's rank and the number of ranks of the model."""
+    """Return this process's rank and the number of ranks of the model; WHOLE if it is not split."""
     return [model.ranks.rank, model.ranks.size] if model.ranks else WHOLE
 
 

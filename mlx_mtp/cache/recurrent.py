@@ -62,7 +62,7 @@ class RecurrentCache(LayerCache):
     def chosen(self) -> mx.array:
         """Return, from a tape of states, the one after the last accepted row; without one, that before the tape.
 
-        Only for a tape of one array, [1, T, ...].
+        Only for a tape of one array, [n, T, ...] of n sequences.
         """
         _, before, _, states = self.parts
         newest, some = self.once(newest_of, self.accepted, states.shape[1])

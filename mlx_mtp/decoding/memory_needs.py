@@ -228,7 +228,8 @@ def make_room(
 ) -> int:
     """Reserve positions for a prompt and new tokens; return the maximum number of new tokens, -1 for no limit.
 
-    limit: max_tokens. Raises ValueError if `max_context` or, with `check`, the available memory is exceeded.
+    limit: max_tokens; at most RESERVED_TOKENS of them are reserved. Raises ValueError if `max_context` or, with
+    `check`, the available memory is exceeded.
     """
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)

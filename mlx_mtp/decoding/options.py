@@ -112,7 +112,10 @@ def max_chunk() -> int:
 
 
 def default_draft_tokens(model: Target) -> int:
-    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head."""
+    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head.
+
+    At most the model's maximum, so 0 without a drafter.
+    """
     own = getattr(getattr(model, "drafter", None), "usual", 0)
     return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
 
@@ -151,7 +154,10 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
 
 
 def cache_options(options: Any) -> dict[str, Any]:
-    """Remove make_prompt_cache's arguments from options and return them, with a default of quantized_kv_start."""
+    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them.
+
+    quantized_kv_start is always returned, by default QUANTIZED_KV_START.
+    """
     given = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
     return {"quantized_kv_start": QUANTIZED_KV_START, **given}
 

@@ -51,7 +51,7 @@ def read_chunk(
     """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
     Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
-    it are off and the tokens are read again. heads: also prefill heads without windows, `chunk` rows at a time.
+    it are off and the tokens are read again. heads: also prefill these, `chunk` rows at a time, if `reach` is None.
     """
     fallback = Fallback(model)
     while True:

@@ -67,7 +67,7 @@ class Run(NamedTuple):
         return logprobs
 
     def read(self) -> list[tuple[list[int], int]]:
-        """Wait for the run; return each sequence's accepted drafts with the token after them, and their number."""
+        """Wait for the run; return of each sequence (accepted drafts and the token after them, drafts' number)."""
         values: Any = self.packed.tolist()
         if self.drafts is None:
             return [(row, 0) for row in values]

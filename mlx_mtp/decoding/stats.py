@@ -69,7 +69,7 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Tokens per second of wall time since the first token arrived, including the caller's time."""
+        """Tokens per second of wall time from the first token's arrival until now, including the caller's time."""
         elapsed = time.perf_counter() - self._first_token
         return self.generation_tokens / elapsed if self.generation_tokens else 0.0
 
@@ -80,7 +80,7 @@ class Stats:
 
     @property
     def drafts_per_cycle(self) -> float:
-        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it."""
+        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it; 0.0 before one."""
         return sum(self.drafted) / self.cycles if self.cycles else 0.0
 
     @property

@@ -29,7 +29,7 @@ class SummedOverRanks:
 
 
 def sum_over(module: Any, group: Any) -> None:
-    """Make a module return the sum of its outputs on all ranks."""
+    """Change a module in place (its class), so that it returns the sum of its outputs on all ranks of the group."""
     module.ranks_group = group
     module.__class__ = _summed(type(module))
 

@@ -40,7 +40,10 @@ def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | Non
 
 
 def leave(code: int) -> None:
-    """Report to the other ranks that this process is about to end; with a code other than 0 they end too."""
+    """Report to the other ranks that this process is about to end; with a code other than 0 they end too.
+
+    Nothing happens without a watch. If the watch is already ending this process, it exits here.
+    """
     if _watch is not None:
         _watch.leave(code)
 

@@ -174,12 +174,12 @@ class ModelTrials:
         return True
 
     def needed(self) -> list[KernelTrial]:
-        """Return the trials of all kernels that something in use needs."""
+        """Return the trials of all kernels that something in use needs, tried or not."""
         ops = {site.op for site in self.sites if site.asked}
         return [trial for trial in self.trials if trial.op in ops]
 
     def has_untried(self, trials: Iterable[KernelTrial]) -> bool:
-        """Return whether any of these trials has not been made."""
+        """Return whether any of these trials, all of this object, has not been made, as for lack of time."""
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
     def apply(self) -> tuple[Lines, Lines]:
