@@ -94,7 +94,7 @@ class PooledKV(LayerCache):
         """Change the sequences of the next pass, and copy newcomers' keys and values to their slots.
 
         order: for each slot of the span its row in the last pass, or from the row count on a newcomer. newcomers:
-        (slot, cache, number of its positions) of each.
+        (slot, cache, number of its positions) of each; those without arrays are not copied.
         """
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]

@@ -273,7 +273,7 @@ def start(d: Decoder, run: Run) -> None:
 
 
 def disable_kernels(d: Decoder, error: Trouble) -> None:
-    """Switch off, on every rank, the kernels that caused an error; raise it if no kernel can have caused it."""
+    """Switch off, on every rank, the kernels that caused an error; raise MLX's error if none can have caused it."""
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.history, d.pending_rows, error)

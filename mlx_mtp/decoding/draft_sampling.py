@@ -133,7 +133,10 @@ class DraftChooser:
         return Choice(token.astype(mx.int32), chance)
 
     def from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """Return the draft for `position` from logits [1, V] in the target's vocabulary."""
+        """Return the draft for `position`, int32 [1], from logits [1, V] in the target's vocabulary.
+
+        Its probability, if requested, is at temperature 1 and without filters.
+        """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = self.mode == "greedy"
         token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))
