@@ -183,7 +183,7 @@ class ModelTrials:
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
     def apply(self) -> tuple[Lines, Lines]:
-        """Switch the sites by the verdicts; return the report's lines, and one per op whose bits may depend on rows."""
+        """Switch the sites by the verdicts; return the report's lines, and those of ops that may not be exact."""
         switch(self.sites, self.verdicts, self.dtype)
         lines, sites = in_words(self.verdicts), [*self.sites]
         if self.matrices:
