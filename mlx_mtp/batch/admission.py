@@ -22,9 +22,10 @@ class Admission:
         self._refused: Any = None
 
     def admits(self, sequence: Sequence, active: list[Sequence]) -> bool:
-        """Return whether a sequence can start next to the active ones; the only sequence always can.
+        """Return whether a sequence can start next to the active ones.
 
-        A refusal holds until the active sequences change.
+        Always with `ignore`, as the only sequence, and if all slots have at most UNCHECKED positions in sum. A
+        refusal of this sequence holds until the active sequences change.
         """
         longest, slots = max(s.max_positions for s in (sequence, *active)), len(active) + 1
         slots = slots_for(slots) if self.replayed else slots

@@ -23,7 +23,10 @@ class Controls:
         self._made: dict[tuple[int, int, int], Control] = {}
 
     def control(self, sequences: int, k: int, max_lookup: int = 0) -> Control:
-        """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup."""
+        """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup.
+
+        Equal arguments return the same object. It is Fixed if not adaptive, or without any drafts.
+        """
         key = sequences, k, max_lookup
         if key not in self._made:
             how = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}

@@ -34,7 +34,8 @@ class BatchGenerator:
     Sequences can join and leave between calls; each has the tokens that `generate` yields for its prompt alone. Only
     one thread at a time may call it. stop_tokens: lists of token ids, each of which ends a sequence.
     completion_batch_size: maximum number of sequences that decode at once. prefill_batch_size, stream: ignored.
-    Raises ValueError for an option out of range.
+    Raises ValueError for an option out of range, a model split over ranks, or one that mlx_lm loaded; TypeError for
+    an unknown option.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class BatchGenerator:
 
     @in_turn()
     def close(self) -> None:
-        """Cancel all sequences."""
+        """Cancel all sequences, and drop errors that were not raised yet."""
         self._unprocessed.clear()
         self._failed.clear()
         self._places.clear()
@@ -98,7 +99,7 @@ class BatchGenerator:
 
     @property
     def prompt_cache_nbytes(self) -> int:
-        """Bytes of the caches of all sequences, queued and active."""
+        """Bytes of the caches of all sequences, queued and active, and of the pools with their free slots."""
         return self._places.pool_nbytes + sum(s.cache.nbytes for s in self._sequences())
 
     def insert(
@@ -130,7 +131,8 @@ class BatchGenerator:
         Each other argument is a list with one entry per prompt, or None for this generator's own value. caches: of
         `make_prompt_cache`; they are copied. all_tokens: ignored. samplers: mlx_lm's callables, or a `Sampling`.
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
-        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill. Raises ValueError.
+        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
+        Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
             "max_tokens": (max_tokens, self.max_tokens),
@@ -159,9 +161,9 @@ class BatchGenerator:
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
         """Run one cycle of the active sequences and prefill about one chunk of the queued ones.
 
-        Returns the progress of prompts, and the new tokens in order, one or more per sequence. An error that
-        a sequence's sampler, processor or prefill raised in the previous call is raised now: the sequence has ended,
-        `failed` is its uid, and the next call continues with the others. After any other error `failed` is None.
+        Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
+        a sequence's sampler, processor or prefill raised in an earlier call is raised now, without running a cycle:
+        the sequence has ended, `failed` is its uid, and the next call continues. Otherwise `failed` is None.
         """
         self.failed = None
         if self._failed:
@@ -191,7 +193,7 @@ class BatchGenerator:
                 sequence.error = None
 
     def next_generated(self) -> list[Response]:
-        """Call `next` until it returns tokens and return them; [] if no sequence is left."""
+        """Call `next` until it returns tokens and return them; [] if no sequence is left. Raises as `next` does."""
         while True:
             responses = self.next()[1]
             if responses or not (self._sequences() or self._failed):
@@ -201,7 +203,8 @@ class BatchGenerator:
     def extract_cache(self, uids: Any) -> dict[int, tuple[PromptCache, list[int]]]:
         """Return by uid a copy of each sequence's cache, and the tokens in it; the sequences continue.
 
-        Uids that are unknown or finished are left out.
+        An active sequence's has all its tokens but the last, a queued one's those prefilled so far. uids: None for
+        all; unknown or finished ones are left out.
         """
         found = {}
         for sequence in self._sequences(uids):
@@ -211,9 +214,9 @@ class BatchGenerator:
 
     @in_turn()
     def remove(self, uids: Any, return_prompt_caches: bool = False) -> dict[int, tuple[PromptCache, list[int]]]:
-        """Cancel sequences; optionally return by uid each one's prompt cache and the tokens in it.
+        """Cancel sequences; return {}, or with return_prompt_caches what `extract_cache` returns for them.
 
-        Unknown and finished uids are ignored.
+        uids: a collection; unknown and finished ones are ignored. Their errors that were not raised yet are dropped.
         """
         caches = self.extract_cache(uids) if return_prompt_caches else {}
         for sequence in self._sequences(uids):
@@ -231,7 +234,8 @@ class BatchGenerator:
     def _prefill(self, responses: list[Response]) -> list[PromptResponse]:
         """Prefill about one chunk of queued prompts, as far as they are admitted; return their progress.
 
-        First tokens of prompts that end are appended to `responses`.
+        First tokens of prompts that end are appended to `responses`. A sequence whose prefill raises is removed, and
+        its error is kept for `next`.
         """
         progress, tic, left = [], time.perf_counter(), self.settings.chunk
         while left > 0 and self._unprocessed:
@@ -272,7 +276,10 @@ class BatchGenerator:
         return n
 
     def _start(self, sequence: Sequence, hidden: mx.array) -> list[Response]:
-        """Choose the first token of a sequence after its prefill and make it active; return the response."""
+        """Choose the first token of a sequence after its prefill and make it active; return its response in a list.
+
+        If that token ends the sequence, it does not become active and the response has its cache.
+        """
         if sequence.k:
             test_heads(self.model)
         run, first = first_tokens(self.model, sequence, hidden)

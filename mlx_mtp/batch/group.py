@@ -96,7 +96,11 @@ class Group:
         self.lone_cycles = 0
 
     def cycle(self) -> list[Response]:
-        """Complete the submitted cycle, submit the next one, and return the tokens of the completed one."""
+        """Complete the submitted cycle (the first call submits one), submit the next, return the former's tokens.
+
+        After a refused kernel or a failed graph the pool is rebuilt; [] if the completed cycle was lost with it.
+        Raises MLX's error if no kernel can have caused it.
+        """
         self.clock.resume()
         responses: list[Response] = []
         try:
@@ -124,7 +128,7 @@ class Group:
     def _rebuild(self, error: Trouble) -> None:
         """After an error, move all sequences to a new pool, without the kernels to blame.
 
-        Each continues after its last returned token.
+        Each continues after its last returned token. Raises MLX's error if no kernel can have caused it.
         """
         active = self._unfinished(self.joining)
         self.fallback.take(error, sum(len(s.all_tokens) for s in active))
@@ -142,7 +146,7 @@ class Group:
     def finish(self) -> tuple[list[Response], Waiting]:
         """Complete the submitted cycle and empty the pool, to decode elsewhere; no sequence may be pending.
 
-        Returns its tokens, and the unfinished sequences, which stay in the group if the cycle failed.
+        Returns its tokens, and the unfinished sequences; ([], []) if the cycle failed: they stay in the group.
         """
         assert self.last
         assert not self.pending
@@ -157,7 +161,7 @@ class Group:
         return responses, leaving
 
     def _leave(self, cycle: PoolCycle) -> Waiting:
-        """Copy the caches of all unfinished sequences out of the pool after a read cycle; return the sequences."""
+        """Copy unfinished sequences' caches out of the pool after a read cycle; return each with its newest row."""
         leaving = []
         for row, sequence in enumerate(cycle.rows):
             if sequence and not sequence.finished:
@@ -191,12 +195,12 @@ class Group:
         self.joining, self.marks = [], []
 
     def _can_build_ahead(self, last: PoolCycle) -> bool:
-        """Return whether the next cycle has a sequence, and can be built before `last` is read."""
+        """Return whether the next cycle has a sequence, and no logits processor needs the tokens of `last`."""
         members = [s for s in (*last.rows, *(s for s, _ in self.pending)) if s]
         return not (all(s.finished for s in members) or any(s.picker.processors for s in members))
 
     def _build(self, last: PoolCycle | None, *, late: bool) -> PoolCycle:
-        """Plan the next cycle of all active sequences and build its step, unevaluated. late: `last` has been read."""
+        """Plan the next cycle of active and pending sequences; build its step, unevaluated. late: `last` was read."""
         tic = time.perf_counter()
         rows, run = (last.rows, last.run) if last else ([], None)
         joining, self.pending = self.pending, []
@@ -220,12 +224,12 @@ class Group:
         return new
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
-        """Return whether the drafter has more unread rows than it can read in one step with k + 1 more."""
+        """Return whether the drafter misses MOST_MISSED rows per sequence, or too many for a step with k + 1 more."""
         depths = len(pool.heads) if is_chained(self.model) else 1
         return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + depths > CALL_ROWS
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
-        """Return the number of rows, of all sequences, that the drafter must read before it drafts."""
+        """Return the rows that the drafter must read before it drafts: per sequence in a pool, else their sum."""
         if pool.has_heads or self.drafter is None:
             return len(pool.missed)
         shared = len(self.unread) if pool.heads else 0
@@ -273,7 +277,7 @@ class Group:
         return members, merged(run, [each for _, each in joining], mx.array(order))
 
     def _prefill_heads(self, sequence: Sequence) -> None:
-        """Prefill the drafter with all positions of a sequence but the newest."""
+        """Let the drafter read a sequence's unread rows before position `sequence.base`; then empty the backlog."""
         cache, base = sequence.cache, sequence.base
         assert self.drafter
         first = base - self.drafter.behind(cache)

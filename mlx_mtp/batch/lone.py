@@ -14,7 +14,7 @@ from .settings import Settings
 
 
 def is_lone(sequence: Sequence) -> bool:
-    """Return whether a sequence must decode alone: no pool has mlx-lm's caches, or quantizes caches."""
+    """Return whether a sequence must decode alone: its caches are mlx-lm's, or its generation will quantize them."""
     cache, due = sequence.cache, sequence.cache.quantizing
     prompt = cache.offset + sum(map(len, sequence.segments))
     limit = sequence.remaining
@@ -36,7 +36,10 @@ class Lone:
         self._loop: Generator[Yielded, None, None]
 
     def cycle(self) -> list[Response]:
-        """Run one cycle and return its tokens. An error ends the sequence (`Sequence.fail`)."""
+        """Run one cycle and return its tokens.
+
+        An error is not raised: it ends the sequence (`Sequence.fail`), and only the tokens before it are returned.
+        """
         d, sequence, responses = self._decoder or self._start(), self.sequence, []
         sequence.stats.crowded, self.hidden = self.hidden, False
         while not responses or (d.emitted <= d.emitting.accepted and not sequence.finished):
@@ -52,7 +55,10 @@ class Lone:
         return sequence.attach_cache(responses)
 
     def finish(self) -> list[Response]:
-        """Complete the submitted cycle, without beginning another one; rest the cache and return the tokens."""
+        """Complete the submitted cycle, without beginning another one; rest the cache and return the tokens.
+
+        [] if no loop runs: the cache is then at rest.
+        """
         if self._decoder is None:
             return []
         self._decoder.stopping = True
@@ -68,7 +74,7 @@ class Lone:
             remember(d.model, d.control, d.compiled)  # type: ignore[arg-type]
 
     def cache_of(self) -> PromptCache:
-        """Return a copy of the cache, at rest: the loop ends, and the next `cycle` starts another."""
+        """Return a copy of the cache, with all tokens but the last; the loop ends until the next `cycle`."""
         self.rest()
         return self.sequence.cache.copy()
 

@@ -16,8 +16,8 @@ CALM = 16  # cycles that the last sequence of a pool stays in it, because leavin
 class Places:
     """All active sequences: groups, which share a pool per cache layout, and lone sequences.
 
-    The only sequence of a layout decodes alone. Sequences move between two cycles. controls: returns a control, as
-    `Controls.control`.
+    The only sequence of a layout decodes alone, the last one of a pool after CALM cycles; those of `is_lone` always
+    do. Sequences move between two cycles. controls: returns a control, as `Controls.control`.
     """
 
     def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
@@ -46,7 +46,11 @@ class Places:
             self.lone.append(Lone(sequence, run, self.settings, layout))
 
     def cycle(self) -> list[Response]:
-        """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens."""
+        """Run one cycle of every sequence, move sequences between loop and pool, and return the tokens.
+
+        An error of a sequence's own sampler or processor, and any of a lone one's cycle, is stored in the sequence;
+        others are raised. Finished sequences are then no longer held.
+        """
         responses = []
         for lone in self.lone:
             if lone.layout in self.groups:
@@ -67,14 +71,14 @@ class Places:
         return responses
 
     def hide(self) -> None:
-        """Mark the next cycles as not timed, because other work was computed."""
+        """Mark the next cycle of each lone sequence and pool as not timed, because other work was computed."""
         for lone in self.lone:
             lone.hidden = True
         for group in self.groups.values():
             group.clock.hidden = True
 
     def cache_of(self, sequence: Sequence) -> PromptCache:
-        """Return a copy of a sequence's cache, at rest: it contains every token but the last one returned."""
+        """Return a copy of an active sequence's cache, at rest: it contains every token but the last one returned."""
         for lone in self.lone:
             if lone.sequence is sequence:
                 return lone.cache_of()

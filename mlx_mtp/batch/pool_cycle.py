@@ -51,7 +51,7 @@ class PoolCycle:
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
         """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
 
-        None, unless `always`, if no row needs a limit.
+        None, unless `always`, if every row may accept k; a free slot may not.
         """
         each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
         return mx.array(each) if always or min(each) < k else None
@@ -103,7 +103,10 @@ class Steps:
         new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
-        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones."""
+        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones.
+
+        Every sequence has as many drafts verified as the one with the most before its first improbable one.
+        """
         tic = time.perf_counter()
         drafts = new.drafts.first(evaluated(new.drafts.sure, self.p_min))
         waited = time.perf_counter() - tic

@@ -38,8 +38,9 @@ class Sequence:
     segments: the part of the prompt that is not prefilled. total: prompt tokens. remaining: maximum number of further
     tokens, negative for no limit. k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup.
     history: all its tokens. base, next_base: position of its first row in the newest run, and in the next one.
-    slot: of the pool. finished: no more of its tokens are returned. max_positions: maximum length of its cache.
-    started: whether its prefill has begun. error: raised by its own sampler or processor.
+    slot: of the pool. finished: no more of its tokens are returned. max_positions: maximum length of its cache;
+    without a limit of tokens, the prompt and one more.
+    started: whether its prefill has begun. error: that ended it, until the generator takes it to raise it.
     """
 
     uid: int
@@ -76,7 +77,8 @@ class Sequence:
     def append(self, tokens: list[int], accepted: int, logprobs: mx.array | None) -> list[Response]:
         """Append tokens, the first `accepted` of them drafts, up to the sequence's end; return their responses.
 
-        The end is a stop sequence or the maximum number of tokens; later tokens are dropped.
+        The end is a stop sequence or the maximum number of tokens; later tokens are dropped, and `finished` is set.
+        logprobs: [tokens, V], or None.
         """
         responses = []
         for i, token in enumerate(tokens):
@@ -91,11 +93,14 @@ class Sequence:
         return responses
 
     def fail(self, error: Exception) -> None:
-        """End this sequence because its own sampler or processor raised an error."""
+        """End this sequence and store the error of its sampler, processor, prefill or lone cycle; raises nothing."""
         self.error, self.finished = error, True
 
     def attach_cache(self, responses: list[Response]) -> list[Response]:
-        """Return the responses. If the sequence is finished, the last one gets its cache, which must be at rest."""
+        """Return the responses. If the sequence is finished, the last one gets its cache, which must be at rest.
+
+        The response is changed in place; a finished sequence must have one.
+        """
         if self.finished:
             responses[-1].prompt_cache, responses[-1].all_tokens = self.cache, list(self.cache.tokens)
         return responses
@@ -113,7 +118,7 @@ def _first_tokens(model: Target, sequence: Sequence, hidden: mx.array) -> tuple[
 
 
 def prefill_again(model: Target, sequence: Sequence, *, chunk: int) -> Run:
-    """Prefill a sequence whose cache was lost, all tokens but the last; return the row that chose the last token."""
+    """Prefill a sequence whose cache was lost, all tokens but the last; return the run of the row that chose it."""
     sequence.cache.settle(sequence.all_tokens[:-1])
     row = read_again(model, sequence.cache, heads=sequence.k > 0, chunk=chunk)[:, -1:]
     return Run.of_row(row, sequence.all_tokens[-1])

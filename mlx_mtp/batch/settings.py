@@ -21,7 +21,10 @@ SAMPLING = tuple(Sampling.__dataclass_fields__)
 
 
 class Settings:
-    """The checked options of `generate_step` that hold for every sequence of a batch."""
+    """The checked options of `generate_step` that hold for every sequence of a batch.
+
+    Raises TypeError for an unknown option, ValueError for sampling or num_draft_tokens out of range.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class Settings:
     ) -> Sequence:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
-        None gives this batch's own value. Raises ValueError for an argument that is out of range or exceeds memory.
+        sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops:
+        none. Empty segments are skipped. Raises ValueError for no tokens, an argument out of range, or low memory.
         """
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         if not pieces:

@@ -16,9 +16,9 @@ def is_absorbing(model: Any) -> bool:
 
 
 def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
-    """Return the number of last rows that heads with these windows read after a pause: at most AT_FIRST.
+    """Return the number of last rows that heads read after a pause: the sum of their windows, at most AT_FIRST.
 
-    None if they read all rows: heads without windows, and drafters that absorb rows or read tokens only.
+    None if they read all rows: if a head has no window, or the drafter absorbs rows or reads tokens only.
     """
     if is_absorbing(model) or not reads_hidden(model) or not all(isinstance(window, int) for window in windows):
         return None

@@ -14,12 +14,18 @@ def is_chained(model: Any) -> bool:
 
 
 def reads_hidden(model: Any) -> bool:
-    """Return whether the model's drafter reads the target's hidden rows (`Drafter.reads_hidden`), as MTP heads do."""
+    """Return whether the model's drafter reads the target's hidden rows (`Drafter.reads_hidden`), as MTP heads do.
+
+    Also True for a model without a drafter object.
+    """
     return getattr(getattr(model, "drafter", None), "reads_hidden", True)
 
 
 def no_kept(model: Any, heads: int) -> list[mx.array]:
-    """Return `PromptCache.kept` before the first row. heads: number of the drafter's caches."""
+    """Return `PromptCache.kept` before the first row; [] without heads. heads: number of the drafter's caches.
+
+    Chained: one row of zeros [1, 1, H] per cache but the last; else the drafter's `no_kept`.
+    """
     if is_chained(model):
         return [model.no_hidden() for _ in range(heads - 1)]
     return [*model.drafter.no_kept] if heads else []

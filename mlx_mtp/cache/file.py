@@ -111,6 +111,8 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
 def saved_prefix(file: str | Path) -> PromptPrefix | None:
     """Return the prompt prefix stored in a prompt cache's file, None if it has none; no model is needed.
 
+    On every rank `file` itself is read, not the rank's own part.
+
     Raises ValueError if the file is not a prompt cache, is damaged or has another format version; OSError if it
     cannot be read.
     """
@@ -145,12 +147,15 @@ def _own_file(file: str | Path, model: Any) -> Path:
 
 
 def _part(model: Any) -> list[int]:
-    """Return this process's rank and the number of ranks of the model."""
+    """Return this process's rank and the number of ranks of the model; WHOLE if it is not split."""
     return [model.ranks.rank, model.ranks.size] if model.ranks else WHOLE
 
 
 def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.array]) -> PromptCache:
-    """Return the cache made of a file's values, without heads if the model has none; ValueError for bad numbers."""
+    """Return the cache made of a file's values, without heads if the model has none.
+
+    ValueError if a position or size is not an integer of at least 0; other bad values raise other errors.
+    """
     layers, heads = state["layers"], state["heads"] if model.head_windows() else []
     numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
     if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
@@ -206,7 +211,7 @@ def _suits(needed: CacheKind, c: LayerCache) -> bool:
 
 
 def _checked(f: BinaryIO, file: str | Path) -> dict[str, Any]:
-    """Return the values of `_state` stored in an open file; ValueError if any byte of the file has changed."""
+    """Return the values of `_state` in an open file; ValueError as `_state_in`, or if any byte has changed."""
     state, checksum = _state_in(f, file)
     with contextlib.suppress(ValueError):
         if _checksum(f)[1] == checksum:
@@ -245,7 +250,7 @@ def safetensors_header(f: BinaryIO) -> bytes:
 def _checksum(f: BinaryIO) -> tuple[int, str]:
     """Return the position of the checksum in a file, and the checksum that the content should have there.
 
-    It covers all bytes of the file, with zeros instead of the checksum itself.
+    It covers all bytes of the file, with zeros instead of the checksum itself. ValueError without a checksum.
     """
     header = safetensors_header(f)
     match = CHECKSUM.search(header)

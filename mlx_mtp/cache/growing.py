@@ -72,13 +72,16 @@ class LinearKVCache(LayerCache):
             part[:, :, slot:end] = rows
 
     def _visible(self, rows: int) -> slice:
-        """Return the slots that attention reads once `rows` more rows are written."""
+        """Return the range of the buffers' rows that attention reads once `rows` more rows are written."""
         if isinstance(self.offset, int):
             return slice(self.start, self.offset + rows)
         return slice(0, round_up(self.limit + rows))
 
     def update_and_fetch(self, *arrays: mx.array):
-        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to."""
+        """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to.
+
+        If the device counts positions, these have more rows, which the mask hides. Quantized ones are two tuples.
+        """
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)
         self._grow(rows, new)
@@ -94,7 +97,7 @@ class LinearKVCache(LayerCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask of the next N rows: None (one row sees all), "causal", or boolean [N, visible slots].
 
-        It is boolean if the device counts positions or with `return_array`; window_size is ignored.
+        It is boolean if the device counts positions, or for N > 1 with `return_array`; window_size is ignored.
         """
         if isinstance(self.offset, int):
             if N == 1:

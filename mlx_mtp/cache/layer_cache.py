@@ -91,7 +91,7 @@ class LayerCache:
         self.offset, self.limit = offset, limit
 
     def used(self) -> Parts:
-        """Return the arrays to save, without rows that were never written."""
+        """Return the arrays to save: rows up to a multiple of STEP after the last; a ring or a state as it is."""
         return self.parts
 
     def check(self) -> None:

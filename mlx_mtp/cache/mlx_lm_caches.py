@@ -27,7 +27,10 @@ class MlxLmCaches(LayerCache):
         self._saved = (classes or [], state or [])
 
     def read(self, model: Any, tokens: mx.array) -> mx.array:
-        """Read tokens [1, L] and return the logits [1, 1, V] of the last; ValueError after an interruption."""
+        """Read tokens [1, L] and return the logits [1, 1, V] of the last, unevaluated.
+
+        Raises ValueError if an earlier read was interrupted, or `seek` could not set the position.
+        """
         if not self.whole:
             raise ValueError("prompt_cache: it was interrupted in the middle of a step; make a new one")
         self.whole = False
@@ -45,7 +48,10 @@ class MlxLmCaches(LayerCache):
         return self.whole and mlx_lm_caches.can_trim_prompt_cache(self.caches)
 
     def seek(self, offset: int, limit: int) -> None:
-        """Return to `offset`. If mlx-lm's caches cannot go back that far, the next `read` raises ValueError."""
+        """Return to `offset`; `limit` is ignored.
+
+        If mlx-lm's caches cannot be trimmed, or `offset` is after the position, the next `read` raises ValueError.
+        """
         if offset < self.offset and self.rewinds:
             mlx_lm_caches.trim_prompt_cache(self.caches, self.offset - offset)
             self.offset = offset

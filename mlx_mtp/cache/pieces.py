@@ -76,7 +76,9 @@ def packed_rows(rows: list[Parts]) -> list[Parts]:
 
 
 def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """Return copies of arrays, as views of one buffer per type; Metal limits the number of buffers.
+    """Return copies of arrays, of the same shapes and order, as views of one buffer per type.
+
+    Metal limits the number of buffers.
 
     Views start at multiples of ALIGNED bytes; an array that occurs twice is copied once.
     """
@@ -96,7 +98,7 @@ def packed(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 
 def buffers(arrays: Iterable[mx.array]) -> int:
-    """Return the number of buffers of arrays that were packed together."""
+    """Return the number of buffers of arrays that were packed together: one per type, without empty arrays."""
     return len({array.dtype for array in arrays if array.size})
 
 
@@ -144,7 +146,7 @@ def _suits(parts: Parts, like: LayerCache, span: int) -> bool:
 
 
 def _padded(parts: tuple[mx.array, ...], rows: int) -> mx.array:
-    """Concatenate parts along their rows, padded with zeros to `rows`."""
+    """Concatenate parts [B, H, S, D] along S, padded with zeros to `rows`, which must not be fewer than they have."""
     like = parts[0]
     blank = mx.zeros((*like.shape[:2], rows - sum(part.shape[2] for part in parts), like.shape[3]), like.dtype)
     return mx.concatenate([*parts, blank], axis=2)

@@ -65,7 +65,7 @@ class Pool(StepCache):
 
     @property
     def slots(self) -> int:
-        """Number of slots in the buffers."""
+        """Number of slots in the buffers of keys and values; 0 without any."""
         return max((c.parts[0].shape[0] for c in self.caches if not c.is_state and c.parts), default=0)
 
     @property

@@ -21,7 +21,10 @@ class PromptPrefix:
     eos_token: str | None = None
 
     def check(self, **requested: Any) -> None:
-        """Raise ValueError if a requested value, by field name, differs from this prefix's; empty ones never do."""
+        """Raise ValueError if a requested value, by field name, differs from this prefix's.
+
+        Values that count as False (None, "", False) are not compared.
+        """
         for name, value in requested.items():
             if value and value != (own := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: the prompt cache was made with {own or None!r}; leave it out")

@@ -60,7 +60,10 @@ class RecurrentCache(LayerCache):
         return self.chosen()
 
     def chosen(self) -> mx.array:
-        """Return, from a tape of states, the one after the last accepted row; if there is none, the state before."""
+        """Return, from a tape of states, the one after the last accepted row; without one, that before the tape.
+
+        Only for a tape of one array, [n, T, ...] of n sequences.
+        """
         _, before, _, states = self.parts
         newest, some = self.once(newest_of, self.accepted, states.shape[1])
         return mx.where(some, mx.take(states.flatten(0, 1), newest, axis=0), before)
@@ -155,6 +158,9 @@ def first(n: mx.array, rows: int) -> mx.array:
 
 
 def newest_of(n: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return the index of each sequence's n-th row among all rows, and whether n > 0; n: int32 [sequences]."""
+    """Return the index [sequences] of each one's n-th row among all rows, and whether n > 0, [sequences, 1, 1, 1].
+
+    n: int32 [sequences]; where it is 0 the index is that of the first row.
+    """
     index = mx.arange(0, n.size * rows, rows) + mx.maximum(n, 1) - 1
     return index, (n > 0).reshape(-1, 1, 1, 1)

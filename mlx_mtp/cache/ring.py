@@ -55,8 +55,9 @@ class Ring:
     def mask(self, offset: mx.array, rows: int, visible: int, start: int) -> mx.array:
         """Return a boolean [rows, visible]: the slots, of the first `visible`, that each next row may attend to.
 
-        Slots are seen as they are once all of these rows are written. offset: position of the first row. start: the
-        first position with contents.
+        Slots are seen as they are once all of these rows are written. offset: position of the first row, an integer
+        or int32 [1]. start: the first position with contents. For n sequences offset is [n, 1, 1, 1],
+        start too or 0, and the mask [n, 1, rows, visible].
         """
         queries, slots = offset + mx.arange(rows)[:, None], mx.arange(visible)[None]
         last = offset + (rows - 1)
@@ -67,12 +68,19 @@ class Ring:
         return self.seen(positions, queries) & (positions >= mx.minimum(start, queries))
 
     def seen(self, positions: mx.array, queries: mx.array) -> mx.array:
-        """Return booleans, broadcast: whether the window of each query's position contains each position."""
+        """Return whether the window of each query's position contains each position: booleans, both broadcast.
+
+        A window ends with the query itself and includes the `keep` first positions. Negative positions count as kept
+        ones if `keep` is above 0.
+        """
         near = positions > queries - (self.window - self.keep)
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """Return the mask [1, visible] of one row, made on the host: true for `positions` and the kept ones."""
+        """Return the mask [1, visible] of one row, made on the host: true for `positions` and the kept ones.
+
+        positions: consecutive ones after the kept ones, the last of which is the row's own.
+        """
         if len(positions) == self.window and not self.keep:
             first = self.slots - 1 - (positions.stop - 1) % self.slots
             return self._band[:, first : first + visible]

@@ -94,7 +94,7 @@ class PooledKV(LayerCache):
         """Change the sequences of the next pass, and copy newcomers' keys and values to their slots.
 
         order: for each slot of the span its row in the last pass, or from the row count on a newcomer. newcomers:
-        (slot, cache, number of its positions) of each.
+        (slot, cache, number of its positions) of each; those without arrays are not copied.
         """
         self.span = span
         starts = [*self.starts, *(cache.start for _, cache, _ in newcomers)]
@@ -122,14 +122,14 @@ class PooledKV(LayerCache):
         return () if rows == 0 else tuple(mx.contiguous(part[slot : slot + 1, :, :end]) for part in buffers)
 
     def _visible(self, rows: int) -> int:
-        """Return the number of slots of a sequence that attention reads once `rows` more are written."""
+        """Return the number of places on axis S that attention reads once `rows` more rows are written."""
         end = -(-(self.limit + rows) // GRAIN) * GRAIN
         return min(end, self.ring.slots) if self.ring else end
 
     def update_and_fetch(self, *arrays: mx.array):
         """Append L rows to n sequences, arrays [n, H, L, D]; return the arrays that they attend to, [n, H, S, D].
 
-        The n sequences are those of the span, free slots included.
+        The n sequences are those of the span, free slots included. Quantized arrays are returned as two tuples.
         """
         rows, fill = arrays[0].shape[2], self.span.fill
         new = self._encode(*arrays)
@@ -146,7 +146,7 @@ class PooledKV(LayerCache):
         return self._decode(tuple([part[view, :, :end] for part in self.parts]))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Return the mask of each sequence's next N rows, boolean [n, 1, N, visible positions]."""
+        """Return the mask of each sequence's next N rows, boolean [n, 1, N, S] for the S that attention reads."""
         offset, end = self.offset[:, None, None, None], self._visible(N)
         if self.ring:
             return self.ring.mask(offset, N, end, self.start)
@@ -175,7 +175,7 @@ class PooledState(RecurrentCache):
     def regroup(self, index: mx.array, newcomers: Sequence[Any]) -> None:
         """Change the sequences of the next pass: `index` into the rows of the last pass, followed by the newcomers.
 
-        Tapes are padded to one length with rows that are not accepted.
+        Tapes are padded to one length with rows that are not accepted. Newcomers need a state if others have one.
         """
         every = [parts for parts in (self.parts, *(cache.parts for cache in newcomers)) if parts]
         tape = max((parts[3].shape[1] for parts in every if len(parts) > 3), default=0)

@@ -18,7 +18,7 @@ CHECKED = 64  # last tokens of the sequence that are compared before each cycle
 
 
 class Agreement:
-    """A generation's control on every rank, whose `plan` returns the plans that rank 0's own control makes.
+    """A generation's control on every rank, whose `plan` returns rank 0's plans, one per `meet`, in order.
 
     sources: names of the drafters, in the same order on all ranks. stopping: rank 0 has ended the generation.
     """
@@ -69,7 +69,7 @@ class Agreement:
 
 
 def agreed(ranks: Ranks | None, tokens: list[T], key: mx.array, options: Any) -> tuple[list[T], mx.array]:
-    """Return rank 0's prompt tokens and random key, or the given ones without ranks.
+    """Return rank 0's prompt tokens (or segments) and random key, uint32 [2]; the given ones without ranks.
 
     Raises ValueError on every rank if `options` (compared as text) differ between ranks.
     """

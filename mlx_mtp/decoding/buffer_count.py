@@ -41,7 +41,8 @@ def count_buffers(blank: PromptCache, tokens: int = 0, chunk: int = 1) -> Buffer
     """Return the numbers of buffers that a model and one conversation need, by owner; nothing is computed.
 
     blank: an empty cache of the model, for its layout. tokens, chunk: length of a conversation in the server's prefix
-    tree, and of its chunks, each of which ends with a checkpoint; 0 tokens: no tree.
+    tree, and of its chunks, each of which ends with a checkpoint; 0 tokens: no tree. For mlx-lm's caches only the
+    weights and caches are counted.
     """
     model = blank.model
     weights = _distinct(array for _, array in tree_flatten(model.parameters()))  # type: ignore[attr-defined]

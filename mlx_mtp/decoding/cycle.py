@@ -189,7 +189,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Move the caches' positions to the start of the step after `last`; return its frame, and the recorded step."""
+    """Move the caches' positions to the start of the step after `last`; return its frame, and its record or None."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
@@ -273,7 +273,7 @@ def start(d: Decoder, run: Run) -> None:
 
 
 def disable_kernels(d: Decoder, error: Trouble) -> None:
-    """Switch off, on every rank, the kernels that caused an error; raise it if no kernel can have caused it."""
+    """Switch off, on every rank, the kernels that caused an error; raise MLX's error if none can have caused it."""
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.history, d.pending_rows, error)

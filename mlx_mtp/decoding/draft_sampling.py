@@ -68,11 +68,11 @@ class HeadOutput(NamedTuple):
         return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
 
     def token(self, number: mx.array) -> mx.array:
-        """Return the target's token ids of indices in the head's vocabulary."""
+        """Return the target's token ids of indices in the head's vocabulary, in the same shape."""
         return self.model.mtp[self.depth].token(number)
 
     def known(self, n: int) -> mx.array | None:
-        """Return the target's token ids of the head's first n logits; None if these are the ids 0..n-1."""
+        """Return the target's token ids, [n], of the head's first n logits; None if these are the ids 0..n-1."""
         numbers = mx.arange(n)
         tokens = self.token(numbers)
         return None if tokens is numbers else tokens
@@ -133,7 +133,10 @@ class DraftChooser:
         return Choice(token.astype(mx.int32), chance)
 
     def from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """Return the draft for `position` from logits [1, V] in the target's vocabulary."""
+        """Return the draft for `position`, int32 [1], from logits [1, V] in the target's vocabulary.
+
+        Its probability, if requested, is at temperature 1 and without filters.
+        """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = self.mode == "greedy"
         token = mx.argmax(logprobs, axis=-1) if greedy else self.options.draw(logprobs, key_at(self.key, position))

@@ -86,9 +86,10 @@ def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
 
 
 def graph_of(model: Target, cache: PromptCache, context: int, rows: int) -> list[dict]:
-    """Return the exported graph that prefills the last `rows` of `context` positions; [] if MLX cannot export it.
+    """Return the events of the exported graph that prefills the last `rows` of `context` positions.
 
-    Nothing is computed. cache: filled for that context; its contents do not change. mlx-lm's caches count as empty.
+    [] if MLX cannot export it or a kernel is refused. Nothing is computed. cache: filled for that
+    context; its contents do not change. mlx-lm's caches count as empty.
     """
     kept = [(name, array) for name, array in tree_flatten(model.parameters()) if isinstance(array, mx.array)]
     states = [(c, c.parts, c.offset, c.limit) for c in cache.layers if not c.is_mlx_lm]

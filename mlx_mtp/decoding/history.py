@@ -77,7 +77,7 @@ class TokenHistory:
         self._size = end
 
     def matched(self) -> int:
-        """Return the length of the longest suffix that also occurs earlier: 0, or from SHORTEST to LONGEST."""
+        """Return the length of the longest suffix that `matches` finds earlier: 0, or from SHORTEST to LONGEST."""
         return max((length for length, _ in self.matches(self._size)), default=0)
 
     def matches(self, size: int) -> list[tuple[int, int]]:

@@ -46,7 +46,7 @@ def decode(
 
 
 def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
-    """Yield the tokens of a submitted cycle and of the cycles after it, at most `left` tokens (-1: no limit)."""
+    """Yield the tokens of a submitted cycle and the next ones, up to `left` (-1: no limit) or a stop token."""
     while left != 0:
         try:
             ahead, tokens, done = _advance(d, cycle, left, stop_tokens)

@@ -116,7 +116,10 @@ def _upper_bound(model: Target, cache: PromptCache, context: int, rows: int) -> 
 
 
 def kv_bytes(model: Target, cache: PromptCache, context: int) -> tuple[int, int]:
-    """Return the bytes of the target's and the heads' caches at `context` positions in the layout of `cache`."""
+    """Return the bytes of the target's and the heads' caches at `context` positions in the layout of `cache`.
+
+    The target's at least those before its caches are quantized; the heads' at least their pending rows in a pause.
+    """
     return _filled(model, cache, context)[1:]
 
 
@@ -143,7 +146,10 @@ def _logits(model: Target) -> int:
 
 
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, **layout: Any) -> int:
-    """Return the largest number of positions, a multiple of GRAIN, whose `needs` fit in `budget` bytes; 0 if none."""
+    """Return the largest number of positions whose `needs`, weights included, fit in `budget` bytes; 0 if none.
+
+    A multiple of GRAIN, at most LONGEST. layout: as in `needs`.
+    """
     return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), chunk)
 
 
@@ -180,7 +186,7 @@ def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> 
     """Return the maximum number of new tokens: max_tokens, or for -1 (no limit) what `max_context` leaves.
 
     held, prompt: tokens in the cache and of the prompt. Without max_context, max_tokens is returned, also -1. Raises
-    ValueError if they exceed max_context.
+    ValueError if max_context is below 1, or below the sum of all three (-1 counts as one token).
     """
     if max_context is None:
         return max_tokens
@@ -201,8 +207,8 @@ def check_prompt(
 ) -> None:
     """Raise ValueError if appending `prompt` tokens and `max_tokens` to `cache` needs more memory than is available.
 
-    A max_tokens of -1, no limit, counts as one token. Up to UNCHECKED positions, or with `ignore`, nothing is
-    checked.
+    A max_tokens of -1, no limit, counts as one token. Nothing is checked up to UNCHECKED positions in all, with
+    `ignore`, or with the environment variable IGNORE.
     """
     context = cache.offset + prompt + abs(max_tokens)
     if context <= UNCHECKED or ignore or ignored():
@@ -222,7 +228,8 @@ def make_room(
 ) -> int:
     """Reserve positions for a prompt and new tokens; return the maximum number of new tokens, -1 for no limit.
 
-    limit: max_tokens. Raises ValueError if `max_context` or, with `check`, the available memory is exceeded.
+    limit: max_tokens; at most RESERVED_TOKENS of them are reserved. Raises ValueError if `max_context` or, with
+    `check`, the available memory is exceeded.
     """
     limit = within(max_context, cache.offset, prompt, limit)
     check_prompt(model, cache, prompt, limit, chunk, ignore=not check)

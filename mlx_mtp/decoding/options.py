@@ -92,7 +92,7 @@ def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: fl
 
 
 def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
-    """Raise ValueError for a sampler together with sampling options, or an unknown `draft_sampling`."""
+    """Raise ValueError for a sampler together with non-default sampling options, or an unknown `draft_sampling`."""
     if sampler is not None and sampling != Sampling():
         raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
     if mode not in DRAFT_SAMPLING:
@@ -112,7 +112,10 @@ def max_chunk() -> int:
 
 
 def default_draft_tokens(model: Target) -> int:
-    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head."""
+    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head.
+
+    At most the model's maximum, so 0 without a drafter.
+    """
     own = getattr(getattr(model, "drafter", None), "usual", 0)
     return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
 
@@ -120,7 +123,8 @@ def default_draft_tokens(model: Target) -> int:
 def draft_count(requested: int | None, model: Target, cache: PromptCache | None) -> int:
     """Return the maximum drafts per cycle for the option `num_draft_tokens`; None gives the default.
 
-    Raises ValueError if the model's drafter, or the number of heads in the cache, supports fewer.
+    The default is at most what the drafter, and a cache with fewer heads than the model, support. Raises ValueError
+    for more than that, for anything but an integer of at least 0, and for a cache that is no PromptCache.
     """
     if cache is not None and not isinstance(cache, PromptCache):
         raise ValueError(f"prompt_cache: a {type(cache).__name__}; expected one from mlx_mtp.make_prompt_cache")
@@ -137,7 +141,7 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
 
 
 def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    """Return a prompt's token ids; ValueError if it is empty or contains anything else."""
+    """Return a prompt's token ids; ValueError unless it is a non-empty list of integers from 0 to vocab_size - 1."""
     tokens = np.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
@@ -150,7 +154,10 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
 
 
 def cache_options(options: Any) -> dict[str, Any]:
-    """Remove make_prompt_cache's arguments from options and return them, with a default of quantized_kv_start."""
+    """Remove those of CACHE_OPTIONS that are in `options`, a dict, and return them.
+
+    quantized_kv_start is always returned, by default QUANTIZED_KV_START.
+    """
     given = {name: options.pop(name) for name in CACHE_OPTIONS if name in options}
     return {"quantized_kv_start": QUANTIZED_KV_START, **given}
 
@@ -165,7 +172,8 @@ def cache_for(
 ) -> PromptCache:
     """Return the caller's cache, or for None a new one with `k` heads' caches in this layout.
 
-    Raises ValueError for a cache together with an option of `layout`, or for the cache of another model.
+    Raises ValueError for a cache together with an option of `layout` that is not None, for the cache of another
+    model, and for what `make_prompt_cache` refuses. With a cache, k, group_size and start are ignored.
     """
     if given is None:
         options = {"kv_group_size": group_size, "quantized_kv_start": start, **layout}
@@ -180,7 +188,7 @@ def cache_for(
 def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
     """Return the tokens per prefill chunk, `chunk` or the model's default, after checking model and sampling options.
 
-    Raises ValueError for a model that mlx_lm loaded, or invalid sampling options.
+    Raises ValueError for a model that mlx_lm loaded, or invalid sampling options; `chunk` itself is not checked.
     """
     check_model(model)
     sampling.validate(model.vocab_size)
@@ -193,7 +201,8 @@ def opened(
 ) -> tuple[list[int], int, PromptCache]:
     """Return the prompt's token ids, the maximum drafts per cycle, and the cache to use.
 
-    The cache is the given one, or a new one. layout: the last arguments of `cache_for`. Raises ValueError.
+    The cache is the given one, or a new one. A list of mlx-lm's empty caches is changed (`from_mlx_lm`). layout: the
+    last arguments of `cache_for`. Raises ValueError for whatever of these is invalid.
     """
     tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
     k = draft_count(num_draft_tokens, model, given)

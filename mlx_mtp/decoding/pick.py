@@ -14,7 +14,7 @@ Logprobs = tuple[mx.array | None, ...] | None
 def pick(
     model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members
 ) -> tuple[mx.array, Logprobs]:
-    """Return the tokens [n, R] chosen after hidden rows [n, R, H], and each sequence's logprobs [R, V] if requested.
+    """Return the tokens [n, R] chosen after hidden rows [n, R, H], and logprobs: per sequence [R, V] or None.
 
     position: of each sequence's first token, int32 [n], or an int if n = 1. drafts: [n, R-1], None if R = 1. An error
     of a sequence's own sampler or processor goes to its `fail`.

@@ -26,8 +26,8 @@ LOOKUP_DRAFTS_ON_METAL = VERIFY_ROWS[-1] - 1  # maximum, because the kernels of 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
     """Return the maximum drafts of prompt lookup per cycle, 0 for none. k: the drafter's maximum.
 
-    asked: prompt_lookup; None means with adaptive drafting. Raises ValueError for True with plain decoding, or with
-    mlx-lm's caches.
+    asked: prompt_lookup; None means with adaptive drafting and k above 0. Raises ValueError for True with plain
+    decoding, or with mlx-lm's caches.
     """
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
@@ -85,7 +85,8 @@ def control_for(
 ) -> Controller | Fixed:
     """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
 
-    It adapts the number to measured costs, which begin with those stored for built or replayed cycles, or is fixed.
+    It adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is fixed
+    without `adaptive`, or if both maxima are 0.
     """
     if adaptive and (k or max_lookup):
         costs = learned(model)
@@ -95,7 +96,7 @@ def control_for(
 
 
 def source_of(model: Target) -> str:
-    """Return the name of a model's drafter in plans."""
+    """Return the name of a model's drafter in plans; without a drafter the default of `Plan`."""
     drafter = drafter_of(model)
     return drafter.source if drafter else Plan().source
 
@@ -127,7 +128,10 @@ def compiled_for(model: Target, cache: PromptCache, picker: Picker, asked: bool 
 
 
 def remember(model: Target, control: Controller | Fixed, compiled: Compiled | None = None) -> None:
-    """Store the costs and the replay verdict that a generation measured, for later ones; only on rank 0 if split."""
+    """Store the costs and the replay verdict that a generation measured, for later ones; only on rank 0 if split.
+
+    A Fixed control, or one without a measured plain step, has no costs to store; a verdict exists after a trial.
+    """
     if model.ranks and model.ranks.rank:
         return  # rank 0 stores what it measured
     known, kept = learned(model), set()

@@ -28,7 +28,7 @@ def prefill(
     chunk: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> mx.array:
-    """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows.
+    """Prefill the prompt in chunks of at most `chunk` tokens; return the last chunk's hidden rows [1, L, H].
 
     heads: also prefill the MTP heads. Heads with windows are not prefilled here: when they first draft they read the
     last `PromptCache.reach` rows. progress: called with (tokens read, tokens) before each chunk and at the end.
@@ -48,10 +48,10 @@ def prefill(
 def read_chunk(
     model: Target, cache: PromptCache, tokens: list[int], *, heads: bool, chunk: int
 ) -> tuple[mx.array, int]:
-    """Prefill one chunk, `tokens`; return its hidden rows and the number of tokens read.
+    """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
     Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
-    it are switched off and the tokens are read again. heads: also prefill the MTP heads, `chunk` rows at a time.
+    it are off and the tokens are read again. heads: also prefill these, `chunk` rows at a time, if `reach` is None.
     """
     fallback = Fallback(model)
     while True:
@@ -80,7 +80,7 @@ def read_chunk(
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
-    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's hidden rows."""
+    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H]."""
     fresh = empty_like(cache)
     hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
     adopt(cache, fresh)
@@ -122,7 +122,7 @@ def test_heads(model: Target) -> None:
 
 
 def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
-    """Append tokens to the target's caches, or none after an interruption; return the hidden rows, unevaluated."""
+    """Append tokens to the target's caches, or none if this raises; return the hidden rows [1, L, H], unevaluated."""
     mark = cache.mark()
     try:
         hidden = model.hidden(mx.array(tokens)[None], cache.layers)

@@ -121,7 +121,11 @@ def _of_operation(event: dict) -> int:
 
 
 def longest_context(model: Target, blank: PromptCache) -> int:
-    """Return the largest number of positions that the model supports and whose caches fit in the GPU's memory."""
+    """Return the largest number of positions that the model supports and whose caches fit in the GPU's memory.
+
+    Memory limits it to no fewer than UNCHECKED, and not at all if its size is unknown. LONGEST stands for a maximum
+    that the model does not state.
+    """
     supported, memory = getattr(model.args, "max_position_embeddings", None) or LONGEST, working_set()
     if memory is None:
         return supported

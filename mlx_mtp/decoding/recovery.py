@@ -11,7 +11,7 @@ from .run import Run
 def resume(d: Decoder, error: Trouble) -> Flight:
     """Continue after an error: return a first `Flight` after the last yielded token, without the kernels to blame.
 
-    Its own token may be one that was yielded before. Raises the error if no kernel can have caused it.
+    Its own token may be one that was yielded before. Raises MLX's error if no kernel can have caused it.
     """
     try:
         disable_kernels(d, error)

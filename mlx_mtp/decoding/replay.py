@@ -151,7 +151,7 @@ class Recorder:
             self._state = state
 
     def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
-        """Return (the recorded step of a kind, whether it is new), or (None, False) before it has occurred OFTEN.
+        """Return (the recorded step of a kind, whether it is new), or (None, False) before its OFTEN-th occurrence.
 
         Records and occurrences are those of the calling thread.
 
@@ -176,7 +176,10 @@ class Recorder:
         return found.step, True
 
     def _excess(self, new: tuple[threading.Thread, Any], held: int) -> tuple[threading.Thread, Any] | None:
-        """Return the key of the least recently used record with caches like the new one's if there are too many."""
+        """Return the key of the least recently used record with caches like the new one's; None if none is too many.
+
+        It is of the new one's thread if that has more than KEPT, else of any thread.
+        """
         alike = [key for key in self.cycles if type(key[1].form) is type(new[1].form)]
         here = [key for key in alike if key[0] == new[0]]
         if len(here) > KEPT:
@@ -197,7 +200,8 @@ class Compiled:
         """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
 
         None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
-        options per sequence, or if the replay trial builds this cycle.
+        options per sequence, or if the replay trial builds this cycle. Otherwise the caches' buffers are first grown
+        to the end of the kind.
         """
         pickers, cache = [member.picker for member in frame.members if member], frame.cache
         first = pickers[0]

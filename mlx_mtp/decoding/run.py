@@ -67,7 +67,7 @@ class Run(NamedTuple):
         return logprobs
 
     def read(self) -> list[tuple[list[int], int]]:
-        """Wait for the run; return each sequence's accepted drafts with the token after them, and their number."""
+        """Wait for the run; return of each sequence (accepted drafts and the token after them, drafts' number)."""
         values: Any = self.packed.tolist()
         if self.drafts is None:
             return [(row, 0) for row in values]
@@ -89,7 +89,7 @@ class Drafts(NamedTuple):
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def sure(self, p_min: float) -> int:
-        """Wait for the confidence; return the number of drafts before the first below p_min, the maximum of n."""
+        """Wait for the confidence; return the greatest number, of any sequence, of drafts before one below p_min."""
         values: Any = self.confidence.tolist()  # type: ignore[union-attr] - it was requested
         return max(next((i for i, value in enumerate(row) if value < p_min), len(row)) for row in values)
 

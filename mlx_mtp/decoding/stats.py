@@ -69,18 +69,18 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Tokens per second of wall time since the first token arrived, including the caller's time."""
+        """Tokens per second of wall time from the first token's arrival until now, including the caller's time."""
         elapsed = time.perf_counter() - self._first_token
         return self.generation_tokens / elapsed if self.generation_tokens else 0.0
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding."""
+        """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding; 0.0 before a cycle."""
         return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
 
     @property
     def drafts_per_cycle(self) -> float:
-        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it."""
+        """Mean number of the heads' drafts that a cycle verifies; adaptive drafting can lower it; 0.0 before one."""
         return sum(self.drafted) / self.cycles if self.cycles else 0.0
 
     @property
@@ -95,7 +95,10 @@ class Stats:
 
     @property
     def summary(self) -> str:
-        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused."""
+        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused.
+
+        "plain decoding" without drafts, else "no cycles" before the first cycle.
+        """
         if not self.num_draft_tokens and not self.lookups:
             return "plain decoding"
         if not self.cycles:
@@ -172,7 +175,10 @@ class Stats:
         self.wait_time += waited
 
     def count_cycle(self, drafted: int, accepted: int, source: str) -> None:
-        """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them."""
+        """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
+
+        Drafts of "lookup" are counted apart, without their depth. `whole`, if set, counts the cycle too.
+        """
         if self.whole is not None:
             self.whole.count_cycle(drafted, accepted, source)
         self.cycles += 1

@@ -18,7 +18,10 @@ class Launch(NamedTuple):
 
 
 def launched() -> Launch | None:
-    """Return the launch by `mlx.launch` or `mpirun` that started this process; None for a single process."""
+    """Return the launch by `mlx.launch` or `mpirun` that started this process.
+
+    None for a single process, or if the number of ranks is unknown.
+    """
     rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
     if rank is None:
         return None

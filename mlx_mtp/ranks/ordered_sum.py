@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
-    """Return the sum of x over the ranks, added in float32, in x's type and with the same bits on every rank."""
+    """Return the sum of x over the ranks, added in float32, in x's shape and type, with equal bits on every rank."""
     first, *others = mx.distributed.all_gather(x[None], group=group)
     total = first.astype(mx.float32)
     for part in others:
@@ -29,7 +29,7 @@ class SummedOverRanks:
 
 
 def sum_over(module: Any, group: Any) -> None:
-    """Make a module return the sum of its outputs on all ranks."""
+    """Change a module in place (its class), so that it returns the sum of its outputs on all ranks of the group."""
     module.ranks_group = group
     module.__class__ = _summed(type(module))
 

@@ -48,7 +48,10 @@ def split(model: Any, group: Any, name: str) -> None:
 
 
 def take_part(model: Any, group: Any, name: str) -> list[Any]:
-    """Replace the target's layers by this rank's lazy part; return the modules whose outputs must be summed."""
+    """Replace the target's layers by this rank's lazy part; return the modules whose outputs must be summed.
+
+    These are each layer's attention and MLP. Raises ValueError as `check_divides`.
+    """
     check_divides(model, group.size(), name)
     for layer in model.layers:
         _repeat_kv_heads(_mixer(layer), group.size())
@@ -97,7 +100,10 @@ def _sizes(model: Any) -> Iterator[tuple[str, int, bool]]:
 
 
 def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
-    """Repeat key-value heads if there are more ranks than heads, so that each rank has the head that it needs."""
+    """Repeat key-value heads, if the ranks do not divide their number, until there is one per rank.
+
+    The number of ranks must then be a multiple of the number of heads. The mixer is changed in place.
+    """
     name = next((name for name in KV_HEADS if hasattr(mixer, name)), None)
     if name is None or getattr(mixer, name) % ranks == 0:
         return

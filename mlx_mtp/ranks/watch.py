@@ -27,7 +27,10 @@ _watch: "Watch | None" = None
 
 
 def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | None":
-    """Return this process's watch, started on the first call; None if `meeting`, rank 0's host and port, is None."""
+    """Return this process's watch, started on the first call with `meeting`, rank 0's host and port.
+
+    None if there is none yet and `meeting` is None. Later calls return the same watch and ignore their arguments.
+    """
     global _watch
     if _watch is None and meeting is not None:
         _watch = Watch(rank, size, meeting)
@@ -37,7 +40,10 @@ def begin(rank: int, size: int, meeting: tuple[str, int] | None) -> "Watch | Non
 
 
 def leave(code: int) -> None:
-    """Report to the other ranks that this process is about to end; with a code other than 0 they end too."""
+    """Report to the other ranks that this process is about to end; with a code other than 0 they end too.
+
+    Nothing happens without a watch. If the watch is already ending this process, it exits here.
+    """
     if _watch is not None:
         _watch.leave(code)
 
@@ -97,7 +103,7 @@ class Watch:
         return self.limit - self.unwinding - RESERVE * self.poll
 
     def run(self) -> None:
-        """Connect to the other ranks, then watch them until the process ends."""
+        """Connect to the other ranks, then watch them until all have left; a failed connection ends the process."""
         end = time.monotonic() + STARTS * self.limit
         try:
             if self.rank == 0:
@@ -131,7 +137,10 @@ class Watch:
         self.peers = {}
 
     def _accept(self, end: float) -> None:
-        """Accept connections until every other rank has sent its number."""
+        """Accept connections until every other rank has sent its number; then set `met`, on the others too.
+
+        If one has not by `end`, a time of `time.monotonic`, this process ends.
+        """
         with socket.create_server(self.meeting, backlog=self.size) as server:
             server.settimeout(POLL)
             while missing := [str(rank) for rank in range(1, self.size) if rank not in self.peers]:
@@ -146,7 +155,7 @@ class Watch:
         self.met.set()
 
     def _connect(self, end: float) -> None:
-        """Connect to rank 0, and retry until it listens."""
+        """Connect to rank 0, and retry until it listens; end this process if it does not by `end`."""
         while not self.peers:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(self.meeting, timeout=BEAT)

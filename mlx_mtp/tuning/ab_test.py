@@ -76,7 +76,7 @@ class KernelTrial:
         return replace(self, pairs=pairs, split=()) if pairs else self
 
     def chosen(self, split: bool) -> "KernelTrial":
-        """Return the trial of one alternative: the rows split or not."""
+        """Return the trial of one alternative alone, the rows split or not; not split if there is no such kernel."""
         return self.of_split() if split else replace(self, split=())
 
     def x(self, seed: int) -> mx.array:

@@ -66,7 +66,7 @@ def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
 
 
 def from_json(kept: Any) -> Costs:
-    """Return the costs that `to_json` wrote; ValueError if `kept` is anything else."""
+    """Return the costs that `to_json` wrote; ValueError for anything else, or a disturbed cycle's cost."""
     costs = Costs()
     try:
         octaves = {int(octave): _levels(seconds) for octave, seconds in kept["octaves"].items()}
@@ -94,7 +94,10 @@ def from_json(kept: Any) -> Costs:
 
 
 def _levels(seconds: list[Any]) -> dict[Plan, float]:
-    """Return the levels (logarithms of plain steps) of plans from [source, k, seconds] of each; or ValueError."""
+    """Return the levels (logarithms of plain steps) of plans from [source, k, seconds] of each.
+
+    ValueError for seconds that are not positive or no entries, KeyError without the plain plan.
+    """
     spent = {Plan(source, k): value for source, k, value in seconds}
     if min(spent.values()) <= 0:
         raise ValueError(f"seconds={seconds}")

@@ -15,7 +15,9 @@ class IdleTrials(AbstractContextManager):
     """Context that runs trials in a thread; leaving it waits for the current compilation or timing.
 
     MLX compiles under a lock that every evaluation needs, so no compilation starts after the exit has begun. The
-    verdicts are applied at the exit, in the thread that generates, so kernels never change during an answer.
+    verdicts are applied at the exit, in the thread that generates, so kernels never change during an answer. Nothing
+    runs for a model that is split over ranks or has no needed trials left. An error of MLX's operations ends all
+    further trials with a warning; it is not raised.
     """
 
     def __init__(self, model: Any):

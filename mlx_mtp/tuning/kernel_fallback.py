@@ -52,7 +52,7 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
 def vote(model: Any, error: Trouble) -> None:
     """Report a refused kernel of this rank to the other ranks, which wait in `run_first` for it.
 
-    Nothing happens on a single rank, or for an error that all ranks have.
+    Nothing happens on a single rank, for an error that all ranks have, or for a failed graph.
     """
     if model.ranks and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
@@ -60,7 +60,10 @@ def vote(model: Any, error: Trouble) -> None:
 
 
 def newly_refused() -> KernelRefused | None:
-    """Run the kernels that this thread has launched for the first time; return the exception if one is refused."""
+    """Run the kernels that this thread has launched for the first time; return the exception if one is refused.
+
+    None if all ran, or there were none.
+    """
     try:
         run_new()
     except KernelRefused as e:
@@ -78,7 +81,8 @@ class Fallback:
         """Switch off the kernels that may have caused an error, which occurred after this number of tokens.
 
         A graph may fail although each of its kernels runs alone. It is then built once more with the same kernels,
-        and without any if it fails again. Raises MLX's error if no kernel can have caused it.
+        and without any if it fails again after as many tokens. Raises MLX's error if no kernel can have caused it;
+        that of a failed graph also on several ranks, or for lack of memory.
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)
@@ -170,7 +174,10 @@ def switch_all_off(model: Any, reason: str) -> None:
 
 
 def failed_kernels(model: Any) -> list[Failed]:
-    """Return the kernels of a model that do not compile or run, found by its trials or by a graph."""
+    """Return the kernels of a model that do not compile or run, found by its trials or by a graph.
+
+    One entry per op, shape and reason, with all its row counts.
+    """
     trials = model.runtime.trials
     verdicts = {} if trials is None else trials.all_verdicts
     reasons = {key: v.reason for key, v in verdicts.items() if v.reason.startswith(FAILS)}

@@ -76,7 +76,10 @@ def switch_on(
 
 
 def switch_on_for_batches(model: Any) -> None:
-    """Decide on kernels for the row counts of batches, once per model; switches them and updates the report."""
+    """Decide on kernels for the row counts of batches, once per model; switches them and updates the report.
+
+    Nothing happens for a model without trials or split over ranks.
+    """
     found = model.runtime.trials
     if found and not model.ranks and found.try_batch_rows():
         put_on(model, found)
@@ -126,7 +129,10 @@ class ModelTrials:
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
 
     def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
-        """Mark a kernel as failed; `apply` then switches it off. remembered: also for later loads."""
+        """Mark a kernel as failed, in all contexts; `apply` then switches it off. remembered: also for later loads.
+
+        Matrix-unit products are rejected in `matrices`.
+        """
         if self.matrices and key in self.matrices.verdicts:
             return self.matrices.reject(key, reason, remembered=remembered)
         contexts, split = [trial.key for trial in self.trials if trial.base == key], self.verdicts[key].split
@@ -135,7 +141,10 @@ class ModelTrials:
             self.remembered.add({key: Found(reason, None, split=split)})
 
     def try_first(self) -> None:
-        """Decide on the kernels of the first cycles; if all are stored, try others for MORE_SECONDS; compile them."""
+        """Decide on the kernels of the first cycles; if all are stored, try others for MORE_SECONDS.
+
+        Then compile those that are on by a stored trial, up to WARM_ROWS rows.
+        """
         known, first = self.remembered.recall(), [trial for trial in self.needed() if trial.rows <= FIRST_ROWS]
         self.decide(first)
         if known and not self.has_untried(first):
@@ -165,16 +174,16 @@ class ModelTrials:
         return True
 
     def needed(self) -> list[KernelTrial]:
-        """Return the trials of all kernels that something in use needs."""
+        """Return the trials of all kernels that something in use needs, tried or not."""
         ops = {site.op for site in self.sites if site.asked}
         return [trial for trial in self.trials if trial.op in ops]
 
     def has_untried(self, trials: Iterable[KernelTrial]) -> bool:
-        """Return whether any of these trials has not been made."""
+        """Return whether any of these trials, all of this object, has not been made, as for lack of time."""
         return any(self.verdicts[trial.key].reason.startswith(NOT_TRIED) for trial in trials)
 
     def apply(self) -> tuple[Lines, Lines]:
-        """Switch the sites by the verdicts; return the report's lines, and the ops that may not be exact."""
+        """Switch the sites by the verdicts; return the report's lines, and those of ops that may not be exact."""
         switch(self.sites, self.verdicts, self.dtype)
         lines, sites = in_words(self.verdicts), [*self.sites]
         if self.matrices:

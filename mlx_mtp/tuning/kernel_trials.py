@@ -47,7 +47,8 @@ def decide(
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
-    budget: seconds for new trials, without compilation; they also end once `stop` returns True.
+    budget: seconds for new trials, without compilation; they also end once `stop` returns True. Kernels that are not
+        tried are off. timer, budget and stop are ignored unless lane is None.
     Of trials that share a compiled kernel, the one with the maximum row count and weights is timed for all.
     """
     trials = list(trials)
@@ -198,7 +199,7 @@ class Decisions:
         return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
-        """Return the stored finding if it has the spelling in use and splits rows like the verdict `like`."""
+        """Return the stored finding, None if another spelling is in use or it splits rows unlike `like`."""
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 
@@ -238,7 +239,10 @@ def _by_trial(
 
 
 def warn_of_wrong(reasons: Mapping[Key, str | None]) -> None:
-    """Warn of wrong kernels, one line per op, as after a change of MLX's own kernels."""
+    """Warn of wrong kernels, one warning per op, as after a change of MLX's own kernels.
+
+    reasons: by (op, shape, rows); None or "" for a kernel that is right.
+    """
     wrong = [(key, reason) for key, reason in reasons.items() if reason]
     for op, group in itertools.groupby(sorted(wrong), key=lambda item: item[0][0]):
         ((_, shape, rows), reason), *more = group

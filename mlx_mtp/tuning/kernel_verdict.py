@@ -52,7 +52,10 @@ def off(reason: str) -> KernelVerdict:
 
 
 def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
-    """Return a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 off (slower)"."""
+    """Return a line per op and shape: "verify_qmm 8x16 4-bit: M=2-5 on (1.31-1.80x), M=6-8 MLX's own (faster)".
+
+    The line of `contractions_in_words` follows, if there is one.
+    """
     shapes: dict[tuple[str, str], list[tuple[int, KernelVerdict]]] = {}
     for (op, shape, rows), verdict in verdicts.items():
         shapes.setdefault((op, shape), []).append((rows, verdict))
@@ -61,7 +64,7 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
 
 
 def contractions_in_words(spellings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line that lists the ops whose multiply-adds are spelled out, or none."""
+    """Return one line that lists the ops whose multiply-adds are spelled out; () if there are none."""
     found = [f"{op} {WORDS[spelling]}" for op, spelling in spellings.items() if spelling in WORDS]
     return (f"{SPELLED_OUT}: {', '.join(found)}",) if found else ()
 

@@ -71,7 +71,10 @@ class Cycle:
 
 
 class Fixed:
-    """A control that plans k drafts of `source` in each cycle, or max_lookup of prompt lookup if a match is found."""
+    """A control that plans k drafts of `source` in each cycle, and ignores outcomes.
+
+    With max_lookup above 0 it plans max_lookup drafts of prompt lookup where SHORTEST or more tokens match.
+    """
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):
         self.k, self.max_lookup, self.p_min, self.source = k, max_lookup, p_min, source

@@ -21,7 +21,10 @@ class CompileChoice:
         self._times: dict[Any, tuple[list[float], list[float]]] = {}
 
     def observe(self, like: Any, replayed: bool, seconds: float | None) -> None:
-        """Add a cycle to the trial. like: cycles with an equal value are compared. seconds: None if not measured."""
+        """Add a cycle to the trial; ignored after the verdict, and if seconds is None (not measured).
+
+        like: cycles with an equal value are compared. Also switches `on` after each block.
+        """
         if self.verdict is not None or seconds is None:
             return
         self._done += 1

@@ -69,7 +69,7 @@ class RememberedVerdicts:
 
 
 def _parsed(entry: list, spellings: dict[str, str]) -> tuple[Key, Found]:
-    """Parse one entry of the file; ValueError if this module cannot have written it."""
+    """Return the key and the finding of one entry of the file; ValueError or TypeError if `keep` did not write it."""
     op, shape, rows, wrong, ratio, split = entry
     timed = wrong is None and isinstance(ratio, float) and 0 < ratio < math.inf
     found = timed or (isinstance(wrong, str) and ratio is None)

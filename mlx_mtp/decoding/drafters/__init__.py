@@ -14,6 +14,6 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
-    """Return the drafters of a model by name: its own, and prompt lookup if `max_lookup` is not 0."""
+    """Return the drafters of a model by name: its own if any, and prompt lookup if `max_lookup` is not 0."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
     return {drafter.source: drafter for drafter in (own, lookup) if drafter}

@@ -79,7 +79,7 @@ class SmallModel(Drafter):
         return mx.concatenate([logits, mx.full((*logits.shape[:-1], lacking), -mx.inf, logits.dtype)], axis=-1)
 
     def pending(self, hidden: mx.array) -> mx.array:
-        """Return one byte for each hidden row: only their number counts, because tokens are read from the history."""
+        """Return a zero byte for each hidden row, uint8 [1, r, 1]: only their number r counts."""
         return mx.zeros((1, hidden.shape[1], 1), mx.uint8)
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
