@@ -53,7 +53,10 @@ def in_turn() -> Iterator[None]:
 
 
 def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield the items of `steps`, computing each in its own turn in the thread that requests it."""
+    """Yield the items of `steps`, computing each in its own turn in the thread that requests it.
+
+    Between items the turn is free. `steps` is closed, in a turn, when it ends or raises, or this generator is closed.
+    """
     end: Any = object()
     try:
         while True:
