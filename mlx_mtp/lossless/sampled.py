@@ -46,9 +46,9 @@ class Fit:
 def draw(
     model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
-    """Return a sampled output of `length` tokens for each seed, all after one prefill of the prompt.
+    """Return a sampled output, at most `length` tokens, for each seed, all after one prefill of the prompt.
 
-    options: keyword arguments of `generate_step`.
+    options: keyword arguments of `generate_step`, without stop tokens, cache, seed and maximum.
     """
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
@@ -65,7 +65,8 @@ def draw(
 def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: float, mode: str) -> Fit:
     """Return the test of whether sampled texts have the target's probabilities.
 
-    They were sampled with the temperature `temp` and no filters. mode: the name of the sampling in the result.
+    texts: one or more, which follow the prompt; they were sampled with the temperature `temp` and no filters. mode:
+    the name of the sampling in the result.
     """
     seen, expected, hotter = [], [], []
     for text in texts:
@@ -98,12 +99,15 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _classes(values: np.ndarray) -> np.ndarray:
-    """Return the sums per class, [classes], of values [V] that are sorted by rank."""
+    """Return the sums per class, [classes], of values [V] in the order of their tokens' ranks."""
     return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
 
 
 def _merged(p: np.ndarray) -> np.ndarray:
-    """Return groups of the classes of p [n, C], as 0/1 [C, groups], merging those whose count varies too little."""
+    """Return groups of the classes of p [n, C], as 0/1 [C, groups].
+
+    Neighbouring classes are merged until the variance of each count is at least LEAST_VARIANCE, or one is left.
+    """
     groups = np.eye(p.shape[1])
     while groups.shape[1] > 1:
         one = p @ groups
