@@ -217,7 +217,7 @@ def convert(
     mtp_layout: heads in `mtp.safetensors` ("sidecar"), or in the target's files under the hub's names ("shards").
     shard_bytes: maximum bytes of a file of several. progress: called with the bytes written, and all bytes.
     upload_repo: refused, because nothing is uploaded. trust_remote_code: also copy the tokenizer's code; none is run.
-    Raises a one-line ValueError; a failed conversion leaves no files.
+    Raises a one-line ValueError, or OSError if a file cannot be written; a failed conversion leaves no files.
     """
     if upload_repo is not None:
         raise ValueError(

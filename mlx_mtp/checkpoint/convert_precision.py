@@ -77,9 +77,10 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Cast, dequantize and quantize a port's model; ValueError if a part that has to be quantized cannot be.
+        """Cast, dequantize and quantize a port's model in place; ValueError if a part cannot be quantized.
 
-        declared: config.json's type, which is used if no `dtype` was chosen.
+        declared: config.json's type, which is used if no `dtype` was chosen; types outside DTYPES are ignored. Heads
+        that cannot be quantized are an error only if `heads_named`.
         """
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))

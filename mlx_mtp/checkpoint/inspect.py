@@ -63,8 +63,9 @@ class PartSummary:
 class MemoryFit:
     """Bytes that the model needs on this machine, and bytes available.
 
-    kv, head_kv: growth of the target's and the heads' caches per 1,000 tokens. least: with a context of one token.
-    available, limit: available bytes, and the name of the limit. context: maximum number of tokens that fit, or 0.
+    kv, head_kv: growth of the target's and the heads' caches per 1,000 tokens, once windows are full. least: needed
+    with a context of one token. available, limit: available bytes, and the name of the limit. context: maximum number
+    of tokens that fit, at most the model's own maximum; 0 if the model does not fit.
     """
 
     kv: int
@@ -114,9 +115,10 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
-    """Return the facts about a checkpoint directory; errors are listed in `problems`, not raised.
+    """Return the facts about a checkpoint directory; errors are listed in `problems`, and warnings in the result.
 
-    values: False reads headers only. ranks: number of machines that share the target.
+    values: also check heads' vectors and report stored norms; False adds to the headers only what a lazy load reads.
+    ranks: number of machines that share the target.
     """
     problems: list[str] = []
     tried = partial(_try, problems)

@@ -117,7 +117,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
 
 def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the checkpoint's tensors as parameters of mlx-lm's model; `weights`, which mlx-lm found, are none."""
+    """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored."""
     weights = read_tensors(stored.trunk)
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 

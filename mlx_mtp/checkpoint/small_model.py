@@ -45,8 +45,8 @@ def is_small_model(path: Path) -> bool:
 def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) -> None:
     """Load the model in a directory as the drafter of `model`, which is loaded; ValueError if it cannot draft.
 
-    Its own MTP heads are not loaded. budget: memory to check for, unless `lazy`; the caches of the small model have
-    the format `mtp_kv_bits`, not the target's.
+    Its own MTP heads are not loaded. budget: memory to check for, unless `lazy`, with the small model's caches in the
+    format `mtp_kv_bits`, not the target's.
     """
     config, bits = read_config(path), budget.layout.get("mtp_kv_bits")
     own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)

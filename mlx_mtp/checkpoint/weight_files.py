@@ -84,9 +84,9 @@ def weight_files(path: Path, listed: Collection[str] = ()) -> list[str]:
 def read_stored(path: Path, *, whole: bool = True) -> Stored:
     """Return the tensors in a checkpoint's weight files, each once; data are read only to compare unlisted copies.
 
-    whole: the files must exist, and an unreadable one is listed in the result. False accepts missing files, lists no
-    absent tensors, and raises for an unreadable file. ValueError also if two unlisted copies differ, or the index
-    names a file outside the directory.
+    whole: raise ValueError if there are no files, and list absent tensors and unreadable files in the result. False
+    accepts missing files, lists no absent tensors, and raises ValueError for an unreadable file. ValueError also if
+    two unlisted copies differ, or the index names a file outside the directory.
     """
     damage: list[str] = []
     listed = read_index(path, damage)

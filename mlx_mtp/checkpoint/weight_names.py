@@ -43,7 +43,7 @@ def shard_set(name: str) -> str:
 
 
 def is_whole(names: Collection[str]) -> bool:
-    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N.
+    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N or more.
 
     A file without such a name is complete alone.
     """

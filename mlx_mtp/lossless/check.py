@@ -25,7 +25,10 @@ MISSED = 0.95, 3  # the loop must accept at least this share of the correct pred
 
 
 def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
-    """Yield the items; before each, call `progress(stage, number of items done, number of items)`, not after the last."""
+    """Yield the items; before each, call `progress(stage, number of items done, number of items)`.
+
+    It is not called after the last item.
+    """
     for i, item in enumerate(items):
         progress(stage, i, len(items))
         yield item
@@ -152,7 +155,7 @@ def _sampled(
 
 
 def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
-    """Return one test, in a list, of draws after the prompt whose distributions have most information about the temperature.
+    """Return one test, in a list, of draws after the prompt whose distributions show most about the temperature.
 
     Only prompts of at most FIT_PROMPT tokens count. The draws use the drafter with the target's noise.
     """

@@ -92,7 +92,7 @@ def shares(found: Rights) -> list[float]:
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """Return the number of accepted drafts if `new` greedy tokens follow `start` tokens, with at most k drafts per cycle.
+    """Return the number of accepted drafts if `new` greedy tokens follow `start` tokens, at most k drafts per cycle.
 
     found: per depth, the positions at which predictions are right, from `right`. A cycle accepts drafts up to its
     first wrong one, and none beyond the last token.

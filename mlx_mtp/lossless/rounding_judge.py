@@ -85,7 +85,10 @@ class OnePass:
         return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
     def _others(self, position: int) -> Iterator[np.ndarray]:
-        """Yield the logits [V] of the token at `position` after each of PASSES repeated passes over the text before it."""
+        """Yield the logits [V] of the token at `position` after each of PASSES passes over the text before it.
+
+        Each pass has other roundings.
+        """
         for seed in range(PASSES):
             with _other_roundings(self.model.model.embed_tokens, seed):
                 hidden = _read(self.model, self.tokens[:position])

@@ -74,7 +74,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last \\boxed{...}; its braces may be nested."""
+    """Return the contents of the last \\boxed{...}, whose braces may be nested; None without a closed one there."""
     _, box, rest = text.rpartition(BOX)
     depth = 1
     for i, c in enumerate(rest if box else ""):

@@ -40,10 +40,11 @@ class Wiring:
     """A change of the heads' wiring; what is empty, None or 0 stays as it is.
 
     spec:     values that replace the MTPSpec's.
-    depths:   the index of the head used at each depth. lm_heads: the index of the head whose LM head each head uses; None
-        is the target's.
+    depths:   the index of the head used at each depth.
+    lm_heads: the index of the head whose LM head each head uses; None is the target's.
     norms:    a regex of norms' paths in a head, and the value added to their weights.
-    hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, the text is shifted.
+    hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, but
+        `Known.shifted` does.
     """
 
     name: str

@@ -24,7 +24,7 @@ class ModelArgs(step3p5.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of transformers' config with the checkpoint's per-layer lists instead of values per layer type.
+        """Return a copy of transformers' config with per-layer lists instead of values per layer type.
 
         ValueError if layer types have different rope scalings.
         """
