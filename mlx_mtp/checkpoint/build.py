@@ -59,9 +59,10 @@ def load_port(
 ) -> Any:
     """Return a port's model with its MTP heads or its external drafter, and a report in `model.runtime.report`.
 
-    lazy: read only the norms, to warn of unusual ones, and an external drafter; check no memory. Otherwise `budget`
-    is checked first, the target's weights are read and checked, and `model.runtime.untested` becomes a function that
-    reads and checks the heads' weights. ranks: split the target over them. ValueError if it is damaged or too large.
+    lazy: read only norms, to warn of unusual ones, and an external drafter; check no memory. Otherwise `budget` is
+    checked first, the target's weights are read and checked, and `model.runtime.untested` becomes a function that
+    reads and checks the heads' weights. ranks: split the target over them. ValueError if the checkpoint is damaged or
+    too large.
     """
     model, contents, raw = read_port(port, path, config, drafting)
     if ranks:

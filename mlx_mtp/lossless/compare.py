@@ -155,7 +155,7 @@ class Reference:
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
         """Return the difference at a position of the output (not the prompt), where a way has the token `drafted`.
 
-        drafted: None if that way's output has ended. Without a token on either side there is no judgement.
+        drafted: None if that way's output has ended. If either output has ended there, there is no judgement.
         """
         plain, judgement = self.text[position] if position < len(self.text) else None, None
         if plain is not None and drafted is not None:

@@ -37,11 +37,11 @@ LEAST_GAIN = 0.02  # minimum gain of a depth's share
 
 @dataclass(frozen=True)
 class Wiring:
-    """A change of the heads' wiring; what is empty, None or 0 stays as it is.
+    """A change of the heads' wiring; a field that has its default changes nothing.
 
     spec:     values that replace the MTPSpec's.
     depths:   the index of the head used at each depth.
-    lm_heads: the index of the head whose LM head each head uses; None is the target's.
+    lm_heads: for each head, the index of the head whose LM head it uses; None is the target's.
     norms:    a regex of norms' paths in a head, and the value added to their weights.
     hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, but
         `Known.shifted` does.
@@ -84,7 +84,7 @@ class Better:
 
 
 def alternatives(model: Any) -> list[Wiring]:
-    """Return the wirings to try for the model's heads, each with one change of its own wiring.
+    """Return the wirings to try for the model's heads; each differs from the model's own in one thing.
 
     More than EVERY_ORDER depths are only swapped in pairs.
     """

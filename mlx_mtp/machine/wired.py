@@ -17,7 +17,7 @@ _set = 0  # bytes; never lowered within a process
 def check_wired_limit(limit: WiredLimit) -> None:
     """Raise ValueError unless the limit is "auto", "off" or an integer of bytes, 0 or more.
 
-    With a GPU as default device it is at most the recommended working set; without one there is no maximum.
+    With a GPU as default device it must be at most the recommended working set; without one there is no maximum.
     """
     if isinstance(limit, str):
         if limit not in (AUTO, OFF):

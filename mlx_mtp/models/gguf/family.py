@@ -105,7 +105,7 @@ class Family:
         return {**block, **self.in_head, **self.head}
 
     def _made(self, meta: Meta, path: str, names: list[str]) -> Made:
-        """Return a parameter's tensors and their change; `names` is sorted into the order in which they are joined."""
+        """Return a parameter's tensors, in the order in which they are joined, and their change; `names` is sorted."""
         order = list(self.block)
         rests = {name: BLOCK.fullmatch(name) for name in names}
         names.sort(key=lambda n: _rank(order, rests[n]))
