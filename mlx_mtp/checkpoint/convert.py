@@ -151,7 +151,7 @@ def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def _drop_repeated(model: Any, contents: Contents) -> None:
     """Drop the heads' embeddings if all equal the target's, and their LM heads likewise, as stored in the checkpoint.
 
-    Heads from a source without a target are unchanged. The precision of a conversion would make equal ones differ.
+    If only heads were opened, nothing is dropped. The precision of a conversion would make equal ones differ.
     """
     if not contents.trunk:
         return

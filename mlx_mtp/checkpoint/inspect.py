@@ -209,7 +209,7 @@ def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Content
 def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> list[str]:
     """Return the names of missing tensors of the heads, found or declared, whichever number is greater.
 
-    Experts without a number are included, at most MAX_MISSING_EXPERTS.
+    Of experts, at most MAX_MISSING_EXPERTS gaps in their numbers are included.
     """
     depths = max(contents.depths, declared_heads(config) or 0)
     if contents.spec.topology == "recycle":

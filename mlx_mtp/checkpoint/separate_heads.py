@@ -25,7 +25,7 @@ def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> 
     """Return the head tensors in `mtp_path` for a target with `layers` layers, by the checkpoint's names.
 
     Of a checkpoint (with config.json) only heads' tensors are returned; ValueError if it has none. Of other files,
-    all tensors are, unchecked; ValueError if there is no file.
+    such as sidecars, all tensors are, unchecked; ValueError if there is no file.
     """
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):

@@ -84,7 +84,7 @@ class Contents:
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
-    """Return a checkpoint's sorted tensors, without reading data of lazy tensors.
+    """Return a checkpoint's tensors, sorted by the headers of its files.
 
     ValueError for missing or needed unreadable files, a tensor that fits no head, two for one place of a head, or a
     gap in the depths or in a head's experts. layers: the number of the target's layers. drafting: decides whether

@@ -55,11 +55,11 @@ def cached(
     announce: Callable[[Prepared, Path], None] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the cached directory of a GGUF file's transcoding; create it if it is missing, else call nothing.
+    """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded,
-    and `suffix`, of the cached directory's name, names it. announce: called with the plan and the directory;
-    progress: with the bytes written, and all bytes. Raises ValueError for a file that cannot be transcoded.
+    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
+    `suffix`, of the cached directory's name, has to name it. announce: called with the plan and the directory before
+    a transcoding; progress: with the bytes written, and all bytes. ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), Path(file).expanduser()
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))
