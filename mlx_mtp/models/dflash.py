@@ -63,7 +63,10 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers."""
+    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers.
+
+    header: has to contain `fc`.
+    """
     ends = ("fc.weight", "encoder.fc.weight")
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") in ends)
 

@@ -52,7 +52,10 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers."""
+    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers.
+
+    header: has to contain `fc`.
+    """
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") == "fc.weight")
 
 
@@ -98,9 +101,10 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """Return the module for these tensors, before loading; ValueError for a config.json that does not fit them.
+    """Return the module for these tensors, before loading.
 
-    names: of the drafter's tensors. captured: the target's hidden_size.
+    names: of the drafter's tensors. captured: the target's hidden_size. ValueError, or KeyError or TypeError for a
+    missing key or a value of a wrong type, for a config.json that does not fit them.
     """
     normal = normalize(_layer_config(config))
     normal.check(Path("config.json"))
