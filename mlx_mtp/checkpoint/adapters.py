@@ -22,7 +22,8 @@ LEAVES = ("lora_a", "lora_b", "m")  # parameters of an adapted module; `m` is Do
 def load_adapters(model: Any, adapter_path: str) -> Any:
     """Add the LoRA adapters in a directory, in mlx-lm's or PEFT's format, to the model, and return the model.
 
-    Warns if they change nothing. Raises a one-line ValueError if they are damaged or do not fit the model.
+    The model is modified and set to evaluation. Warns if the adapters change nothing. Raises a one-line ValueError if
+    they are missing, damaged, unsupported, or do not fit the model.
     """
     path = Path(adapter_path).expanduser()
     if not (path / CONFIG).is_file():
@@ -56,9 +57,9 @@ def _apply(model: Any, path: Path) -> dict[str, mx.array]:
 
 
 def _read(file: Path, kind: str) -> dict[str, mx.array]:
-    """Return an adapter file's tensors; ValueError if it is missing or damaged, or a tensor has no finite floats.
+    """Return an adapter file's tensors; ValueError if it is missing or damaged, or a tensor is no finite floats.
 
-    kind: the format's name for messages.
+    kind: the format's name for messages. The tensors are read.
     """
     if not file.exists():
         pickled = "; PyTorch's .bin files are not read" if any(file.parent.glob("*.bin")) else ""
@@ -78,7 +79,7 @@ def _read(file: Path, kind: str) -> dict[str, mx.array]:
 def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
     """Add adapters in mlx-lm's format: LoRA, DoRA or whole weights.
 
-    ValueError names a tensor that does not fit the model.
+    ValueError if the config does not fit the model, there are no tensors, or a tensor does not fit the model.
     """
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":

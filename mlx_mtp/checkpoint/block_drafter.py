@@ -19,8 +19,8 @@ OWN = ("head", "embed_tokens")
 def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     """Attach an opened block drafter to its target `model`; return its source for the report.
 
-    drafter, contents: of `open_drafter`, or for this target. Raises ValueError for NaN, or if it was made for another
-    target.
+    drafter, contents: of `open_drafter`, or for this target. The drafter's weights are read, and modules that equal
+    the target's dropped. Raises ValueError for NaN, or if sizes, layers or tokens do not match the target's.
     """
     net = drafter.mtp[0]
     _check_fits(model, net, path)
@@ -65,7 +65,11 @@ def _tie(model: Any, net: BlockNetwork) -> None:
 
 
 def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
-    """Raise ValueError if sizes, number of layers or tokens of drafter and target do not match."""
+    """Raise ValueError if sizes, number of layers or tokens of drafter and target do not match.
+
+    Another hidden size is allowed with an embedding and LM head of its own. The drafter's vocabulary may be smaller
+    only if it uses the target's embedding, without a selector or Markov head.
+    """
     shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
     layers = model.args.num_hidden_layers
     if shape.hidden_size != width and not {"embed_tokens", "head"} <= net.keys():
@@ -88,7 +92,10 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
 
 
 def block_facts(net: BlockNetwork) -> str:
-    """Return a line about a block drafter: its shape, and the memory of its weights and of its KV caches."""
+    """Return a line about a block drafter: its shape, and the memory of its weights and of its KV caches.
+
+    Caches of full attention are counted for 1,000 tokens, those of windows at their full size.
+    """
     shape, kind = net.shape, "quantized" if any("scales" in module for module in net.modules()) else str(net.dtype)
     row = 2 * shape.kv_heads * shape.head_dim * net.dtype.size
     full = sum(reach.before is None for reach in shape.reaches) * row * 1000

@@ -59,9 +59,10 @@ def load_port(
 ) -> Any:
     """Return a port's model with its MTP heads or its external drafter, and a report in `model.runtime.report`.
 
-    lazy: leave all weights on disk, and check only names, shapes and norms. Otherwise the target's weights are read
-    and checked, and `model.runtime.untested` is a function that reads and checks the heads' weights. budget: memory
-    to check for before that. ranks: split the target over them. Raises ValueError for a damaged checkpoint.
+    lazy: read only norms, to warn of unusual ones, and an external drafter; check no memory. Otherwise `budget` is
+    checked first, the target's weights are read and checked, and `model.runtime.untested` becomes a function that
+    reads and checks the heads' weights. ranks: split the target over them. ValueError if the checkpoint is damaged or
+    too large.
     """
     model, contents, raw = read_port(port, path, config, drafting)
     if ranks:
@@ -96,7 +97,8 @@ def load_port(
 def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
     """Return (a port's model, the checkpoint's sorted tensors, which norms are stored zero-centred).
 
-    The parameters are lazy arrays: they are read when they are used. Raises ValueError for a damaged checkpoint.
+    The parameters are lazy arrays: they are read when they are used. Warns about unusual keys of `config`. Raises
+    ValueError for a checkpoint that is damaged or packed by an unsupported quantization method.
     """
     args = read_args(port, path, config)
     normalize(config).warn(path / "config.json", stacklevel=5)
@@ -111,7 +113,7 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
 
 
 def read_args(port: ModuleType, path: Path, config: dict) -> Any:
-    """Return the port's ModelArgs for a normalised config.json; ValueError names a field that is wrong."""
+    """Return the port's ModelArgs for a config.json, which is not modified; ValueError if it does not fit them."""
     normalize(config).check(path / "config.json")
     try:
         args = port.ModelArgs.from_dict(copy.deepcopy(config))
@@ -126,7 +128,10 @@ def read_args(port: ModuleType, path: Path, config: dict) -> Any:
 
 
 def _check_types(args: Any) -> None:
-    """Raise TypeError if a numeric field of a ModelArgs holds a string, a boolean or an object."""
+    """Raise TypeError if a numeric field of a ModelArgs holds a string, a boolean or an object.
+
+    Accepted are the field's default, other types of its annotation, any kind of number, lists and None.
+    """
     hints = get_type_hints(type(args))
     for field in fields(args):
         kinds, value = get_args(hints[field.name]) or (hints[field.name],), getattr(args, field.name)
@@ -137,7 +142,10 @@ def _check_types(args: Any) -> None:
 
 
 def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: dict, args: Any) -> nn.Module:
-    """Return an empty model whose `sanitize` and `load_weights`, which mlx-lm calls, check the tensors."""
+    """Return a model before loading, whose `sanitize` and `load_weights`, which mlx-lm calls, check the tensors.
+
+    ValueError if config.json describes no model, or the trunk's tensors are incomplete, unknown or of a wrong type.
+    """
     with one_line(f"{path}/config.json: {NO_MODEL}", MISBUILT):
         model = port.Model(args, contents.depths, contents.spec)
         apply_rope(model, config)
@@ -166,7 +174,10 @@ def _check_names(model: Any, contents: Contents) -> None:
 
 
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Return the model's parameters by path, made by the port from the checkpoint's tensors; `weights` is empty."""
+    """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
+
+    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
+    """
     header = {} if contents.alone else contents.trunk
     stored = read_tensors(header | contents.heads)  # no name is in both
     trunk = dequantized({name: stored[name] for name in header}, header)
@@ -181,7 +192,10 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
 def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[Any], *, note: str = "", **_: Any
 ) -> None:
-    """Load weights as `nn.Module.load_weights`; ValueError names file, tensor and shapes, and ends in `note`."""
+    """Load weights as `nn.Module.load_weights`; ValueError for a missing or unknown tensor, or one of a wrong shape.
+
+    The message names file and tensor. note: the end of the message about a wrong shape; no other message has it.
+    """
     parameters, found = _stored(model, contents), dict(weights)
     for name, array in parameters.items():
         if name not in found:
@@ -199,7 +213,10 @@ def _load_checked(
 
 
 def _expand_experts(model: nn.Module) -> bool:
-    """Convert a model with unquantized experts to float32 on a CPU, as MLX requires; return whether it was done."""
+    """Convert the whole model to float32 on a CPU if unquantized experts have another type, as MLX requires.
+
+    Return whether it was converted.
+    """
     half = any(type(m) is SwitchLinear and m.weight.dtype != mx.float32 for m in model.modules())
     if expanded := half and mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
@@ -207,7 +224,10 @@ def _expand_experts(model: nn.Module) -> bool:
 
 
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
-    """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's."""
+    """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's.
+
+    Updates the report's size and LM heads. Errors and warnings are those of `check_numbers`.
+    """
     check_numbers(stored, partial(origin, model, contents))
     _tie(model)
     model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
@@ -239,9 +259,10 @@ def _tie(model: Any) -> None:
 
 
 def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Replace the model's heads by an external drafter; return (its source for the report, names of unused tensors).
+    """Attach an external drafter; return (its source for the report, names of its unused tensors).
 
-    overrides: of the drafter's spec. Raises ValueError if the directory contains no drafter, or it does not fit the
+    It replaces the model's heads; a block drafter becomes `model.drafter`. Its weights are read and checked. A hub
+    name is downloaded. overrides: values of its spec. ValueError if there is no drafter, or it does not fit the
     target.
     """
     path = resolve(path_or_hf_repo)
@@ -282,9 +303,10 @@ def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
 
 
 def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) -> tuple[dict, DrafterAlone, Contents]:
-    """Return (config.json, model, descriptions of its tensors) of a drafter for a target's number of layers.
+    """Return (config.json, model, descriptions of its used tensors) of a drafter for a target of `layers` layers.
 
-    size: the target's hidden size; None is the size that the drafter's tensors have. overrides: of its spec.
+    Weights stay lazy. size: the target's hidden size; None is the size that the drafter's tensors have. overrides:
+    values that replace its spec's. ValueError if there is no drafter, or its tensors do not fit together.
     """
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
@@ -305,7 +327,10 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
 
 
 def is_drafter(path: Path) -> bool:
-    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off a checkpoint."""
+    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off a checkpoint.
+
+    False also if it is damaged or cannot be read.
+    """
     with suppress(ValueError, OSError):
         return is_split(path) or bool(_read_drafter(path))
     return False
@@ -356,7 +381,10 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
 
 
 def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:
-    """Raise ValueError if drafter and target differ in vocabulary, or in the size of embeddings that they share."""
+    """Raise ValueError if the drafter's hidden size, embedding or drafted tokens do not fit the target.
+
+    Another hidden size needs an embedding and an LM head of its own. An embedding may have more rows than the target.
+    """
     size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():
         needed = "an embedding and an LM head of its own"

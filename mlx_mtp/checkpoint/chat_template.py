@@ -19,9 +19,9 @@ RESERVED_KEYS = {
 
 
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
-    """Return the text of these messages in the chat template; ValueError, in one line, if the template fails.
+    """Return the text of these messages in the chat template.
 
-    options: the template's arguments.
+    options: the template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
     """
     with one_line("the chat template refuses this conversation"):  # a program that may raise anything
         text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})

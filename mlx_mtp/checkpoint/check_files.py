@@ -11,7 +11,10 @@ WITH_WEIGHT = ((".scales", ".weight"), (".biases", ".weight"), *((f".weight{s}",
 
 
 def check_complete(model: Any, contents: Contents) -> None:
-    """Raise ValueError for a missing tensor or an unreadable file that the model needs; warn about unneeded ones."""
+    """Raise ValueError for an unreadable file, or a tensor that only the index has, if the model needs it.
+
+    Warn about unneeded ones. Missing tensors that the index does not list are not reported here.
+    """
     stored = contents.stored
     assert stored is not None  # the tensors are a checkpoint's, not an external drafter's
     if stored.absent or stored.unread:

@@ -54,7 +54,10 @@ class Source:
     dtype: str | None = None
 
     def prepare(self, precision: Precision) -> None:
-        """Drop heads' modules that equal the target's, check the norms, and apply the precision to the model."""
+        """Drop heads' modules that equal the target's, warn of unusual norms, and apply the precision to the model.
+
+        It also fills `trained` and `dtype`. ValueError if the precision cannot be applied.
+        """
         _drop_repeated(self.model, self.contents)
         check_norms(self.model, self.contents, self.raw)
         for path, w in named(self.model).items():
@@ -89,7 +92,10 @@ class Source:
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Compute a tensor; ValueError if that fails, the source has NaN, or a tensor of the heads has zeros only."""
+        """Evaluate a tensor, once by each output name, before it is written.
+
+        ValueError if that fails, the source has NaN, or a tensor of the heads has zeros only.
+        """
         states = self.trained.pop(name, ())
         with one_line(f"{self.path}: tensor {name} cannot be read", (RuntimeError,)):
             mx.eval(w, *states)
@@ -114,9 +120,10 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """Return the files that contain the heads, by the shard index; None without an index.
+    """Return the files that contain the heads, by the shard index and relative to `path`; None without an index.
 
-    If heads may repeat the target's embedding or LM head, the files of these are included.
+    If heads may repeat the target's embedding or LM head, the files of these are included. ValueError for a
+    model_type without a port.
     """
     config, places = read_config(path), read_index(path)
     port = _port(path, config)
@@ -144,7 +151,7 @@ def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 def _drop_repeated(model: Any, contents: Contents) -> None:
     """Drop the heads' embeddings if all equal the target's, and their LM heads likewise, as stored in the checkpoint.
 
-    The precision of a conversion would make them differ.
+    If only heads were opened, nothing is dropped. The precision of a conversion would make equal ones differ.
     """
     if not contents.trunk:
         return
@@ -210,7 +217,7 @@ def convert(
     mtp_layout: heads in `mtp.safetensors` ("sidecar"), or in the target's files under the hub's names ("shards").
     shard_bytes: maximum bytes of a file of several. progress: called with the bytes written, and all bytes.
     upload_repo: refused, because nothing is uploaded. trust_remote_code: also copy the tokenizer's code; none is run.
-    Raises a one-line ValueError; a failed conversion leaves no files.
+    Raises a one-line ValueError, or OSError if a file cannot be written; a failed conversion leaves no files.
     """
     if upload_repo is not None:
         raise ValueError(
@@ -239,7 +246,8 @@ def convert(
 def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
     """Write weight files, index, config.json and copies of the source's other files to the new directory `new`.
 
-    Returns the bytes of all tensors. ValueError if the disk has too little space.
+    Returns the bytes of all tensors. `source.model` and the tensors in `files` are removed to free memory. ValueError
+    if the disk has too little space, or a tensor is damaged.
     """
     index, config = writer.index(files, total_parameters=get_total_parameters(source.model)), source.new_config()
     others = {file for pattern in COPIED for file in source.path.glob(pattern) if not NOT_COPIED.fullmatch(file.name)}
@@ -295,7 +303,10 @@ def extract_heads(
 
 
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
-    """Return each new file's tensors; ValueError for layout "shards" if mlx-lm would misread the heads there."""
+    """Return each new file's tensors, by file name; a source without a target has its heads in the model's files.
+
+    layout: as `mtp_layout`. ValueError for "shards" if mlx-lm would misread the target's or heads' tensors there.
+    """
     trunk, heads = source.tensors()
     if not trunk:
         return writer.shards(heads, shard_bytes)

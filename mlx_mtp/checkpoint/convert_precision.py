@@ -77,9 +77,10 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Cast, dequantize and quantize a port's model; ValueError if a part that has to be quantized cannot be.
+        """Cast, dequantize and quantize a port's model in place; ValueError if a part cannot be quantized.
 
-        declared: config.json's type, which is used if no `dtype` was chosen.
+        declared: config.json's type, which is used if no `dtype` was chosen; types outside DTYPES are ignored. Heads
+        that cannot be quantized are an error only if `heads_named`.
         """
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
@@ -113,9 +114,10 @@ def format_of(group_size: int | None, bits: int | None, mode: str = "affine", pr
 def format_of_heads(
     group_size: int | None, bits: int | None, *, quantize: bool = False
 ) -> tuple[Format | None, bool]:
-    """Return (the heads' format, whether the user chose it); (None, False) leaves the heads unchanged.
+    """Return (the heads' format, whether the user chose it); the format None leaves the heads unchanged.
 
-    quantize: whether the target is quantized, which quantizes the heads to 8 bits by default.
+    quantize: whether the target is quantized, which quantizes the heads to 8 bits by default. 16 bits are (None,
+    False). ValueError for a format that MLX lacks, or 16 bits with a group size.
     """
     if bits == UNQUANTIZED:
         if group_size is not None:
@@ -132,7 +134,10 @@ def formats(model: nn.Module) -> dict[str, Format]:
 
 
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:
-    """Return config.json's "quantization": the target's most frequent format, and others by path; None if empty."""
+    """Return config.json's "quantization": the target's most frequent format, and modules of other formats by path.
+
+    None if no module of the target is quantized, even if heads are.
+    """
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
         return None
@@ -147,7 +152,10 @@ def _nothing_left(found: dict[str, Format], *, heads: bool) -> str:
 
 
 def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
-    """Quantize the target as mlx-lm does, by a recipe or with the family's exceptions; return the module count."""
+    """Quantize the target as mlx-lm does, by a recipe or with the family's exceptions.
+
+    Return the number of modules quantized now.
+    """
     heads = model.pop("mtp")  # a recipe counts layers by their names
     predicate: Any = getattr(model, "quant_predicate", None)
     if recipe is not None:

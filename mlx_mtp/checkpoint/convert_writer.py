@@ -26,7 +26,10 @@ Progress = Callable[[int, int], None]  # receives the bytes written, and all byt
 
 
 def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
-    """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor."""
+    """Return tensors by file, in order, with mlx-lm's file names; a file has at most `limit` bytes, or one tensor.
+
+    One file is "model.safetensors"; without tensors there are no files.
+    """
     parts: list[Tensors] = []
     size = limit + 1
     for name, w in tensors.items():
@@ -86,9 +89,10 @@ def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
 def write(
     files: dict[Path, Tensors], compute: Callable[[str, mx.array], None], progress: Progress | None = None
 ) -> int:
-    """Write files one after the other, and return the bytes of all tensors.
+    """Write files, replacing existing ones, one after the other, and return the bytes of all tensors.
 
-    Each tensor is passed with its name to `compute`, which has to evaluate it, then written and removed from `files`.
+    Each tensor is removed from `files` and passed with its name to `compute`, which has to evaluate it; then
+    `progress` is called with the bytes up to and including this tensor, and it is written.
     """
     done, total = 0, total_size(files)
     for file, tensors in files.items():

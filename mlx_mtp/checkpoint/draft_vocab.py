@@ -92,7 +92,7 @@ def _tokens(source: str, found: Any) -> tuple[int, ...]:
 def write(file: str | Path, tokens: Collection[int], vocab_size: int, tokenizer: Any) -> None:
     """Write tokens, the vocabulary's size and the tokenizer's `digest` to a JSON file for `load(draft_vocab=file)`.
 
-    An interrupted write leaves no file.
+    The file is replaced whole; a write that fails leaves an earlier file unchanged.
     """
     entries = {"format": FORMAT, "vocab_size": vocab_size, "tokenizer": digest(tokenizer), "tokens": sorted(tokens)}
     write_whole(file, json.dumps(entries) + "\n")
@@ -123,12 +123,12 @@ def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_si
 
 
 def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
-    """Restrict a port's heads to drafting `tokens`; return the number of rows of the LM heads now, and before.
+    """Restrict a port's heads to drafting `tokens`; return the number of rows of one LM head now, and before.
 
     Each head gets an LM head with the rows of these tokens, in the original order, so that ties are resolved as
     before; heads that shared an LM head share the new one. `head.token` maps rows to tokens. Call it before kernels
-    are enabled, because they depend on the LM heads. Raises ValueError if none of the tokens is in a drafter's
-    vocabulary, or for an LM head of an unsupported kind.
+    are enabled, because they depend on the LM heads. Raises ValueError if none of the tokens is in a head's
+    vocabulary (the others are ignored), or for an LM head of an unsupported kind.
     """
     listed, cut, before = set(tokens), {}, 0
     for depth, head in enumerate(model.mtp):
@@ -141,7 +141,10 @@ def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
 
 
 def _cut(head: Any, full: Any, listed: set[int]) -> tuple[Any, mx.array]:
-    """Return (an LM head with the listed rows only, the offset from each row's index to the target's token)."""
+    """Return (an LM head with the listed rows only, int [rows]: the target's token minus the row's index).
+
+    ValueError if no row is listed, or for an LM head of an unsupported kind.
+    """
     if not isinstance(full, KINDS):
         allowed = ", ".join(kind.__name__ for kind in KINDS)
         raise ValueError(f"draft_vocab: an LM head of kind {type(full).__name__}; allowed are {allowed}")

@@ -72,7 +72,8 @@ def resolve(
     """Return the local directory of a checkpoint; a name that is no local path is downloaded from the hub.
 
     files: patterns of the files to download; None is every file that a load reads. code: also download Python files.
-    Raises a one-line ValueError with the cause if the download fails.
+    All options are ignored for a local path. ValueError, one line, if the path is unusable (`local`) or the download
+    fails; unusually named weight files may be missing without an error.
     """
     if path := local(path_or_repo):
         return path
@@ -88,7 +89,10 @@ def resolve(
 
 
 def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
-    """Return the weight files still to download whose names are unusual, from the index or the repository's list."""
+    """Return patterns, one per file, of weight files with unusual names that are not in the directory `path` yet.
+
+    The names are from the index or, if it and the directory have sidecars only, from the list of files on the hub.
+    """
     listed = set(read_index(path).values())
     names = listed | {file.relative_to(path).as_posix() for file in path.glob("**/*.safetensors")}
     with contextlib.suppress(Exception):  # offline
@@ -112,7 +116,10 @@ def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """Return the local directory of this name, None if there is no such path; ValueError for other kinds of file."""
+    """Return the local directory of this name, with "~" expanded, or None if there is no such path.
+
+    ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device.
+    """
     try:
         path = Path(path_or_repo).expanduser()
         if path.is_dir():
@@ -148,9 +155,10 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str
 
 
 def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a config.json with normalised keys; ValueError, with the file, unless it is an object with a model_type.
+    """Return a config.json with normalised keys, after `overrides` have replaced values of it.
 
-    overrides: values that replace the file's.
+    ValueError, with the file's name, unless it is an object with a model_type, text_config and quantization_config
+    are objects or absent, and the numbers of layers and heads are integers in range.
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")
@@ -174,7 +182,7 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
 def read_header(files: Iterable[Path]) -> Header:
     """Return the header entries of the tensors in safetensors files, by name; no data is read.
 
-    ValueError names a truncated or damaged file.
+    Of tensors with the same name the last file's remains. ValueError names a missing, truncated or damaged file.
     """
     header: Header = {}
     for file in files:
@@ -223,7 +231,7 @@ def read_bytes(tensor: Tensor, begin: int, size: int) -> Iterator[bytes]:
 
 
 def data_begins(file: Path) -> dict[str, int]:
-    """Return the offset in a safetensors file at which each tensor's data begins."""
+    """Return the offset in a safetensors file at which each tensor's data begins, by name; damage is not detected."""
     with file.open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
         header = json.loads(f.read(size))
@@ -231,17 +239,17 @@ def data_begins(file: Path) -> dict[str, int]:
 
 
 def read_tensors(header: Header) -> dict[str, mx.array]:
-    """Return the header's tensors as lazy arrays."""
+    """Return the header's tensors as lazy arrays, by the header's names; MLX's RuntimeError for a damaged file."""
     loaded: Any = {file: mx.load(str(file)) for file in {tensor.file for tensor in header.values()}}
     return {name: loaded[tensor.file][tensor.stored or name] for name, tensor in header.items()}
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
-    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16, without their scales; others unchanged.
+    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16, without their scales; lazy.
 
-    8-bit floats are uint8 [rows, columns] with a scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block. 4-bit
-    floats (modelopt's NVFP4) are pairs uint8 [rows, columns / 2], and their groups have scales of 8 bits. Raises
-    ValueError for scales of another shape.
+    Other weights, and 8-bit floats without a scale, are unchanged. 8-bit floats are uint8 [rows, columns] with a
+    scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block. 4-bit floats (modelopt's NVFP4) are pairs uint8
+    [rows, columns / 2], with 8-bit scales per group and one per tensor. ValueError for scales of another shape.
     """
     plain = dict(weights)
     for name, weight in weights.items():
@@ -280,8 +288,8 @@ def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, hea
 def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
     """Yield a temporary directory with a hub checkpoint's small files and the headers of its weight files.
 
-    Weight files are sparse: they have the size of those on the hub, but no data. Raises a one-line ValueError if the
-    repository does not exist or cannot be reached.
+    Weight files are sparse: they have the size of those on the hub, but no data. Raises a one-line ValueError if this
+    cannot be fetched or written, for any reason. The directory is deleted when the block ends.
     """
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         try:
@@ -292,7 +300,10 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
 
 
 def downloaded(repo: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a hub repository in the download cache, None if its weights are not there."""
+    """Return the directory of a hub repository in the download cache; None without a weight file at its top level.
+
+    The copy may be incomplete. Nothing is downloaded, and nothing raises.
+    """
     with contextlib.suppress(Exception):  # no such name, no cache, no copy, ...
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
         return path if weight_names(file.name for file in path.glob("*.safetensors")) else None

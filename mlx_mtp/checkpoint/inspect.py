@@ -49,8 +49,8 @@ STORED = {True: "stored zero-centred, shifted by +1 while loading", False: "stor
 class PartSummary:
     """Sizes of the target, of its experts (which are included in the target) or of the heads.
 
-    types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...).
-    loaded: bytes in memory; quantization: description of the formats in memory; None if the model does not load.
+    tensors: their number. types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...). loaded: bytes in
+    memory; quantization: description of the formats in memory; None if the model does not load.
     """
 
     tensors: int
@@ -63,8 +63,9 @@ class PartSummary:
 class MemoryFit:
     """Bytes that the model needs on this machine, and bytes available.
 
-    kv, head_kv: growth of the target's and the heads' caches per 1,000 tokens. least: with a context of one token.
-    available, limit: available bytes, and the name of the limit. context: maximum number of tokens that fit, or 0.
+    kv, head_kv: growth of the target's and the heads' caches per 1,000 tokens, once windows are full. least: needed
+    with a context of one token. available, limit: available bytes, and the name of the limit. context: maximum number
+    of tokens that fit, at most the model's own maximum; 0 if the model does not fit.
     """
 
     kv: int
@@ -114,9 +115,10 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
-    """Return the facts about a checkpoint directory; errors are listed in `problems`, not raised.
+    """Return the facts about a checkpoint directory; errors are listed in `problems`, and warnings in the result.
 
-    values: False reads headers only. ranks: number of machines that share the target.
+    values: also check heads' vectors and report stored norms; False adds to the headers only what a lazy load reads.
+    ranks: number of machines that share the target.
     """
     problems: list[str] = []
     tried = partial(_try, problems)
@@ -182,7 +184,7 @@ def _drafter_facts(path: Path) -> str:
 
 
 def _repeated(model: Any, path: Path) -> list[str]:
-    """Return warnings about MTP depths whose vectors (norms, for the most part) are equal."""
+    """Return a warning for each pair of MTP depths whose vectors (norms, for the most part) are equal."""
     vectors = [{name: a for name, a in named(head).items() if a.ndim == 1} for head in model.mtp]
     return [
         f"{path}: MTP depths {i} and {j} have the same norms, value for value; they look like one head twice"
@@ -205,7 +207,10 @@ def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Content
 
 
 def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> list[str]:
-    """Return the names of missing head tensors; if there are no heads, of all tensors of the declared ones."""
+    """Return the names of missing tensors of the heads, found or declared, whichever number is greater.
+
+    Of experts, at most MAX_MISSING_EXPERTS gaps in their numbers are included.
+    """
     depths = max(contents.depths, declared_heads(config) or 0)
     if contents.spec.topology == "recycle":
         depths = min(depths, 1)
@@ -268,7 +273,10 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
 
 
 def _part_of(model: Any, ranks: int, name: str) -> int:
-    """Reduce the model to one rank's part, and return the bytes of the target that are left."""
+    """Reduce the model, which is modified, to one rank's part, and return the bytes of the target that are left.
+
+    name: the model_type; ValueError if it has no port.
+    """
     if find_port({"model_type": name}) is None:
         raise ValueError(f"ranks={ranks}: model_type {name!r} has no port; allowed is 1")
     take_part(model, Share(ranks), name)

@@ -126,7 +126,7 @@ def load_model(
 
 
 class LoadOptions(NamedTuple):
-    """The options of a load, checked before any file is read. lane: kernels to enable, as in `switch_on`."""
+    """The options of a load, checked before the checkpoint is read. lane: kernels to enable, as in `switch_on`."""
 
     drafting: Drafting
     vocab: DraftVocab | None
@@ -141,7 +141,10 @@ class LoadOptions(NamedTuple):
 def _checked(
     drafting: Drafting, draft_vocab: Any, kernels: Any, budget: Budget, wired: WiredLimit, group: Any, **others: Any
 ) -> LoadOptions:
-    """Return the options of a load, checked without the checkpoint; ValueError for one that is not allowed."""
+    """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
+
+    others: `lazy` and `adapter_path`. ValueError for an option that is not allowed.
+    """
     check_wired_limit(wired)
     lane = requested(kernels)
     if draft_vocab is not None and not drafting.mtp:
@@ -155,7 +158,7 @@ def _checked(
 def load_tokenizer(
     path: Path, tokenizer_config: dict[str, Any] | None = None, config: dict | None = None
 ) -> TokenizerWrapper:
-    """Return the tokenizer in a checkpoint's directory; ValueError if there is no usable one.
+    """Return the tokenizer in a checkpoint's directory; ValueError if it cannot be loaded or has no tokens.
 
     config: the config.json whose stop tokens are used; None reads it from the directory.
     """
@@ -170,7 +173,10 @@ def load_tokenizer(
 def _tokenizer_for(
     model: Any, path: Path, tokenizer_config: dict[str, Any] | None, config: dict, *, code: bool
 ) -> TokenizerWrapper:
-    """Return a model's tokenizer; warn if many of its tokens have no embedding in the model."""
+    """Return a model's tokenizer; warn if tokens without an embedding are more than 1% of the model's vocabulary.
+
+    code: trust code in the checkpoint, unless `tokenizer_config` states it. ValueError as `load_tokenizer`.
+    """
     trusted = {"trust_remote_code": True} if code else {}
     tokenizer = load_tokenizer(path, trusted | (tokenizer_config or {}), config)
     unknown = sum(token >= model.vocab_size for token in tokenizer.get_vocab().values())
@@ -225,7 +231,10 @@ def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> Non
 
 
 def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool) -> None:
-    """Read and test the heads now; `defer` postpones it to the first draft."""
+    """Read and test the heads, and read all other weights, now.
+
+    `defer` reads nothing: the heads are read and tested, with fewer tokens, before the first draft.
+    """
     texts = {"random tokens": random_tokens(model.vocab_size)}
     if tokenizer is not None:
         texts["words"] = tokenizer.encode(WORDS)
@@ -246,7 +255,11 @@ def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: 
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:
-    """Restrict the heads to drafting the listed tokens, and add the saved bytes to the report."""
+    """Restrict the heads to drafting the listed tokens, and add the saved bytes to the report.
+
+    lazy: the reduced heads are not evaluated. ValueError without heads, or if a token does not fit the model or
+    tokenizer.
+    """
     if not model.mtp:
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)

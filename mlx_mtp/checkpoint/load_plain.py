@@ -59,7 +59,11 @@ class Plain(HasRuntime):
 
 
 def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Return mlx-lm's own model with its report, and warn that it decodes without drafts; ValueError if damaged."""
+    """Return mlx-lm's own model with its report, and warn that it decodes without drafts, unless mtp=False.
+
+    lazy: neither the memory nor the weights are checked, nor are weights read. ValueError for options of drafters, an
+    unknown model_type, a damaged checkpoint or too little memory.
+    """
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
@@ -78,7 +82,10 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
 
 
 def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
-    """Return mlx-lm's model with lazy weights, and append the names of unused tensors to `ignored`."""
+    """Return mlx-lm's model with lazy weights, and append the names of unused tensors to `ignored`.
+
+    ports: supported families, for messages. ValueError for an unknown model_type or quantization method.
+    """
     name = config["model_type"]
     try:
         family = importlib.import_module(f"mlx_lm.models.{mlx_lm_utils.MODEL_REMAPPING.get(name, name)}")
@@ -110,7 +117,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 
 
 def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the checkpoint's tensors as parameters of mlx-lm's model; `weights`, which mlx-lm found, are none."""
+    """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored."""
     weights = read_tensors(stored.trunk)
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
@@ -118,7 +125,7 @@ def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[
 def _load_weights(
     model: Any, stored: Stored, ignored: list[str], weights: list[tuple[str, mx.array]], **_: Any
 ) -> None:
-    """Load weights as `nn.Module.load_weights`; ValueError for a missing parameter.
+    """Load weights as `nn.Module.load_weights`; ValueError for a missing parameter. Warn of unneeded files.
 
     Names of weights that are no parameters are appended to `ignored`.
     """

@@ -35,12 +35,12 @@ def stored_name(model: Any, path: str) -> str:
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether two modules have the same arrays, by their `named` paths, with equal values."""
+    """Return whether two modules have the same paths (of `named`) and equal values at them; types may differ."""
     return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
-    """Return whether two arrays are equal; ROWS rows at a time are read, up to the first difference."""
+    """Return whether two arrays have equal shapes and values; ROWS rows are read at a time, up to a difference."""
     if a.shape != b.shape or a.ndim < 2:
         return bool(mx.array_equal(a, b))
     return all(mx.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
@@ -61,9 +61,10 @@ def trained(array: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Evaluate parameters; ValueError for one with NaN, or a head's parameter of zeros only.
+    """Evaluate all parameters together; ValueError for one with NaN, or a head's parameter of zeros only.
 
-    A head of which all matrices are zero is a warning instead. place: returns a parameter's file and name in it.
+    Only floating-point parameters are checked, and quantized matrices' biases may be zero. A head of which all
+    matrices are zero is a warning instead. place: returns the file of a parameter (by its path) and its name in it.
     """
     found = {name: trained(array) for name, array in parameters.items() if mx.issubdtype(array.dtype, mx.floating)}
     mx.eval(list(parameters.values()), list(found.values()))
@@ -98,9 +99,10 @@ def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
 
 
 def expected(model: Any, contents: Contents, path: Path, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the file and tensor name where each missing parameter was expected, as in the model's other layers.
+    """Return the file and tensor name where each missing parameter was expected, in the order of `names`.
 
-    path: the checkpoint's directory, returned instead of a file if several are possible.
+    They follow from the model's other layers, else from the family's name rules. path: the checkpoint's directory,
+    returned instead of a file if several are possible.
     """
     alike: dict[str, tuple[str, str, str]] = {}
     for part in (contents.heads, contents.trunk):

@@ -50,9 +50,10 @@ class Pair:
 
 
 def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors: dict[str, mx.array]) -> None:
-    """Add a PEFT adapter's tensors to the model; ValueError if they do not fit it or the config.
+    """Add a PEFT adapter's tensors to the model; warn of those for modules that are not targets or are a head's.
 
-    file, weights: names of the files of `config` and `tensors`, for messages.
+    file, weights: names of the files of `config` and `tensors`, for messages. ValueError if tensors do not fit the
+    model or the config, no tensor is left, or the kind of adapter is unsupported.
     """
     _check_config(config, file)
     modules = dict(model.named_modules())
@@ -95,7 +96,10 @@ def _check_config(config: dict[str, Any], file: str) -> None:
 
 
 def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
-    """Return the pair of tensors of each adapted module, by its name in the released model."""
+    """Return the pair of tensors of each adapted module, by its name in the released model.
+
+    ValueError for a tensor that is no LoRA matrix, or a pair with one matrix only.
+    """
     found: dict[str, Pair] = {}
     for key, w in tensors.items():
         match = KEY.fullmatch(key)
@@ -124,7 +128,10 @@ def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
 
 
 def _matches(name: str, given: Any, file: str) -> bool:
-    """Return whether a regex matches the whole name, or the name ends with one of a list's module names."""
+    """Return whether a regex matches the whole name, or the name ends with one of a list's module names.
+
+    ValueError for an invalid regex.
+    """
     if not isinstance(given, str):
         return any(f".{name}".endswith(f".{ending}") for ending in given)
     try:
@@ -173,7 +180,7 @@ LINEAR, SWITCH = (nn.Linear, nn.QuantizedLinear), (SwitchLinear, QuantizedSwitch
 
 
 def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, float]:
-    """Return a module's rank, and the factor of the product with its two matrices."""
+    """Return a module's rank, and the factor of the product with its two matrices; ValueError for invalid numbers."""
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -198,7 +205,11 @@ def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -
 
 
 def _adapted(module: Any, path: str, pairs: dict[int | None, tuple[Pair, float]], weights: str) -> nn.Module:
-    """Return mlx-lm's LoRA layer around a module; of stacked experts, those without an adapter get zeros."""
+    """Return mlx-lm's LoRA layer around a module; of stacked experts, those without an adapter get zeros.
+
+    pairs: (adapter, scale) by expert; by None for a module without experts. ValueError if experts' ranks or scales
+    differ.
+    """
     (first, scale), *others = pairs.values()
     rank = first.tensors["A"].shape[0]
     if not isinstance(module, SWITCH):

@@ -93,13 +93,13 @@ def table(*rows: tuple[str, Any]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first LISTED names and the number of the others."""
+    """Return, as text, the first LISTED names and the number of the others; "" for no names."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def size(n: int) -> str:
-    """Return a number of bytes in MB or GB."""
+    """Return a number of bytes as text with its unit: GB from 0.1 GB on, else MB."""
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
 
 
@@ -128,13 +128,16 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
 
 
 def declared_heads(config: dict) -> int | None:
-    """Return the number of heads that a config.json declares, None if it declares none."""
+    """Return the number of heads that a config.json or its text_config declares, None if they declare none."""
     text = config | config.get("text_config", {})
     return next((text[name] for name in DECLARED if name in text), None)
 
 
 def lm_heads(heads: Any) -> str:
-    """Return, for the report, whether the MTP heads have LM heads of their own or use the target's."""
+    """Return, for the report, whether the MTP heads have LM heads of their own or use the target's.
+
+    "Shared" as soon as one head has none of its own.
+    """
     if not all("head" in head for head in heads):
         return "shared with the target"
     if len(heads) == 1 and "d2t" in heads[0]:

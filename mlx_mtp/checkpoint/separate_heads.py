@@ -22,7 +22,11 @@ SPLIT += ((r"^lm_head\.", "shared_head.head."),)
 
 
 def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
-    """Return the head tensors in `mtp_path` for a target with `layers` layers; ValueError if it contains none."""
+    """Return the head tensors in `mtp_path` for a target with `layers` layers, by the checkpoint's names.
+
+    Of a checkpoint (with config.json) only heads' tensors are returned; ValueError if it has none. Of other files,
+    such as sidecars, all tensors are, unchecked; ValueError if there is no file.
+    """
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):
         return {_checkpoint_name(name, spec, layers): replace(t, stored=name) for name, t in _read(given).items()}
@@ -47,7 +51,10 @@ def is_split(path: Path) -> bool:
 
 
 def _read(given: Path) -> Header:
-    """Return the tensors of a file, or of all safetensors files of a directory; ValueError if there are none."""
+    """Return the tensors of a file, or of the safetensors files directly in a directory.
+
+    ValueError if there are none, or one is damaged.
+    """
     files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
     if not files or not files[0].exists():
         raise ValueError(f"mtp_path={given}: no such file, or a directory without .safetensors")

@@ -28,7 +28,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tik
 
 
 def is_small_model(path: Path) -> bool:
-    """Return whether a directory holds a whole model of a family with a port, and no drafter of another kind."""
+    """Return whether a directory holds a whole model of a family with a port, and no drafter of another kind.
+
+    False also if its config.json or a weight file cannot be read.
+    """
     with suppress(ValueError, OSError, KeyError, TypeError, RecursionError):
         if find_port(config := json.loads((path / "config.json").read_text())) is None:
             return False
@@ -42,7 +45,8 @@ def is_small_model(path: Path) -> bool:
 def attach_small_model(model: Any, path: Path, budget: Budget, *, lazy: bool) -> None:
     """Load the model in a directory as the drafter of `model`, which is loaded; ValueError if it cannot draft.
 
-    budget: memory to check for; the format of the target's keys and values does not apply to the small model.
+    Its own MTP heads are not loaded. budget: memory to check for, unless `lazy`, with the small model's caches in the
+    format `mtp_kv_bits`, not the target's.
     """
     config, bits = read_config(path), budget.layout.get("mtp_kv_bits")
     own = Budget(budget.context, budget.step, {"kv_bits": bits} if bits else {}, budget.ignore)
@@ -94,7 +98,7 @@ def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, rea
 def first_difference(
     target: list[str | None], small: list[str | None]
 ) -> tuple[int, tuple[str | None, str | None]] | None:
-    """Return (the first token id whose tokens differ, both tokens), None if there is none.
+    """Return (the first token id whose tokens differ, (the target's token, the small model's)), None if none differs.
 
     Tokens beyond the end of the shorter list are not compared.
     """

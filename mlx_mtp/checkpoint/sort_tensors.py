@@ -69,7 +69,8 @@ class Contents:
     def overrides(self, config: dict) -> dict[str, Any]:
         """Return the replacements for config.json's quantization entries with which mlx-lm loads the target.
 
-        They lack the entries of heads, and the formats that `dequantized` reads.
+        They lack the entries of heads, and the formats that `dequantized` reads. Entries that mlx-lm reads as they
+        are have no replacement.
         """
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
@@ -83,9 +84,11 @@ class Contents:
 
 
 def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) -> Contents:
-    """Return a checkpoint's sorted tensors; ValueError for a head's tensor that fits no head, or a missing depth.
+    """Return a checkpoint's tensors, sorted by the headers of its files.
 
-    layers: the number of the target's layers. drafting: decides whether heads are loaded, and from where.
+    ValueError for missing or needed unreadable files, a tensor that fits no head, two for one place of a head, or a
+    gap in the depths or in a head's experts. layers: the number of the target's layers. drafting: decides whether
+    heads are loaded, and from where; without heads, their tensors are dropped.
     """
     stored, spec = read_stored(path, whole=not drafting.alone), port.Model.SPEC
     own = drafting.heads and drafting.mtp_path is None
@@ -194,7 +197,10 @@ def _missing_in(sidecar: Header, shards: Header, spec: MTPSpec, layers: int) -> 
 
 
 def check_types(header: Header) -> None:
-    """Raise ValueError for a tensor whose stored type does not fit its kind; MLX would compute with misread bytes."""
+    """Raise ValueError for a tensor whose stored type does not fit its kind, or for scales without their weight.
+
+    MLX would compute with misread bytes.
+    """
     for name, tensor in header.items():
         module, _, kind = name.rpartition(".")
         allowed, wording = FLOATS, "floating-point numbers"
@@ -213,7 +219,7 @@ def check_types(header: Header) -> None:
 
 
 def check_experts(path: Path, header: Header) -> None:
-    """Raise ValueError, with the tensor's name, for a gap in the numbers of a layer's experts."""
+    """Raise ValueError for the first gap in the numbers of a layer's experts, with the missing tensor's name."""
     for name, before, count in missing_experts(header):
         file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
         raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
@@ -222,7 +228,8 @@ def check_experts(path: Path, header: Header) -> None:
 def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:
     """Yield (tensor name, its part before the number, number of experts) for each gap in numbered experts.
 
-    The number of experts is the largest number in any layer, plus one, so that a damaged name causes many gaps.
+    A layer's number of experts is the largest number in any layer with the same name but for the layer's number, plus
+    one, so that a damaged name causes many gaps.
     """
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in header:

@@ -41,7 +41,7 @@ class Stored:
         return getattr(find_index(self.path), "name", "the index")
 
     def missing(self, name: str) -> str:
-        """Return a message for an absent tensor: its file is unreadable, missing, or lacks the tensor."""
+        """Return a message for a tensor in `absent`: its file is unreadable, missing, or lacks the tensor."""
         file = self.path / self.absent[name]
         if error := (self.unread | self.unread_sidecars).get(file):
             return error
@@ -50,9 +50,10 @@ class Stored:
         return f"{file}: tensor {name} is missing; {self.index} expects it there"
 
     def lacking(self, names: Collection[str] = ()) -> str | None:
-        """Return a message about an unreadable file, or a missing file or tensor that the index lists, else None.
+        """Return one message: about an unreadable trunk file, else an absent tensor; None if there is neither.
 
-        names: tensors that the model lacks.
+        Absent ones are tensors of `names` (those that the model lacks) that no file contains, and tensors whose
+        listed file is missing.
         """
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone
@@ -71,16 +72,21 @@ class Stored:
 
 
 def weight_files(path: Path, listed: Collection[str] = ()) -> list[str]:
-    """Return the names of a directory's weight files, relative to it. listed: files that the index names."""
+    """Return the sorted names of a directory's weight files that exist, or are links, relative to it.
+
+    listed: files that the index names, which count whatever their names are.
+    """
     found = [*path.glob("*.safetensors"), *path.glob("mtp/*.safetensors"), *(path / name for name in listed)]
     names = [file.relative_to(path).as_posix() for file in found if file.exists() or file.is_symlink()]
     return weight_names(dict.fromkeys(names), listed)
 
 
 def read_stored(path: Path, *, whole: bool = True) -> Stored:
-    """Return the tensors in a checkpoint's weight files; ValueError if there are no files, or two copies differ.
+    """Return the tensors in a checkpoint's weight files, each once; data are read only to compare unlisted copies.
 
-    whole: False accepts missing files, but raises for an unreadable one.
+    whole: raise ValueError if there are no files, and list absent tensors and unreadable files in the result. False
+    accepts missing files, lists no absent tensors, and raises ValueError for an unreadable file. ValueError also if
+    two unlisted copies differ, or the index names a file outside the directory.
     """
     damage: list[str] = []
     listed = read_index(path, damage)
@@ -159,7 +165,10 @@ def _merged(path: Path, headers: dict[str, Header], listed: dict[str, str]) -> H
 
 
 def _same(name: str, a: Tensor, b: Tensor, begins: dict[Path, dict[str, int]]) -> bool:
-    """Return whether two files' copies of a tensor are equal, bit for bit. begins: cache of the data's offsets."""
+    """Return whether two files' copies of a tensor are equal, bit for bit; ValueError if a file is truncated.
+
+    begins: by file, the offsets of its tensors' data; files that it lacks are added.
+    """
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     for file in {a.file, b.file} - begins.keys():

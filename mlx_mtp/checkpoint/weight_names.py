@@ -18,10 +18,10 @@ NUMBERED = re.compile(r"(.*?)\d+-of-(\d+)\.safetensors")
 
 
 def weight_names(names: Iterable[str], listed: Collection[str] = ()) -> list[str]:
-    """Return the weight files among a checkpoint's files: those in the index (`listed`) and those with usual names.
+    """Return, sorted, the weight files among a checkpoint's files: those in the index (`listed`), and usual names.
 
-    If these are sidecars only, every other safetensors file at the top level is one, except adapters and the like;
-    "consolidated" files only if there are no others.
+    If these are sidecars only, or none, every other safetensors file at the top level is one, except adapters and the
+    like; "consolidated" files only if there are no others.
     """
     names = [name for name in names if name.endswith(".safetensors")]
     found = {name for name in names if name in listed or _matches(name, TRUNK_FILES) or is_sidecar(name)}
@@ -43,7 +43,7 @@ def shard_set(name: str) -> str:
 
 
 def is_whole(names: Collection[str]) -> bool:
-    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N.
+    """Return whether the files of one `shard_set` are complete: their names end in "of-N", and there are N or more.
 
     A file without such a name is complete alone.
     """

@@ -25,7 +25,10 @@ MISSED = 0.95, 3  # the loop must accept at least this share of the correct pred
 
 
 def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Iterator[Any]:
-    """Yield the items; before each, call `progress(stage, number of items done, number of items)`."""
+    """Yield the items; before each, call `progress(stage, number of items done, number of items)`.
+
+    It is not called after the last item.
+    """
     for i, item in enumerate(items):
         progress(stage, i, len(items))
         yield item
@@ -33,10 +36,10 @@ def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Itera
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check. drafts: maximum per cycle; max_tokens: per output; draws: outputs to test; seed: of draws.
+    """What to check. drafts: maximum per cycle, 0 for none; max_tokens: per output; draws: outputs to test.
 
-    adaptive, lookup, compiled: also check drafting with these options. p_min: the `draft_p_min` that is checked.
-    diagnose: try other wirings of the heads.
+    seed: of draws. adaptive, lookup, compiled: also check drafting with these options. p_min: the `draft_p_min` that
+    is checked, P_MIN for 0. diagnose: try other wirings of the heads.
     """
 
     drafts: int
@@ -56,7 +59,7 @@ class Settings:
 
     @property
     def most(self) -> Way:
-        """The way of drafting that always drafts the maximum."""
+        """The way of drafting that always drafts the maximum; only with `drafts` above 0."""
         return self.ways[self.drafts - 1]
 
 
@@ -65,11 +68,12 @@ class Verdict:
     """The result of a check.
 
     greedy, sampled: output of each way compared with plain decoding; all ways of a sampled output share its seed.
-    drift:     the greatest change of a logprob by drafting, relative to its tolerance.
+    drift:     of the changes of a logprob by drafting, the greatest relative to its tolerance; None if not measured.
     fits:      tests of distributions.
-    agreement: per depth, the share of positions whose prediction is the target's token.
+    agreement: per depth, from the first, the share of positions whose prediction is the target's token; empty without
+        heads or a small model.
     kept:      accepted drafts with one draft per head, and the number that `agreement`'s predictions would accept.
-    better:    wirings of the heads that predict more tokens correctly.
+    better:    wirings of the heads that predict more tokens correctly, best first.
     warnings:  suspicious findings that change no output; broken: faults.
     """
 
@@ -93,7 +97,8 @@ class Verdict:
 def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
     """Return the verdict on a model: drafted compared with plain output, tested draws, and its heads or small model.
 
-    progress: receives a stage, the items done and their number.
+    With `drafts` = 0 only lookups draft, and draws and a small model are not tested. Faults are listed in the
+    verdict, not raised. progress: receives a stage, the items done and their number.
     """
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
@@ -135,7 +140,8 @@ def _sampled(
 ) -> list[Comparison]:
     """Return comparisons of sampled output with plain output of the same seeds, one for each way of sampling.
 
-    These are drafts drawn with the target's noise ("coupled"), and greedy drafts.
+    In order: drafts drawn with the target's noise ("coupled"), greedy drafts, and, if `adaptive` is checked, adaptive
+    coupled drafts.
     """
     plans = [(settings.most, "coupled"), (settings.most, "greedy")]
     plans += [(way, "coupled") for way in settings.ways if way.name == "adaptive"]
@@ -149,9 +155,9 @@ def _sampled(
 
 
 def _fits(model: Target, references: list[Reference], settings: Settings, progress: Progress) -> list[Fit]:
-    """Return a test of draws after one prompt, whose distributions have most information about the temperature.
+    """Return one test, in a list, of draws after the prompt whose distributions show most about the temperature.
 
-    The draws use the drafter with the target's noise.
+    Only prompts of at most FIT_PROMPT tokens count. The draws use the drafter with the target's noise.
     """
     short = [r for r in references if len(r.prompt.tokens) <= FIT_PROMPT]
     prompt = max(short, key=_spread).prompt.tokens
@@ -167,9 +173,10 @@ def _spread(reference: Reference) -> float:
 
 
 def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress) -> Rights:
-    """Return, per text and depth, the positions at which the heads' predictions are right, without drafting.
+    """Return `right` of each text, per text and depth: whether the heads' predictions are right, without drafting.
 
-    Shares, suspicions and (with `diagnose`) better wirings are added to `verdict`.
+    A recycled head has a second depth if `drafts` is 2 or more. Shares, suspicions and (with `diagnose`) better
+    wirings are added to `verdict`.
     """
     depths = max(len(model.mtp), min(settings.drafts, 2))
     own = [right(model, text, depths) for text in with_progress(texts, "heads", progress)]
@@ -181,9 +188,11 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
 
 
 def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
-    """Return (accepted drafts of outputs equal to the plain ones, the number that the heads alone predict correctly).
+    """Return (accepted drafts, the number that the heads alone predict correctly), over the same outputs.
 
-    own: results of `right` by text. fixed: comparisons of fixed numbers of drafts, from 0. modules: number of heads.
+    These have as many drafts per cycle as heads, equal the plain output and are within LONGEST tokens. own: results
+    of `right` by text, in the order of `references`. fixed: comparisons of fixed numbers of drafts, from 0. modules:
+    number of heads.
     """
     k = min(len(fixed) - 1, modules)
     were = should = 0

@@ -39,7 +39,10 @@ class Way:
         return Way(self.name, self.options | {"temp": temp, "seed": seed, "draft_sampling": mode})
 
     def noise(self, position: int, vocab_size: int) -> np.ndarray | float:
-        """Return the noise [V] that the draw at a position adds to its logits; 0 for greedy decoding."""
+        """Return the noise [V] that the draw at a position adds to its logits; the number 0 for a way without a seed.
+
+        position: of the drawn token in prompt and output.
+        """
         if "seed" not in self.options:
             return 0.0
         dice = mx.random.split(key_at(random_key(self.options["seed"]), position))[1]
@@ -50,9 +53,10 @@ PLAIN = Way("plain", {"num_draft_tokens": 0})
 
 
 def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) -> list[Way]:
-    """Return a way for every fixed number of drafts up to k, and one for each other option that is to be checked.
+    """Return a way for each fixed number of drafts from 1 to k, then one for each other option that is to be checked.
 
-    p_min: `draft_p_min` of the way with that name. With k = 0 only lookups draft.
+    p_min: `draft_p_min` of the way with that name, which is always included with k > 0. With k = 0 only lookups
+    draft, if `lookup`, and the result is otherwise empty.
     """
     fixed: dict[str, Any] = {"adaptive": False, "prompt_lookup": False, "compile_cycles": False}
     maximum: dict[str, Any] = {"num_draft_tokens": k or None}
@@ -86,7 +90,8 @@ class Difference:
 class Comparison:
     """One way's outputs for all prompts compared with the references, as differences.
 
-    kept: by prompt, the accepted drafts of the first run, before any restart.
+    prompts, tokens: number of prompts, and of the references' tokens. kept: by prompt, the accepted drafts of the
+    first run, before any restart. stats: of all runs, restarts included.
     """
 
     way: str
@@ -103,7 +108,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drift:
-    """The greatest change of a logprob at a position of the output, and the tolerance there."""
+    """At a position of the output, the greatest change of any token's logprob, and the tolerance there."""
 
     prompt: str
     position: int
@@ -131,7 +136,10 @@ class Reference:
         return OnePass(self.model, self.prompt.tokens + self.text)
 
     def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
-        """Return (a way's tokens, its stats) after the prompt and the first `given` tokens of the plain output."""
+        """Return (a way's tokens, its stats) after the prompt and the first `given` tokens of the plain output.
+
+        The tokens exclude these; output and `given` together have at most `max_tokens`.
+        """
         stats = Stats()
         return [token for token, _, _ in self.steps(way, given, stats=stats)], stats
 
@@ -145,9 +153,9 @@ class Reference:
         return generate_step(tokens, self.model, **limits, **way.options, **options)
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:
-        """Return the difference at a position of the output, where a way has the token `drafted`, with a judgement.
+        """Return the difference at a position of the output (not the prompt), where a way has the token `drafted`.
 
-        drafted: None if that output has ended; there is no judgement then.
+        drafted: None if that way's output has ended. If either output has ended there, there is no judgement.
         """
         plain, judgement = self.text[position] if position < len(self.text) else None, None
         if plain is not None and drafted is not None:
@@ -157,9 +165,10 @@ class Reference:
 
 
 def compare(reference: Reference, way: Way, into: Comparison) -> list[int]:
-    """Add a way's output for one prompt to a comparison; return the tokens of its first run.
+    """Add a way's output for one prompt to a comparison, which is modified; return the tokens of its first run.
 
-    After a near-tie the way runs again from the plain output up to there; after another difference it stops.
+    After a near-tie the way runs again from the plain output up to and including that token; after another
+    difference, such as an output that ends early, it stops.
     """
     done, (first, stats) = 0, reference.generated(way)
     text, into.kept[reference.prompt.name] = first, sum(stats.accepted)
@@ -194,7 +203,11 @@ def compare_one_pass(reference: Reference, into: Comparison) -> None:
 
 
 def drift(reference: Reference, way: Way) -> Drift:
-    """Return the greatest difference between a way's logprobs and the judge's, up to the first different token."""
+    """Return the change of a way's logprobs from the judge's that is greatest relative to its tolerance.
+
+    Positions of the output are compared up to and including the first with another token than the plain one. For up
+    to DOUBTED positions above their tolerance it is measured with repeated passes.
+    """
     found: list[Drift] = []
     one_pass, start = reference.one_pass, len(reference.prompt.tokens)
     steps = reference.steps(way, logprobs=True)

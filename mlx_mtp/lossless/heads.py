@@ -47,9 +47,10 @@ class Known:
 
 
 def right(model: Target, text: Known, depths: int) -> list[mx.array]:
-    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth].
+    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth], evaluated.
 
-    depths: number of depths; if the model has fewer heads, its recycled head's second draft is appended.
+    depths: number of depths, from the first. If the model has one head, which is recycled, and `depths` is greater,
+    the last item is that of `right_recycled`.
     """
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
@@ -69,7 +70,7 @@ def right(model: Target, text: Known, depths: int) -> list[mx.array]:
 def right_recycled(model: Target, text: Known) -> mx.array:
     """Return, as `right`, whether a recycled head's second draft, from its own output, is right at each position.
 
-    Boolean [up to RECYCLED].
+    Boolean [min(RECYCLED, L - 2)], evaluated. The model must have one head.
     """
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])
@@ -85,15 +86,16 @@ def right_recycled(model: Target, text: Known) -> mx.array:
 
 
 def shares(found: Rights) -> list[float]:
-    """Return the share of right predictions per depth, over all texts."""
+    """Return the share of right predictions per depth, over all texts; 0 for a depth without predictions."""
     depths = [mx.concatenate(list(depth)) for depth in zip(*found, strict=True)]
     return [depth.astype(mx.float32).mean().item() if depth.size else 0.0 for depth in depths]  # type: ignore[misc]
 
 
 def kept(found: list[mx.array], start: int, new: int, k: int) -> int:
-    """Return the number of accepted drafts if `new` greedy tokens follow `start` tokens, with k drafts per cycle.
+    """Return the number of accepted drafts if `new` greedy tokens follow `start` tokens, at most k drafts per cycle.
 
-    found: per depth, the positions at which predictions are right, from `right`.
+    found: per depth, the positions at which predictions are right, from `right`. A cycle accepts drafts up to its
+    first wrong one, and none beyond the last token.
     """
     rights = [np.array(depth) for depth in found[:k]]
     row, last, total = start - 1, start + new - 1, 0

@@ -25,7 +25,10 @@ class Prompt:
 
 
 def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
-    """Return the prompts for a check of a model; those with a chat template only if its tokenizer has one."""
+    """Return the prompts for a check: chats, other texts, one token, and documents for the model's windows.
+
+    Without a chat template there are no chats. ValueError if the tokenizer encodes a document to no tokens.
+    """
     chats = enumerate(BUILT_IN["chats"] if tokenizer.has_chat_template else (), 1)
     prompts = [Prompt(f"chat {i}", chat(tokenizer, question)) for i, question in chats]
     prompts += [Prompt(name, tokenizer.encode(text)) for name, text in BUILT_IN["texts"].items()]
@@ -36,7 +39,11 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 
 
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:
-    """Return document lengths by name for which a ring cache wraps within the new tokens, and within the prompt."""
+    """Return document lengths in tokens, by the document's name.
+
+    For each window up to LONGEST a ring cache wraps within the `max_tokens` new tokens, and within the prompt.
+    Without such a window there is one document of NO_WINDOW tokens.
+    """
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}
     for window in sorted(windows):
@@ -47,7 +54,10 @@ def lengths(model: Target, max_tokens: int) -> dict[str, int]:
 
 
 def document(tokenizer: Any, length: int) -> list[int]:
-    """Return the first `length` tokens of a text whose paragraphs are similar but not equal."""
+    """Return the first `length` tokens of a text whose paragraphs are similar but not equal.
+
+    ValueError if the tokenizer encodes a paragraph to no tokens.
+    """
     tokens, section = [], 0
     while len(tokens) < length:
         section += 1

@@ -30,7 +30,7 @@ REACH = 2.0  # times the maximum change of a gap: in 2,800 positions of six 16-b
 class Judgement(NamedTuple):
     """Two tokens' logits, the distance `gap` from the lower one to the row's maximum, and the tolerance of that gap.
 
-    The gap includes the noise of a sampled token.
+    The gap includes the noise of a sampled token, the logits do not.
     """
 
     logits: tuple[float, float]
@@ -69,9 +69,10 @@ class OnePass:
         return max(self.floor(position), REACH * moved)
 
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
-        """Return the judgement on two tokens at a position, given logits plus `noise` [V].
+        """Return the judgement on two tokens at a position >= 1 of the text, given logits plus `noise` [V].
 
-        The tolerance is `floor`; if the gap is greater, the error is measured with repeated passes.
+        The tolerance is `floor`; if the gap is greater or NaN, it is the error measured with repeated passes, at
+        least `floor`.
         """
         row = self.logits(position)
         scores = row + noise
@@ -84,7 +85,10 @@ class OnePass:
         return Judgement((float(row[tokens[0]]), float(row[tokens[1]])), gap, tolerance)
 
     def _others(self, position: int) -> Iterator[np.ndarray]:
-        """Yield the row's logits after each of the repeated passes."""
+        """Yield the logits [V] of the token at `position` after each of PASSES passes over the text before it.
+
+        Each pass has other roundings.
+        """
         for seed in range(PASSES):
             with _other_roundings(self.model.model.embed_tokens, seed):
                 hidden = _read(self.model, self.tokens[:position])
@@ -92,7 +96,10 @@ class OnePass:
 
 
 def greedy(logits: Callable[[mx.array], mx.array], hidden: mx.array) -> mx.array:
-    """Return the greedy tokens [L] of rows [1, L, H], computed ROWS rows at a time."""
+    """Return the greedy tokens [L] of rows [1, L, H], computed and evaluated ROWS rows at a time.
+
+    logits: returns the logits [1, rows, V] of rows.
+    """
     parts = []
     for i in range(0, hidden.shape[1], ROWS):
         parts.append(mx.argmax(logits(hidden[:, i : i + ROWS])[0], axis=-1))
@@ -118,7 +125,10 @@ def _read(model: Any, tokens: list[int]) -> mx.array:
 
 @contextmanager
 def _other_roundings(embedding: Any, seed: int) -> Generator[None, None, None]:
-    """Change an embedding's output in its last place at random inside the block, seeded by `seed`."""
+    """Change an embedding's output in its last place at random inside the block, seeded by `seed`.
+
+    The module's class is replaced for that time.
+    """
     kind = type(embedding)
 
     def changed(self: Any, tokens: mx.array) -> mx.array:

@@ -46,9 +46,10 @@ class Fit:
 def draw(
     model: Target, prompt: list[int], options: dict[str, Any], *, seeds: Iterable[int], length: int
 ) -> list[list[int]]:
-    """Return a sampled output of `length` tokens for each seed, all after one prefill of the prompt.
+    """Return a sampled output of `length` tokens for each seed, in order, all after one prefill of the prompt.
 
-    options: keyword arguments of `generate_step`.
+    options: keyword arguments of `generate_step`, but for cache, seed and maximum; with `stop_tokens` outputs may be
+    shorter.
     """
     k = options.get("num_draft_tokens")
     cache = make_prompt_cache(model, num_draft_tokens=k)
@@ -65,7 +66,8 @@ def draw(
 def fit(model: Target, prompt: list[int], texts: Iterable[list[int]], *, temp: float, mode: str) -> Fit:
     """Return the test of whether sampled texts have the target's probabilities.
 
-    They were sampled with the temperature `temp` and no filters. mode: the name of the sampling in the result.
+    texts: one or more, which follow the prompt; they were sampled with the temperature `temp` and no filters. mode:
+    the name of the sampling in the result.
     """
     seen, expected, hotter = [], [], []
     for text in texts:
@@ -98,12 +100,15 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _classes(values: np.ndarray) -> np.ndarray:
-    """Return the sums per class, [classes], of values [V] that are sorted by rank."""
+    """Return the sums per class, [classes], of values [V] in the order of their tokens' ranks."""
     return np.add.reduceat(values.astype(np.float64), [start for start in RANKS if start < len(values)])
 
 
 def _merged(p: np.ndarray) -> np.ndarray:
-    """Return groups of the classes of p [n, C], as 0/1 [C, groups], merging those whose count varies too little."""
+    """Return groups of the classes of p [n, C], as 0/1 [C, groups].
+
+    Neighbouring classes are merged until the variance of each count is at least LEAST_VARIANCE, or one is left.
+    """
     groups = np.eye(p.shape[1])
     while groups.shape[1] > 1:
         one = p @ groups
@@ -124,7 +129,7 @@ def _quadratic(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
 
 
 def chi_squared_tail(x: float, freedom: int) -> float:
-    """Return the probability that chi-squared exceeds x (Abramowitz and Stegun 26.4.4-5)."""
+    """Return the probability that chi-squared exceeds x (Abramowitz and Stegun 26.4.4-5); 1 without freedom."""
     if freedom < 1 or x <= 0:
         return 1.0
     half, odd = x / 2, freedom % 2
@@ -134,14 +139,17 @@ def chi_squared_tail(x: float, freedom: int) -> float:
 
 
 def noncentral_tail(x: float, freedom: int, noncentral: float) -> float:
-    """Return the probability that noncentral chi-squared, a Poisson mixture, exceeds x (as above, 26.4.25)."""
+    """Return the probability that noncentral chi-squared, a Poisson mixture, exceeds x (as above, 26.4.25).
+
+    noncentral: above 300 it counts as 300.
+    """
     half = min(noncentral, 300.0) / 2
     weights = [math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half else float(not j) for j in range(400)]
     return min(1.0, sum(w * chi_squared_tail(x, freedom + 2 * j) for j, w in enumerate(weights) if w > 1e-12))
 
 
 def quantile(p: float, freedom: int) -> float:
-    """Return the value that chi-squared exceeds with probability p, by bisection."""
+    """Return the value, at most 1000, that chi-squared exceeds with probability p, by bisection."""
     low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2

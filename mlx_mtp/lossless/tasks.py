@@ -35,7 +35,10 @@ class Answered:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """Return the tasks in a JSON-lines file, {"question": ..., "answer": ...} a line; ValueError for a wrong line."""
+    """Return the tasks in a JSON-lines file, {"question": ..., "answer": ...} a line; blank lines are skipped.
+
+    ValueError for a wrong line, no tasks, or text that is not UTF-8; OSError if the file cannot be read.
+    """
     try:
         lines = Path(file).read_text("utf-8").split("\n")  # JSON may contain other line separators
     except UnicodeDecodeError:
@@ -71,7 +74,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last \\boxed{...}; its braces may be nested."""
+    """Return the contents of the last \\boxed{...}, whose braces may be nested; None without a closed one there."""
     _, box, rest = text.rpartition(BOX)
     depth = 1
     for i, c in enumerate(rest if box else ""):
@@ -84,9 +87,10 @@ def _boxed(text: str) -> str | None:
 def answer_all(
     model: Target, tokenizer: Any, tasks: list[Task], way: Way, *, max_tokens: int, progress: Progress
 ) -> tuple[Verdict, list[Answered]]:
-    """Return (a verdict that compares the outputs, the marks of each task), with every task answered twice, greedily.
+    """Return (a verdict that compares the outputs, one Answered per task in order).
 
-    The first answer has no drafts, the second is drafted in `way`.
+    Every task is answered twice, greedily: without drafts, and drafted in `way`. The verdict has `greedy` only; its
+    faults are not listed.
     """
     stops, comparison, answered = tuple(tokenizer.eos_token_ids), Comparison(way.name), []
     for i, task in enumerate(with_progress(tasks, "tasks", progress), 1):

@@ -37,13 +37,14 @@ LEAST_GAIN = 0.02  # minimum gain of a depth's share
 
 @dataclass(frozen=True)
 class Wiring:
-    """A change of the heads' wiring.
+    """A change of the heads' wiring; a field that has its default changes nothing.
 
-    spec:     values of the MTPSpec.
-    depths:   the index of the head used at each depth. lm_heads: the head whose LM head each uses; None is the
-              target's.
+    spec:     values that replace the MTPSpec's.
+    depths:   the index of the head used at each depth.
+    lm_heads: for each head, the index of the head whose LM head it uses; None is the target's.
     norms:    a regex of norms' paths in a head, and the value added to their weights.
-    hidden:   offset of the hidden state that the first depth reads.
+    hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, but
+        `Known.shifted` does.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Wiring:
 
     @contextmanager
     def on(self, model: Any) -> Generator[None, None, None]:
-        """Apply the wiring to the heads of `model` inside the block."""
+        """Apply the wiring, except `hidden`, to the heads of `model` inside the block; then restore them."""
         spec, heads = model.spec, list(model.mtp)
         path, shift = self.norms or (NO_NORM, 0)
         lm_heads, norms = [head.get("head") for head in heads], [_norms(head, path) for head in heads]
@@ -71,7 +72,10 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Better:
-    """A better wiring: the shares of right predictions per depth before and with it, and the gain in sds."""
+    """A better wiring, by name: the shares of right predictions per depth before and with it.
+
+    sds: the gain in right predictions in its standard deviations.
+    """
 
     wiring: str
     before: list[float]
@@ -80,7 +84,10 @@ class Better:
 
 
 def alternatives(model: Any) -> list[Wiring]:
-    """Return every plausible wiring for the model's heads except its own."""
+    """Return the wirings to try for the model's heads; each differs from the model's own in one thing.
+
+    More than EVERY_ORDER depths are only swapped in pairs.
+    """
     spec, depths, found = model.spec, len(model.mtp), []
     fields = {"capture": ("pre", "post"), "fuse": ("eh", "he"), "feedback": ("pre", "post")}
     if depths > 1:
@@ -108,7 +115,11 @@ def alternatives(model: Any) -> list[Wiring]:
 
 
 def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[int, int], None]) -> list[Better]:
-    """Return the wirings that predict more tokens of these texts than the `own` one, best first."""
+    """Return the wirings that predict clearly more tokens of these texts than the `own` one, best first.
+
+    own: `right` of each text with the model's wiring, which is restored. progress: called before each wiring with its
+    index and their number.
+    """
     found, wirings = [], alternatives(model)
     for i, wiring in enumerate(wirings):
         progress(i, len(wirings))
@@ -120,7 +131,10 @@ def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[in
 
 
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better | None:
-    """Return the gain of the active wiring over the `own` one; None as soon as it is clear that there is none."""
+    """Return the gain of the active wiring over the `own` one; None if it is not clearly better.
+
+    It stops at the first text after which it is clearly worse.
+    """
     found: Rights = []
     gains, sds = np.zeros(0), 0.0
     for text, before in zip(texts, own, strict=True):
@@ -136,7 +150,7 @@ def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better 
 
 
 def _gains(before: list[mx.array], after: list[mx.array]) -> np.ndarray:
-    """Return the difference in right predictions per block of a text, all depths together."""
+    """Return a text's gain in right predictions, of all depths together, [blocks of BLOCK positions]."""
     total = np.zeros(-(-before[0].size // BLOCK) * BLOCK)
     for a, b in zip(before, after, strict=True):
         total[: a.size] += np.array(b, dtype=int) - np.array(a, dtype=int)

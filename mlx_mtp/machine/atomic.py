@@ -22,9 +22,10 @@ TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same comm
 
 
 def write_whole(file: str | Path, content: str | bytes) -> None:
-    """Write a small file, in UTF-8 if `content` is a str, and create its directory; the file is complete or absent.
+    """Write a small file, in UTF-8 if `content` is a str, and create its directory; a link's target is replaced.
 
-    A pipe or a terminal cannot be replaced and is written directly.
+    Others see the file before or after the write, and if it fails (OSError), an earlier file is unchanged. A pipe or
+    a terminal cannot be replaced and is written directly.
     """
     path = Path(file).resolve()
     content = content.encode() if isinstance(content, str) else content
@@ -74,7 +75,9 @@ def check_new(path: Path) -> None:
 def directory(path: Path) -> Iterator[Path]:
     """Yield a directory to fill; rename it to `path` when the block ends, delete it if the block raises.
 
-    ValueError if another process is writing `path`, or files of others are in the way.
+    The directory is `path` with the suffix ".partial"; what an earlier run left in it is deleted. ValueError if
+    another process is writing it, or it has files that no earlier run left; OSError if `path` exists and is not
+    empty.
     """
     work = _work(path)
     try:
@@ -99,7 +102,8 @@ def directory(path: Path) -> Iterator[Path]:
 def file(path: Path) -> Iterator[Path]:
     """Yield a file name to write; rename the file to `path` when the block ends, delete it if the block raises.
 
-    ValueError if another process is writing `path`.
+    A file at `path` is replaced. The name yielded exists already, empty or as an earlier run left it. ValueError if
+    another process is writing it.
     """
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +119,7 @@ def file(path: Path) -> Iterator[Path]:
 def is_abandoned(work: Path) -> bool:
     """Return whether a temporary file of `file` was left by a run that ended: no process holds its lock.
 
-    False if that is unknown, as for a directory.
+    False if that is unknown, as for a directory, a missing or unreadable file, or a file system without locks.
     """
     try:
         with work.open("r+b") as f:
@@ -130,7 +134,7 @@ def _work(path: Path) -> Path:
 
 
 def _empty(work: Path) -> None:
-    """Delete the files that an earlier run left in a directory; ValueError if something else wrote files there."""
+    """Delete the files that an earlier run left in a directory, NOTE last; ValueError for files without NOTE."""
     if any(work.iterdir()) and not (work / NOTE).exists():
         raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
     for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # the note, which marks it as ours, last
@@ -139,7 +143,10 @@ def _empty(work: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(work: Path, path: Path, flags: int) -> Iterator[None]:
-    """Hold the lock on `work`, which becomes `path`; ValueError if another process holds it."""
+    """Hold the lock on `work`, which becomes `path`; ValueError, about `path`, if another process holds it.
+
+    flags: of `os.open`. A file system without locks has none, and the block runs.
+    """
     handle = os.open(work, flags, 0o666)
     try:
         try:

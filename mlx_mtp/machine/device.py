@@ -8,7 +8,7 @@ WITH_BFLOAT16 = 15  # generation of Apple's GPUs, M3's, from which on they compu
 
 
 def has_bfloat16() -> bool:
-    """Return whether the default device computes in bfloat16: a CPU does, and GPUs from M3's on."""
+    """Return whether the default device computes in bfloat16: a CPU, Apple GPUs from M3's on, and unknown GPUs."""
     if mx.default_device() == mx.cpu:
         return True
     match = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture", "")))

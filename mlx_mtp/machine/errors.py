@@ -34,7 +34,7 @@ def install(extra: str) -> str:
 def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, keep: bool = False) -> Iterator[None]:
     """Convert exceptions of these kinds to a one-line ValueError: `what`, and the cause in parentheses.
 
-    keep: leave a ValueError that is already one line unchanged.
+    keep: a ValueError that is already one line passes unchanged. Exceptions of other kinds always do.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, ke
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Return a context that adds a file's name to a disk-full error, which lacks one, and raises it again."""
+    """Return a context that adds a file's name to a disk-full error that lacks one; all errors pass on."""
     try:
         yield
     except OSError as e:

@@ -30,7 +30,8 @@ class Available:
 def available(root: Path = Path("/")) -> Available:
     """Return the minimum of physical memory, free memory, control-group and process limits, and Metal's working set.
 
-    Memory that MLX keeps for reuse counts as free. root: the directory that contains /proc and /sys.
+    It is at least 0; limits that are unknown are left out. Memory that MLX keeps for reuse counts as free. root: the
+    directory that contains /proc and /sys.
     """
     reusable = mx.get_cache_memory()
     rooms = [
@@ -72,10 +73,10 @@ def free_in_vm_stat(text: str, physical: int) -> int | None:
 
 
 def cgroup_rooms(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the bytes left in each control group of this process that has a limit, versions 1 and 2.
+    """Yield the bytes left, possibly negative, in each control group of this process, or above it, that has a limit.
 
-    File caches that the kernel drops first count as free. In a container a group's directory may be hidden; then the
-    container's own limit is at the mount point.
+    Versions 1 and 2. File caches that the kernel drops first count as free. In a container a group's directory may be
+    hidden; then the container's own limit is at the mount point.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -120,7 +121,10 @@ def cache_limit(limit: int | None) -> Iterator[None]:
 
 
 def working_set() -> int | None:
-    """Return Metal's recommended maximum working set in bytes; None without a GPU or if it is not reported."""
+    """Return Metal's recommended maximum working set in bytes.
+
+    None if it is not reported, or the default device is not a GPU.
+    """
     most = mx.device_info().get("max_recommended_working_set_size") if mx.default_device() == mx.gpu else None
     return None if most is None else int(most)
 

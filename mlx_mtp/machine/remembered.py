@@ -20,7 +20,10 @@ _warned: set[str] = set()
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts that identify this machine for measured times: device, architecture, memory and system."""
+    """Return the facts that identify this machine for measured times: device, architecture, memory and system.
+
+    A fact that MLX does not report is None.
+    """
     device = mx.device_info()
     facts = {name: device.get(name) for name in ("device_name", "architecture", "memory_size")}
     return {**facts, "system": f"{platform.system()} {platform.release()}"}
@@ -34,7 +37,7 @@ def digest(lines: Iterable[str]) -> str:
 def cache_directory(kind: str = "trials") -> Path:
     """Return the directory for files of a kind: in MLX_MTP_CACHE if that is set, else in the user's cache folder.
 
-    "trials" is MLX_MTP_CACHE itself. RuntimeError if there is no home directory.
+    "trials" is MLX_MTP_CACHE itself. It is not created. RuntimeError if the home directory is needed and unknown.
     """
     if chosen := os.environ.get("MLX_MTP_CACHE"):
         return Path(chosen).expanduser() / ("" if kind == "trials" else kind)
@@ -57,7 +60,10 @@ class RememberedFile:
         self.kind, self.facts, self.lost = kind, facts, lost
 
     def recall(self) -> dict[str, Any]:
-        """Return the stored content; empty if the file is missing, damaged, of another format or of other facts."""
+        """Return the stored content, and the keys "format" and "facts".
+
+        Empty if the file is missing, unreadable, damaged, of another format or of other facts.
+        """
         try:
             kept = json.loads(self._file().read_text())
             return kept if (kept["format"], kept["facts"]) == (FORMAT, self.facts) else {}
@@ -65,7 +71,7 @@ class RememberedFile:
             return {}
 
     def keep(self, **content: Any) -> None:
-        """Replace the file's content atomically; if that fails, warn, once per warning."""
+        """Replace the file's content atomically; if that fails, warn, once per process for the same text."""
         text = json.dumps({"format": FORMAT, "facts": self.facts, **content}, indent=0)
         try:
             write_whole(self._file(), text)

@@ -53,7 +53,10 @@ def in_turn() -> Iterator[None]:
 
 
 def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield the items of `steps`, computing each in its own turn in the thread that requests it."""
+    """Yield the items of `steps`, computing each in its own turn in the thread that requests it.
+
+    Between items the turn is free. `steps` is closed, in a turn, when it ends or raises, or this generator is closed.
+    """
     end: Any = object()
     try:
         while True:
@@ -83,7 +86,10 @@ def _shared_streams() -> list[mx.Stream]:
 
 @cache
 def _made() -> tuple[list[mx.Stream], int | None]:
-    """Create the streams; return also the creating thread, which becomes MLX's main thread if it had none."""
+    """Create the streams, once per process; return (the streams, the id of the creating thread).
+
+    That thread becomes MLX's main thread if it had none.
+    """
     streams = [mx.new_thread_unsafe_stream(device) for device in (mx.cpu, mx.gpu) if mx.is_available(device)]
     mx.synchronize(streams[0])
     return streams, threading.get_ident()

@@ -15,7 +15,10 @@ _set = 0  # bytes; never lowered within a process
 
 
 def check_wired_limit(limit: WiredLimit) -> None:
-    """Raise ValueError unless the limit is "auto", "off" or bytes, at most the GPU's recommended working set."""
+    """Raise ValueError unless the limit is "auto", "off" or an integer of bytes, 0 or more.
+
+    With a GPU as default device it must be at most the recommended working set; without one there is no maximum.
+    """
     if isinstance(limit, str):
         if limit not in (AUTO, OFF):
             raise ValueError(f"wired_limit={limit!r}: expected bytes, {AUTO!r} or {OFF!r}")
@@ -29,10 +32,11 @@ def check_wired_limit(limit: WiredLimit) -> None:
 
 
 def wire(weights: int, limit: WiredLimit = AUTO) -> int:
-    """Set MLX's wired limit for a model of `weights` bytes and return the limit now in force, 0 for none.
+    """Set MLX's wired limit for a model of `weights` bytes; return the limit that this process has set, 0 for none.
 
-    "auto" sets the recommended working set for a model that needs most of it, and nothing for a smaller model. A
-    limit is never lowered. Call it in a turn after the load; it waits for submitted work first.
+    "auto" sets the recommended working set if the model needs more than NEARLY_ALL of it; a number of bytes is set as
+    it is. "off", a lower limit and a device without a working set change nothing. Call it in a turn after the load;
+    before a change it waits for submitted work.
     """
     global _set
     most = working_set()

@@ -31,13 +31,16 @@ def port_names() -> list[str]:
 
 
 def find_port(config: dict) -> ModuleType | None:
-    """Return the port of a config.json's model_type, aliases included; None if it has no port."""
+    """Return the port of a config.json's model_type, aliases included; None if it has no port.
+
+    KeyError without a model_type.
+    """
     model_type = REMAPPED.get(config["model_type"], config["model_type"])
     return importlib.import_module(f".{model_type}", __package__) if model_type in port_names() else None
 
 
 def find_family(config: dict) -> ModuleType | None:
-    """Return the module of a config.json's model_type: its port, else mlx-lm's module, else None."""
+    """Return the module of a config.json's model_type or its alias: its port, else mlx-lm's module, else None."""
     if port := find_port(config):
         return port
     name = REMAPPED.get(config["model_type"], config["model_type"])
@@ -88,5 +91,5 @@ def _imported(module: ModuleType) -> list[ModuleType]:
 
 
 def drafter_kinds() -> list[ModuleType]:
-    """Return the modules of all kinds of external drafters."""
+    """Return the modules of all kinds of external drafters, in the order in which they are tried."""
     return [importlib.import_module(f".{name}", __package__) for name in DRAFTERS]

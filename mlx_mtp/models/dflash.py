@@ -47,7 +47,7 @@ FOREIGN = ("layer_scalar", "pre_feedforward_layernorm", "attention_sink_bias", "
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None if a config.json and tensor names are a block drafter's, else what they are, for an error."""
+    """Return None if a config.json or tensor names are a block drafter's, else what they are, for an error."""
     own = {name.removeprefix("model.") for name in names}
     declared = [config.get(SPECULATORS), config.get("model_type"), *_list(config.get("architectures"))]
     named = any(
@@ -102,9 +102,9 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> BlockNetwork:
-    """Return the empty network for these tensors; ValueError for a config.json that does not fit it.
+    """Return the network for these tensors, before loading; ValueError for a config.json that does not fit them.
 
-    captured: the target's hidden_size.
+    names: of the drafter's tensors. captured: the target's hidden_size.
     """
     own = {name.removeprefix("model.").partition(".")[0].replace("lm_head", "head") for name in names}
     layer = _layer_config(config)
@@ -146,7 +146,10 @@ def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int
 
 
 def _output(config: dict, own: set[str]) -> dict[str, Any]:
-    """Return BlockShape's fields for what follows the drafter's layers, and for `drafts`, its drafts per cycle."""
+    """Return BlockShape's fields for what follows the drafter's layers, and for `drafts`, its drafts per cycle.
+
+    own: first parts of its tensors' names. ValueError for unsupported values.
+    """
     spark = "markov_head" in own or config.get(SPECULATORS) == "dspark"
     anchored, size = bool(_option(config, "sample_from_anchor", spark)), _number(config, "block_size", 16)
     counts_drafts = anchored or (spark and SPECULATORS not in config)
@@ -174,9 +177,10 @@ def _output(config: dict, own: set[str]) -> dict[str, Any]:
 
 
 def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]:
-    """Return what each layer attends to; config.json's three forms differ in windows and in causal blocks.
+    """Return one Reach per drafter layer, what it attends to; config.json's three forms differ.
 
-    assistant: whether the form is that of transformers' assistants.
+    layer: config.json with the layers' keys. assistant: whether the form is that of transformers' assistants.
+    ValueError for other layer types, or a missing or too large window.
     """
     count = _number(layer, "num_hidden_layers", most=MOST_LAYERS)
     window = _option(config, "swa_window_size", layer.get("sliding_window"))
@@ -205,10 +209,10 @@ def _kind(config: dict) -> str:
 
 
 def _taps(config: dict) -> tuple[int, ...]:
-    """Return the numbers of layers after which the target is read.
+    """Return the numbers of layers after which the target is read, from 1 for its first layer.
 
     speculators' config.json has these numbers, the others the indices of layers, one less. With only the target's
-    number of layers they are spread evenly over it.
+    number of layers they are spread evenly over it; ValueError without it.
     """
     if SPECULATORS in config:
         return tuple(config.get("aux_hidden_state_layer_ids") or ())

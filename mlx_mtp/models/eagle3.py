@@ -39,7 +39,7 @@ SPEC = MTPSpec(
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None if a config.json and tensor names are an EAGLE-3 head's, else what they are, for an error."""
+    """Return None if tensor names are an EAGLE-3 head's, else what they and config.json are, for an error."""
     own = {name.removeprefix("model.") for name in names}
     layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
     if len(layers) > 1:
@@ -52,15 +52,18 @@ def refuses(config: dict, names: Collection[str]) -> str | None:
 
 
 def features(header: dict[str, Any]) -> int:
-    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers."""
+    """Return the number of values that the drafter's `fc` reads per row: hidden size times captured layers.
+
+    header: has to contain `fc`.
+    """
     return next(t.shape[-1] for name, t in header.items() if name.removeprefix("model.") == "fc.weight")
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """Return a drafter's MTPSpec; ValueError for an unsupported head, a missing tensor or other overrides.
+    """Return a drafter's MTPSpec; ValueError for an unsupported head, d2t without an LM head, or other overrides.
 
     overrides: may set feedback, fuse, and capture, the numbers of layers after which the target is read, 0 to
-    num_hidden_layers.
+    num_hidden_layers; what they do not set is from config.json.
     """
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")
@@ -98,9 +101,10 @@ def _option(config: dict, name: str, default: bool) -> bool:
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
-    """Return the empty module for these tensors; ValueError for a config.json that does not fit it.
+    """Return the module for these tensors, before loading.
 
-    captured: the target's hidden_size.
+    names: of the drafter's tensors. captured: the target's hidden_size. ValueError, or KeyError or TypeError for a
+    missing key or a value of a wrong type, for a config.json that does not fit them.
     """
     normal = normalize(_layer_config(config))
     normal.check(Path("config.json"))

@@ -34,7 +34,7 @@ class ModelArgs(nemotron_h.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the config with its number of layers, which transformers omits."""
+        """Return the config with its number of layers, which transformers omits, from its list of layer types."""
         kinds = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
         return config if config.get("num_hidden_layers") or not kinds else {**config, "num_hidden_layers": len(kinds)}
 

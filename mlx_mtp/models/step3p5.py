@@ -24,7 +24,10 @@ class ModelArgs(step3p5.ModelArgs):
 
     @classmethod
     def respelled(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return transformers' config, which has values per layer type, with the checkpoint's per-layer lists."""
+        """Return a copy of transformers' config with per-layer lists instead of values per layer type.
+
+        ValueError if layer types have different rope scalings.
+        """
         found = dict(config)
         sparse = found.pop("mlp_layer_types", None)
         kinds = [*(found.get("layer_types") or []), *(found.pop("mtp_layer_types", None) or [])]
@@ -118,7 +121,8 @@ class Model(Port, step3p5.Model):
 def _rope_lists(layers: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
     """Return config.json's entries for the layers' rotary embeddings: lists, and the scaling of some layer types.
 
-    kinds: the layers' types. ValueError if layer types are scaled in different ways.
+    layers: the parameters of each layer; kinds: each layer's type. ValueError if layer types are scaled in different
+    ways.
     """
     scaled = {kind: rope for kind, rope in zip(kinds, layers, strict=True) if rope.get("rope_type") != "default"}
     scalings = [{n: v for n, v in rope.items() if n not in IN_LISTS} for rope in scaled.values()]

@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     biases: np.ndarray | None
 
     def values(self) -> np.ndarray:
-        """Return the weights in float32."""
+        """Return the weights in float32, [rows, columns]; not of MXFP4."""
         assert self.biases is not None
         grouped = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
         return (self.scales[..., None] * grouped + self.biases[..., None]).reshape(self.codes.shape)
@@ -75,7 +75,7 @@ def _k(b: np.ndarray, bits: int) -> Groups:
 
 
 def _nonlinear(bytes_: np.ndarray) -> np.ndarray:
-    """Return the values of nonlinear 4-bit codes, plus 128, as 8-bit codes."""
+    """Return the values of nonlinear 4-bit codes, plus 128, as 8-bit codes; bytes [..., n] become [..., 2 n]."""
     return (NONLINEAR + 128).astype(np.uint8)[_nibbles(bytes_)]
 
 
@@ -129,7 +129,10 @@ def groups_of(kind: str, rows: np.ndarray) -> Groups:
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return codes uint8 [rows, columns] packed as in MLX: uint32 [rows, columns * bits / 32], the first lowest."""
+    """Return codes uint8 [rows, columns] packed as in MLX: uint32 [rows, columns * bits / 32], the first lowest.
+
+    columns: a multiple of 32. bits: 2, 4, 5, 6 or 8.
+    """
     rows = len(codes)
     if bits == 8:
         return np.ascontiguousarray(codes).view("<u4")

@@ -27,13 +27,17 @@ def is_gguf(path: Any) -> bool:
 def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, code: bool = False) -> Path:
     """Return the local directory of a checkpoint, downloaded if needed; of a GGUF file, the cached transcoding.
 
-    code: also download the checkpoint's Python files.
+    The transcoding is created if it is missing. revision, code: of a download, ignored for a GGUF file; code: also
+    download the checkpoint's Python files. ValueError if there is no such checkpoint.
     """
     return cached(path_or_repo) if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:
-    """Return `mtp_path`, or for a GGUF file the path of its heads' transcoding for the checkpoint `target`."""
+    """Return `mtp_path`, or for a GGUF file the path of its heads' transcoding for the checkpoint `target`.
+
+    It is created if it is missing. Another path, or None, is returned unchanged and need not exist.
+    """
     if mtp_path is None or not is_gguf(mtp_path):
         return mtp_path
     layers = read_config(target)
@@ -53,9 +57,9 @@ def cached(
 ) -> Path:
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
-    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded.
-    suffix: of the directory's name. announce: called with the plan and the directory before a transcoding. progress:
-    called with the bytes written, and all bytes. Raises ValueError for a file that cannot be transcoded.
+    config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
+    `suffix`, of the cached directory's name, has to name it. announce: called with the plan and the directory before
+    a transcoding; progress: with the bytes written, and all bytes. ValueError for a file that cannot be transcoded.
     """
     options, path = options or Options(), Path(file).expanduser()
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))

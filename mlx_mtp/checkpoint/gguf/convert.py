@@ -29,8 +29,9 @@ NOT_COPIED = ("config.json", INDEX)
 class Prepared:
     """A planned transcoding, before any file is written.
 
-    rows: for each type, its format in MLX and error. files: tensors to write, by file. copied: small files to copy
-    from another checkpoint. measured: whether the errors in `rows` were measured.
+    rows: one for each GGUF type and format of matrices, with its error. files: tensors to write, by file and name.
+    tokenizer: None if it is not made from the metadata. copied: small files to copy from another checkpoint.
+    measured: whether the errors in `rows` were measured.
     """
 
     source: GGUFSource
@@ -69,8 +70,8 @@ def prepare(
     """Return the plan of a GGUF file's transcoding; a one-line ValueError if the result could not be loaded.
 
     config_from: directory or repository whose config.json and tokenizer replace the file's. heads_from: another GGUF
-    file with the heads. heads_for: directory of a checkpoint for which only the heads are transcoded. measure:
-    measure errors on samples of the weights, and make the tokenizer.
+    file with the heads. heads_for: directory of a checkpoint for which only the heads are transcoded, and loading is
+    not tried. measure: measure errors on samples of the weights, and make the tokenizer.
     """
     options = options or Options()
     small = None if config_from is None else resolve(config_from, files=SMALL_FILES)
@@ -136,9 +137,10 @@ def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str
 
 
 def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
-    """Write a planned transcoding to the new directory `path`; an interrupted one leaves no files.
+    """Write a planned transcoding to the new directory `path`; one that fails or is interrupted leaves no files.
 
-    ValueError if the directory is not empty, the disk has too little space, or the GGUF file contains NaN.
+    With heads only, it writes no config.json. ValueError if the directory is not empty, the disk has too little
+    space, or the GGUF file contains NaN.
     """
     began, new = time.monotonic(), Path(path).expanduser().resolve()
     atomic.check_new(new)

@@ -59,7 +59,7 @@ class GGUFContents:
 def read(file: str | Path) -> GGUFContents:
     """Return the metadata and table of tensors of a GGUF file, with the other parts of a split one.
 
-    ValueError for a damaged file, or a missing part.
+    Data are not read. ValueError for a missing or damaged file, or a missing part, or without the gguf package.
     """
     path = Path(file).expanduser()
     first = _read_one(path)
@@ -81,7 +81,10 @@ def read(file: str | Path) -> GGUFContents:
 
 
 def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """Return all parts of a GGUF file, which its metadata and name determine; ValueError if one is missing."""
+    """Return all parts of a GGUF file in order, which its metadata and name determine.
+
+    ValueError if one is missing, or the name does not fit the number of parts.
+    """
     count = metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MAX_SPLITS:
         raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MAX_SPLITS}")
@@ -96,7 +99,10 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
 
 
 def split_names(path: Path) -> list[Path]:
-    """Return the names of all parts of a split file, from one part's name; [path] for a name of another form."""
+    """Return the names of all parts of a split file, at most MAX_SPLITS, from one part's name, in order.
+
+    [path] for a name of another form. The files need not exist.
+    """
     match = SPLIT.fullmatch(path.name)
     count = min(int(match[3]), MAX_SPLITS) if match else 0
     return [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)] if match else [path]
@@ -131,7 +137,10 @@ def block_sizes(path: Path) -> dict[int, tuple[str, int, int]]:
 
 
 class _Reader:
-    """A reader of a mapped GGUF file that never reads or allocates more than the file's size."""
+    """A reader of a mapped GGUF file that never reads or allocates more than the file's size.
+
+    Its methods advance the position. For damage they raise ValueError, or another error that `_read_one` converts.
+    """
 
     def __init__(self, path: Path, data: Any):
         self.path, self.data, self.at, self.items = path, data, 0, 0
@@ -173,7 +182,10 @@ class _Reader:
         return {name: Entry(e.file, name, e.shape, e.kind, begin + e.begin, e.nbytes) for name, e in found.items()}
 
     def entry(self, name: str, kinds: dict[int, tuple[str, int, int]]) -> Entry:
-        """Read and return one entry of the table of tensors."""
+        """Read and return one entry of the table of tensors; its `begin` is relative to the data's begin.
+
+        kinds: as `block_sizes`. ValueError for a type or shape that is not allowed.
+        """
         dimensions = self.scalar("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"{self.path}: tensor {name!r} has {dimensions} dimensions; allowed are 1 to 4")
@@ -208,7 +220,8 @@ class _Reader:
     def value(self, kind: int, depth: int) -> Any:
         """Read and return one metadata value of a numbered type; arrays of numbers become NumPy arrays, others lists.
 
-        depth: number of arrays that contain the value. ValueError for an unknown type or too many values.
+        depth: number of arrays that contain the value. ValueError for an unknown type, deeper arrays than MAX_NESTED,
+        or more than MAX_ITEMS values in all.
         """
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])

@@ -104,7 +104,10 @@ class Parameter:
 
 
 class Row(NamedTuple):
-    """The tensors of one GGUF type and one format in MLX: number, bytes before and after, error (None if exact)."""
+    """The tensors of one GGUF type and one format in MLX: number, bytes before and after.
+
+    loss: the error; None if it is exact or was not measured.
+    """
 
     kind: str
     form: Form
@@ -115,7 +118,10 @@ class Row(NamedTuple):
 
 
 def bits_of(kind: str, plan: Choice) -> int:
-    """Return the bits of a code in MLX for tensors of a GGUF type; of types without an equivalent `plan` decides."""
+    """Return the bits of a code in MLX for tensors of a GGUF type.
+
+    For types without an equivalent, and with "small" for IQ4 types, `plan` decides.
+    """
     coded = kind.startswith("IQ4")
     if kind in EXACT and not (coded and plan == "small"):
         return EXACT[kind].bits
@@ -165,7 +171,8 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
     """Return the quantized format for the matrices of a parameter, None to store floating-point numbers.
 
-    They are floats if a tensor is, if values or the inside of groups change, or if rows are not whole groups.
+    They are floats if a tensor is, if values or the inside of groups change, if rows are not whole groups, or if the
+    tensors' types need different modes. scales: the type of scales.
     """
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
@@ -188,9 +195,10 @@ def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
 
 
 def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Return a row for each GGUF type and format of matrices, the largest first.
+    """Return a row for each GGUF type and format of matrices, the one with most bytes in the file first.
 
-    measure: measure errors on sampled weights; ValueError for a type that cannot be dequantized.
+    A parameter of several tensors counts by its first one's type. measure: measure errors on sampled weights;
+    ValueError for a type that cannot be dequantized.
     """
     alike: dict[tuple[str, Form], list[Parameter]] = {}
     for parameter in parameters:
@@ -206,7 +214,10 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
 
 
 def _measured(kind: str, form: Form, entries: list[Entry]) -> Loss | None:
-    """Return a format's error on sampled rows of some tensors; None if it is exact."""
+    """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors; None if exact.
+
+    ValueError for a type that cannot be dequantized.
+    """
     if form.mode == "mxfp4":
         return None
     made, true = [], []
@@ -232,7 +243,7 @@ def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -
 
 
 def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with at most CHUNK values, or one row."""
+    """Yield ranges (begin, end) of rows, without the end, with at most CHUNK values or one row."""
     size = max(CHUNK // columns, 1)
     yield from ((begin, min(begin + size, rows)) for begin in range(0, rows, size))
 

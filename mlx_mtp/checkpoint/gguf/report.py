@@ -47,7 +47,7 @@ def _row(row: Row, prepared: Prepared) -> str:
 
 
 def announcement(prepared: Prepared, place: Any) -> str:
-    """Return a line with a transcoding's sizes, its destination and an estimate of its duration."""
+    """Return a line with a transcoding's sizes, its destination `place` and an estimate of its duration."""
     seconds = max(sum(row.before for row in prepared.rows) / RATE, 1)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
     return f"Transcoding {size(prepared.source.contents.nbytes)} to {size(prepared.nbytes)} in {place}, about {time}"

@@ -17,7 +17,10 @@ class Loss(NamedTuple):
 
 
 def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
-    """Return the weights of rows of blocks in float32, from the gguf package; ValueError for an unsupported type."""
+    """Return the weights of rows of blocks in float32, [rows, columns], with the gguf package.
+
+    ValueError for an unsupported type; ImportError without the package.
+    """
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -31,9 +34,10 @@ def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
 
 
 def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
-    """Return rows in groups of 32, with scales and biases from each group's minimum and maximum.
+    """Return rows of blocks in groups of 32, with scales and biases from each group's minimum and maximum.
 
-    Of Q6_K at 8 bits, the half of each group that has the larger scale stays exact instead.
+    Of Q6_K at 8 bits, the half of each group that has the larger scale stays exact instead. ValueError for a GGUF
+    type that cannot be dequantized.
     """
     if kind == "Q6_K" and bits == 8:
         return _six_bits(rows)
@@ -62,7 +66,7 @@ def _six_bits(rows: np.ndarray) -> Groups:
 
 
 def loss(made: np.ndarray, true: np.ndarray) -> Loss:
-    """Return the error of stored weights (`made`) compared with the file's (`true`)."""
+    """Return the error of stored weights (`made`) compared with the file's (`true`), both of one shape."""
     error = made.astype(np.float64) - true
     size = np.sqrt(np.mean(np.square(true, dtype=np.float64))) or 1.0
     return Loss(float(np.sqrt(np.mean(error * error)) / size), float(np.abs(error).max() / (np.abs(true).max() or 1)))

@@ -57,7 +57,7 @@ def open_source(
     """Return an opened GGUF file, which may be split; a one-line ValueError if it cannot be transcoded.
 
     config_from: directory whose config.json is used instead of the metadata. heads_from: another GGUF file with the
-    MTP heads. heads_only: use only the file's heads, for the model of `config_from`.
+    MTP heads. heads_only: use only the file's heads, for the model of `config_from`, which is then required.
     """
     contents = header.read(file)
     entries, meta = _with_heads(contents, heads_from)
@@ -77,7 +77,11 @@ def open_source(
 
 
 def _config(family: Family, meta: Meta, config_from: Path | None, *, compare: bool) -> dict[str, Any]:
-    """Return config.json: the family's from the metadata, or that of a directory. compare: check that sizes agree."""
+    """Return config.json: the family's from the metadata, or that of the directory `config_from`, if it is not None.
+
+    compare: raise ValueError unless its sizes agree with the metadata's. Metadata without a directory must have no
+    unread key that changes logits.
+    """
     if config_from is None:
         with _naming(meta):
             made = family.config(meta)
@@ -105,7 +109,8 @@ def _naming(meta: Meta) -> Iterator[None]:
 def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[dict[str, Entry], Meta]:
     """Return the tensors and metadata of a file, joined with those of a separate file of heads (None: no such file).
 
-    The metadata state the number of heads whose tensors were found. ValueError if the files do not fit each other.
+    Blocks of heads in the first file are then replaced. The metadata state the number of heads whose tensors were
+    found. ValueError if the files do not fit each other, or the separate file has no heads.
     """
     entries, values = dict(contents.tensors), dict(contents.metadata)
     if heads_from is not None:
@@ -155,7 +160,10 @@ def _meta(file: Path, values: dict[str, Any], entries: dict[str, Entry]) -> Meta
 
 
 def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
-    """Raise ValueError if a config.json, in `place`, has other sizes than `made`, the one from the GGUF metadata."""
+    """Raise ValueError if a config.json, in `place`, has other SIZES than `made`, the one from the GGUF metadata.
+
+    A size that config.json lacks is not compared, and its vocabulary may be larger.
+    """
     ours, theirs = made | made.get("text_config", {}), config | config.get("text_config", {})
     for name in SIZES:
         # Released embeddings may be padded, and the number of attention heads may be a list.
@@ -165,7 +173,10 @@ def _compare(made: dict[str, Any], config: dict[str, Any], place: Path) -> None:
 
 
 def _build(config: dict[str, Any], made: dict[str, Made], place: Path) -> Any:
-    """Return an empty model of the family's port with the file's number of heads."""
+    """Return the family port's model, without weights, with the number of heads that `made` has.
+
+    place: for messages. ValueError if there is no port, or the model cannot be built from `config`.
+    """
     port: ModuleType | None = find_port(config)
     if port is None:
         raise ValueError(f"{place}: model_type {config['model_type']!r} has no port, so it cannot be transcoded")

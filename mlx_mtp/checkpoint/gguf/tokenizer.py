@@ -50,7 +50,10 @@ class _Vocabulary:
         return value
 
     def token(self, name: str) -> tuple[int, str] | None:
-        """Return (id, text) of a special token such as "bos", else None; ValueError for an id without a token."""
+        """Return (id, text) of a special token, None if it has none; ValueError for an id without a token.
+
+        name: in the metadata keys, such as "bos".
+        """
         number = self.get(f"ggml.{name}_token_id", int)
         if number is None or number == 2**32 - 1:
             return None
@@ -65,7 +68,10 @@ class _Vocabulary:
 
 
 def make_tokenizer(meta: Meta) -> Tokenizer:
-    """Return the tokenizer in a GGUF file's metadata; ValueError if it has none, or one that is not supported."""
+    """Return the tokenizer in a GGUF file's metadata; ValueError if it has none, or one that is not supported.
+
+    It is built once to check it; no file is written.
+    """
     vocabulary = _read(meta)
     kind = vocabulary.get("ggml.model", str)
     make_backend = {BYTE_LEVEL: _byte_level, SENTENCEPIECE: _sentencepiece}.get(kind)
@@ -78,7 +84,7 @@ def make_tokenizer(meta: Meta) -> Tokenizer:
 
 
 def described(meta: Meta) -> str:
-    """Return the kind and pre-tokenizer of a file's tokenizer, with a note if they are not supported."""
+    """Return a line with the kind and pre-tokenizer of a file's tokenizer, and a note if they are not supported."""
     kind, pre = (meta.values.get(f"{PREFIX}ggml.{key}") for key in ("model", "pre"))
     known = kind == SENTENCEPIECE or (kind == BYTE_LEVEL and pre in PRE)
     return f"{kind}, pre-tokenizer {pre}" + ("" if known else f"; not supported: {ADVICE}")
@@ -114,7 +120,10 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return tokenizer.json of a SentencePiece model as BPE, with merges from the tokens' scores."""
+    """Return tokenizer.json of a SentencePiece model as BPE, with merges from the tokens' scores.
+
+    ValueError unless each token has a score.
+    """
     scores = vocabulary.values.get(PREFIX + "ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ValueError(f"{vocabulary.file}: its tokenizer has no score for each token; {ADVICE}")
@@ -135,7 +144,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 def merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that joins to a token, sorted by the joined token's score, best first.
 
-    Pairs of one token are sorted by the ids of their parts.
+    scores: one per token. Of equal scores, joined tokens are sorted by id, and pairs of one token by the ids of their
+    parts. Tokens longer than MAX_LETTERS have no merges.
     """
     numbers = {token: number for number, token in enumerate(tokens)}
     found: list[tuple[float, int, int, int, str, str]] = []
@@ -207,7 +217,7 @@ def _config(vocabulary: _Vocabulary, meta: Meta) -> dict[str, Any]:
 
 
 def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
-    """Return the stop tokens: those with metadata keys, and control tokens with known names."""
+    """Return the ids of the stop tokens: those with metadata keys, then control tokens with known names."""
     keyed = [token[0] for name in ("eos", "eot", "eom") if (token := vocabulary.token(name))]
     names = {*END_TOKENS, *MORE_ENDS.get(vocabulary.pre, ())}
     both = enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))

@@ -16,9 +16,10 @@ from .requantize import dequantized
 
 
 def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
-    """Write all parameters to their files; ValueError for NaN in the GGUF file, or scales that overflow float16.
+    """Write all parameters to their files, which are replaced; ValueError for NaN in the GGUF file.
 
-    progress: called with the bytes written, and all bytes.
+    Scales that overflow float16 are an error, too. files: by path, the tensors to write. progress: called after each
+    range of rows with the bytes written, and all bytes.
     """
     done, total = 0, writer.total_size(files)
     with ExitStack() as stack:
@@ -40,7 +41,10 @@ def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progre
 
 
 def _write_parameter(parameter: Parameter, places: dict[str, tuple[int, int]]) -> Any:
-    """Write a parameter in ranges of rows, and yield the bytes of each range."""
+    """Write a parameter in ranges of rows, and yield the number of bytes of each range.
+
+    places: by tensor name, the file descriptor and the offset of its data.
+    """
     names = list(parameter.outputs())
     whole = parameter.change.values is not None
     columns = parameter.entries[0].shape[-1]
@@ -64,7 +68,10 @@ def _put(handle: int, piece: np.ndarray, begin: int) -> None:
 
 
 def _rows(parameter: Parameter, begin: int, end: int) -> Any:
-    """Yield (tensor, blocks of its rows, their indices in the range) for each of a parameter's tensors."""
+    """Yield (tensor, blocks of its rows, their indices in the range) for each of a parameter's tensors.
+
+    begin, end: a range of the parameter's rows, in its order. Tensors without rows in it are left out.
+    """
     order = parameter.change.rows
     wanted = np.arange(begin, end) if order is None else order[begin:end]
     start = 0
@@ -111,7 +118,10 @@ def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
 
 
 def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
-    """Return the bytes of a range of unquantized rows in the stored type; ValueError for NaN."""
+    """Return a range of unquantized rows as the bytes of the stored type, [rows, bytes]; ValueError for NaN.
+
+    With `change.values` the range has to be all rows.
+    """
     change = parameter.change
     made = np.empty((end - begin, parameter.entries[0].shape[-1]), np.float32)
     for entry, rows, at in _rows(parameter, begin, end):

@@ -22,7 +22,7 @@ def letters(kinds: list[str]) -> str | None:
 
 
 def leading_dense(kinds: list[str]) -> int | None:
-    """Return the number of dense layers if all of them come first; None for any other order."""
+    """Return the number of dense layers, which may be 0, if all of them come first; None for any other order."""
     count = kinds.count(DENSE)
     return count if kinds[:count] == [DENSE] * count else None
 
@@ -42,6 +42,7 @@ def same_layers(name: str, kinds: Any, config: dict[str, Any], read: set[str]) -
     """Return whether a field that the family reads already states the layer types in the list `kinds`.
 
     name: the list's key in config.json. config: the fields' values. read: names of the fields that the family reads.
+    False if `kinds` is no list.
     """
     fields = [field for field, (source, _) in PATTERNS.items() if source == name and field in read]
     if not isinstance(kinds, list):

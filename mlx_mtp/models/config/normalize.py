@@ -51,7 +51,7 @@ class Normalized:
             )
 
     def warn(self, file: Path, stacklevel: int) -> None:
-        """Emit one warning that names the unread keys."""
+        """Emit one warning that names the unread keys; none if all are read."""
         if self.unread:
             family = f"the implementation of model_type {self.config['model_type']!r}"
             text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
@@ -59,7 +59,11 @@ class Normalized:
 
 
 def normalize(config: Config) -> Normalized:
-    """Return a config with the names that its family reads; unchanged if the family is unknown. It raises nothing."""
+    """Return a config with the names that its family reads; unchanged if the family is unknown or reading fails.
+
+    Errors of values are in `wrong`, not raised; only a config without model_type raises KeyError. `config` is not
+    modified.
+    """
     family = find_family(config)
     if family is None:
         return Normalized(config)
@@ -92,7 +96,10 @@ def _of_family(family: ModuleType, config: Config) -> Normalized:
 
 
 def with_overrides(config: Config, overrides: Config) -> Config:
-    """Return a config with a user's values, which also override those inside `rope_parameters`."""
+    """Return a copy of a config with a user's values, which also remove those inside the config's `rope_parameters`.
+
+    Overriding `rope_parameters` itself replaces it.
+    """
     inside = config.get("rope_parameters")
     if isinstance(inside, dict) and "rope_parameters" not in overrides:
         config = config | {"rope_parameters": _without(inside, overrides)}
@@ -109,7 +116,10 @@ def _without(parameters: Config, overrides: Config) -> Config:
 
 
 def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
-    """Return (the config with the names of `read`, the rotary values that no field of `args` can hold)."""
+    """Return (the config with the names of `read`, the rotary values, by name, that no field of `args` can hold).
+
+    args: the family's dataclass. Other keys of the config are kept.
+    """
     rope, unplaced = rotary.write(config, read)
     config = _without_nulls(_spelled({**config, **rope}, read), args)
     lettered = str in get_args(get_type_hints(args).get(LETTERED))
@@ -142,9 +152,10 @@ def _with_dtype(config: Config) -> Config:
 
 
 def _without_nulls(config: Config, args: Any) -> Config:
-    """Return the config without nulls in fields of `args` that do not accept None.
+    """Return a copy of the config without nulls in fields of `args` that do not accept None, except keys of NEUTRAL.
 
-    Sizes of heads, the number of KV heads and the window are derived; other fields get their default.
+    Sizes of heads, the number of KV heads and the window are derived, also if they are absent and required; other
+    fields get their default, and required ones that cannot be derived stay null.
     """
     hints, found = get_type_hints(args), dict(config)
     derived = {"num_key_value_heads": config.get("num_attention_heads")}

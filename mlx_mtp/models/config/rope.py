@@ -59,15 +59,15 @@ class Rope:
         return self.kinds.get(SLIDING, self.main)
 
     def unread(self) -> list[str]:
-        """Return the keys of the parameters that no module of MLX reads."""
+        """Return the sorted keys of the parameters, of all layer types, that no module of MLX reads."""
         names = (name for p in self.kinds.values() for name in p if name not in ALWAYS | TYPES[p["rope_type"]])
         return sorted(set(names))
 
 
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
-    """Return (a config's rotary values under names in `fields`, the values that no such field can hold).
+    """Return (a config's rotary values under names in `fields`, the values, by name, that no such field can hold).
 
-    Both are empty if the config states no rotary embedding.
+    Both are empty if the config states no rotary embedding. ValueError for an unknown or contradictory scaling.
     """
     rope, found, unsupported = Rope(config), {}, {}
     if not rope.stated:
@@ -96,7 +96,7 @@ def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
 
 
 def scaled(parameters: Config) -> bool:
-    """Return whether the parameters scale positions or frequencies."""
+    """Return whether the parameters, with a normalised `rope_type`, scale positions or frequencies."""
     return parameters.get("rope_type", "default") not in ("default", "mrope")
 
 
@@ -163,7 +163,7 @@ def _with_mscale(parameters: Config) -> Config:
     """Return YaRN's parameters with the `mscale` from which MLX's module computes their factor on queries and keys.
 
     The factor is `attention_factor`; else the ratio of `mscale` and `mscale_all_dim` if both are set; else it follows
-    from the scaling factor.
+    from the scaling factor. ValueError for an attention_factor other than 1 without a factor above 1.
     """
     factor, both = parameters.get("factor", 1), ("mscale", "mscale_all_dim")
     scales = [bool(parameters.get(name)) for name in both]
@@ -185,9 +185,10 @@ def _scaling(parameters: Config) -> Config:
 
 
 def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
-    """Return the rotated share of a head under names in `fields`.
+    """Return the rotated share of a head under names in `fields`, `rotary_dim` as a number of features.
 
-    If layer types differ in it, or only one states it, the local layers' share is added to `unsupported`.
+    Empty if the main layers state none. If layer types differ in it, the local layers' share is added to
+    `unsupported`.
     """
     part = main.get("partial_rotary_factor")
     if part is None:

@@ -21,7 +21,8 @@ Place = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, an
 def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
     """Replace the plain rotary modules of a model that ignores the scaling or partial rotation in `config`.
 
-    Raises ValueError if a setting cannot be applied.
+    The model is modified; a model whose family applies the scaling keeps its modules. Raises ValueError if a setting
+    cannot be applied.
     """
     text = config.get("text_config") or config
     rope = Rope(text)
@@ -41,7 +42,10 @@ def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> None:
-    """Make modules that rotate whole heads rotate only the share `part` of each head."""
+    """Make those of the modules that rotate whole heads rotate only the share `part` of each head.
+
+    text: the config of the text model.
+    """
     size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     for module in modules:
         if module.dims == size:
@@ -51,6 +55,7 @@ def _rotate_in_part(modules: list[Any], text: dict[str, Any], part: float) -> No
 def _scale(plain: list[Place], others: list[Any], rope: Rope, longest: int | None) -> None:
     """Replace plain modules by scaled ones if none is scaled yet; do not round YaRN's bounds if `truncate` is false.
 
+    plain, others: unscaled places, and scaled modules, to which new ones are appended. longest: the maximum context.
     Raises ValueError for a type of scaling, or a difference between layer types, that cannot be applied.
     """
     kind, differ = rope.main["rope_type"], scaled(rope.main) != scaled(rope.local)

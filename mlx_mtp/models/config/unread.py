@@ -31,7 +31,8 @@ class Reader:
     def unread_keys(self, config: Config, unplaced: Config) -> tuple[list[str], list[str]]:
         """Return the unread keys to warn about, and "name=value" of the unread keys that change logits.
 
-        unplaced: rotary values that no field holds. Values equal to the family's defaults count as implemented.
+        unplaced: rotary values that no field holds. Values equal to transformers' defaults for the family count as
+        implemented. A window that equals the default is a warning.
         """
         left = {name: value for name, value in config.items() if self._matters(name, value, config)}
         warned, refused = [f"rope_parameters.{name}" for name in rotary.Rope(config).unread()], []
@@ -98,7 +99,8 @@ def _windowed(config: Config) -> bool:
 def _as_transformers_has_it(model_type: str, known: Config) -> Config:
     """Return all keys as transformers derives them from the known ones; empty if it lacks the family.
 
-    An unread key with its derived value is harmless: the family's implementation was written for these defaults.
+    If it refuses the known ones, they are its defaults alone. An unread key with its derived value is harmless: the
+    family's implementation was written for these defaults.
     """
     from transformers import CONFIG_MAPPING  # seconds to import
 

@@ -60,7 +60,10 @@ def basics(meta: Meta, model_type: str) -> dict[str, Any]:
 
 
 def rotary(meta: Meta, **more: Any) -> dict[str, Any]:
-    """Return config.json's `rope_theta`, and `rope_scaling` if the metadata have it; more: entries added for YaRN."""
+    """Return config.json's `rope_theta`, and `rope_scaling` if the metadata have it.
+
+    more: entries added to a YaRN scaling. ValueError for an unsupported scaling.
+    """
     found = scaling(meta, **more)
     return {"rope_theta": meta.number("rope.freq_base", 10000.0), **({"rope_scaling": found} if found else {})}
 

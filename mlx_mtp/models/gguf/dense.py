@@ -28,7 +28,10 @@ def llama_config(meta: Meta) -> dict[str, Any]:
 
 
 def factors(meta: Meta, base: float) -> dict[str, Any]:
-    """Return config.json's `rope_scaling` from the tensor rope_freqs.weight, Llama 3's factors; {} without it."""
+    """Return config.json's `rope_scaling` from the tensor rope_freqs.weight, Llama 3's factors; {} without it.
+
+    base: the rope theta.
+    """
     stored = meta.values.get("rope_freqs.weight")
     return {} if stored is None else {"rope_scaling": from_factors(meta, np.asarray(stored, np.float64), base)}
 

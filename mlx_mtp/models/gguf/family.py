@@ -105,7 +105,10 @@ class Family:
         return {**block, **self.in_head, **self.head}
 
     def _made(self, meta: Meta, path: str, names: list[str]) -> Made:
-        """Return a parameter's tensors, in the order in which they are joined, with their change."""
+        """Return a parameter's tensors, in the order in which they are joined, and their change.
+
+        names: of these tensors in any order; the list is sorted in place.
+        """
         order = list(self.block)
         rests = {name: BLOCK.fullmatch(name) for name in names}
         names.sort(key=lambda n: _rank(order, rests[n]))

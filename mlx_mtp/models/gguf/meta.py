@@ -59,7 +59,10 @@ class Meta:
 
     @property
     def layers(self) -> int:
-        """Number of the target's layers, which are the blocks before the heads; ValueError if there are none."""
+        """Number of the target's layers, which are the blocks before the heads; ValueError if there are none.
+
+        ValueError, too, if the metadata lack block_count.
+        """
         if self.heads >= self.blocks:
             raise ValueError(f"{self.file}: block_count is {self.blocks}; expected more than {self.heads}, the heads")
         return self.blocks - self.heads
@@ -72,7 +75,7 @@ class Meta:
         return blocks
 
     def has(self, key: str) -> bool:
-        """Return whether the metadata contain a key."""
+        """Return whether the metadata contain a key; this does not count as reading it."""
         return f"{self.architecture}.{key}" in self.values
 
     def integer(self, key: str, default: Any = REQUIRED) -> Any:
@@ -107,7 +110,8 @@ class Meta:
     def each(self, key: str, default: Any = REQUIRED) -> list[Any]:
         """Return one number per block: a stored list, or a single value repeated for every block, heads included.
 
-        A list needs at least one number per layer of the target, and may lack those of the heads.
+        A list is returned as it is: it needs at least one number per layer of the target, and may lack those of the
+        heads or have more. ValueError for a missing value without `default`.
         """
         full, count = f"{self.architecture}.{key}", self.blocks
         self.read.add(full)
@@ -148,7 +152,7 @@ class Meta:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number as Python's: an array's item, or a float as the shortest decimal of its float32."""
+    """Return a NumPy number as Python's, and a float that float32 can hold as the shortest decimal; else `value`."""
     if isinstance(value, np.generic):
         value = value.item()
     return float(str(np.float32(value))) if type(value) is float and np.float32(value) == value else value

@@ -119,7 +119,10 @@ def glm_config(meta: Meta) -> dict[str, Any]:
 
 
 def _mla(meta: Meta, model_type: str) -> dict[str, Any]:
-    """Return the config.json entries that families with MLA share, with this model_type."""
+    """Return the config.json entries that families with MLA share, with this model_type.
+
+    ValueError for a missing value, or keys that are not longer than their rotated part.
+    """
     found = {**basics(meta, model_type), **routed(meta, "n_routed_experts"), **grouped(meta)}
     rope = meta.size("rope.dimension_count")
     key, value = (

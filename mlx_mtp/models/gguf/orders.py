@@ -4,9 +4,9 @@ import numpy as np
 
 
 def unpermuted(rows: int, heads: int) -> np.ndarray:
-    """Return indices of `rows` rows that put each attention head's even rows before its odd ones.
+    """Return indices [rows] that put each attention head's even rows before its odd ones.
 
-    Converters interleave the two halves of a head, whose rows RoPE rotates in pairs.
+    rows: of all heads together. Converters interleave the two halves of a head, whose rows RoPE rotates in pairs.
     """
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
@@ -14,7 +14,8 @@ def unpermuted(rows: int, heads: int) -> np.ndarray:
 def untiled(start: int, k_heads: int, v_heads: int, size: int) -> np.ndarray:
     """Return indices that group value heads, of `size` rows each, by key head again; the first `start` rows stay.
 
-    Converters write the first value head of every key head, then the second of every key head, and so on.
+    v_heads: in all, a multiple of k_heads; the indices are [start + v_heads * size]. Converters write the first value
+    head of every key head, then the second of every key head, and so on.
     """
     tiled = np.arange(v_heads * size).reshape(v_heads // k_heads, k_heads, size)
     return np.concatenate([np.arange(start), start + tiled.swapaxes(0, 1).reshape(-1)])

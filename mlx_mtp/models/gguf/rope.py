@@ -12,9 +12,9 @@ CLOSE = 1e-5
 
 
 def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
-    """Return config.json's `rope_scaling` from the metadata, None if they have none; ValueError for an unknown type.
+    """Return config.json's `rope_scaling` from the metadata; None for no type, "none", or a factor of 0 or 1.
 
-    more: entries that the family adds to YaRN's.
+    ValueError for an unknown type. more: entries that the family adds to YaRN's; ignored for other types.
     """
     kind = meta.text("rope.scaling.type", None)
     factor = meta.number("rope.scaling.factor", 0.0)
