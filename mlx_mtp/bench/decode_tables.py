@@ -74,7 +74,7 @@ def categories(found: dict[str, Any]) -> list[str]:
 
 
 def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[Row]:
-    """Return a Row per loop, over all prompts of a setting (None) or those of a category."""
+    """Return a Row per loop, over the prompts of a setting and of a category (None: of all categories)."""
     loops: dict[str, list[dict[str, Any]]] = {}
     for entry in found["entries"]:
         if setting_of(entry) == setting and category in (None, entry["category"]):

@@ -74,7 +74,10 @@ class Pairs(NamedTuple):
 
 
 def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Return the experts [M, top_k] of logits [M, E], best first, and their float32 weights; ties in MLX's order."""
+    """Return the experts [M, top_k] of logits [M, E], best first, and their weights, float32 [M, top_k].
+
+    bias [E] or None; ignored with "softmax". Equal scores are in the order of MLX's argsort.
+    """
     k = routing.top_k
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
@@ -103,14 +106,17 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 
 
 def routable(logits: mx.array, routing: Routing) -> bool:
-    """Return whether the kernel supports these logits [M, E]."""
+    """Return whether the kernel supports logits [M, E] and the routing, within the maxima of M, E, top_k and groups."""
     m, experts = logits.shape
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES
 
 
 def room(m: int, top_k: int) -> int:
-    """Return the number of pairs that fit in a threadgroup's memory: of 8 rows up to m = 8, else of 16; in 128s."""
+    """Return the number of pairs for which a threadgroup reserves memory: top_k times 8 if m <= 8, else times 16.
+
+    It is rounded up to a multiple of 128.
+    """
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 
 

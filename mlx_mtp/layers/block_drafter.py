@@ -22,7 +22,7 @@ from .block_parts import CandidateSelector, ConfidenceHead, DynamicConv, MarkovH
 class BlockShape:
     """Everything about a block drafter that is not a weight.
 
-    taps: layers of the target (as numbers) after which `fc` reads the residual stream, of `captured` features.
+    taps: layers of the target (as numbers) after which `fc` reads the residual stream; captured: its width.
     drafts: drafts of a block as trained; anchored: the newest token's row drafts, too.
     reaches: what each layer attends to. rope: `initialize_rope`'s scaling_config.
     conv, selector: (taps, group) and (rank, candidates) of DFlash2, None without. markov: (kind, rank) of DSpark.

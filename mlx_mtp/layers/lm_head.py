@@ -101,10 +101,10 @@ class Rows:
 
 
 def place_heads(model: Any) -> list[LMHeadSite]:
-    """Create a site, off, on each LM head of the model and its MTP heads, including tied embeddings; return the
-    sites.
+    """Create a site, off, as `choice` of each LM head of the model and its MTP heads; return the sites.
 
-    Modules in formats that the kernels do not support get none.
+    Tied embeddings count as LM heads, and a module shared by several gets one site. Modules whose class or format
+    the kernels do not support get none.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and known_format(module)]

@@ -203,7 +203,9 @@ class AbsorbedMLA:
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
-        """Return values [B, heads, L, Dv] with scores scale * (q k^T + q_pe k_pe^T); `mask` broadcasts to these.
+        """Return the attention's output [B, heads, L, Dv], with scores scale * (q k^T + q_pe k_pe^T).
+
+        mask: boolean, broadcast to the scores [B, heads, L, S], or None for all.
 
         Heads that share keys become rows of one product, which reads the cache once instead of once per head.
         """

@@ -63,7 +63,7 @@ class EagleHead(MTPHead):
     """An external drafter's head around `block`, a Llama-like layer.
 
     Its attention reads [embedding, hidden] at full width, so its projections are widened.
-    captured: features of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
+    captured: width of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
     window: positions that the attention reads, None for all. residual_normed: the residual is `hidden_norm`'s output,
     not its input. parts: the optional modules present: "input_norm" (of all captured states), "fc_norm" (of each),
     "d2t".

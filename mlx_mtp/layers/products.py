@@ -93,7 +93,7 @@ class Stack(Site):
         return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Return the product of layer `index`; the other products are kept until each was read with the same x."""
+        """Return layer `index`'s product; the others are kept until each was read with the same x, or x changes."""
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
