@@ -46,7 +46,8 @@ Found = dict[str, Any]
 def examine(subject: Subject, progress: Progress) -> Found:
     """Run all parts and return their results, ready for JSON; the model must have been loaded without kernels.
 
-    progress: receives each part's name before it starts. A failed part has only "failed", its error's type and first line.
+    progress: receives each part's name before it starts. A failed part has only "failed": its error's type and first
+    line.
     """
     tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
     found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}

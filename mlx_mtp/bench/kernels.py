@@ -97,7 +97,7 @@ def speed_table(found: Sequence[Found]) -> Table:
 
 
 def speedup(line: Found) -> Measured:
-    """Return stock MLX's time over ours, of a `compared` line."""
+    """Return stock MLX's time over ours, of a `compared` line; KeyError if its kernel does not run."""
     return ratio(line["seconds"]["stock"], line["seconds"]["ours"])
 
 

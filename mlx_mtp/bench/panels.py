@@ -86,7 +86,7 @@ class RangePanel(Panel):
 
 
 def panels(*results: Found) -> list[Panel]:
-    """Return the panels of results: all profiles together in one, last; other results one after the other."""
+    """Return the panels of results: all profiles together in one, last; others in order, none of `bench parallel`."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]

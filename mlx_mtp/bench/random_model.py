@@ -120,8 +120,8 @@ def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any)
 def draw_weights(model: Any, seed: int) -> None:
     """Replace every matrix by random weights of variance 1 / inputs, in place, evaluated one module at a time.
 
-    Vectors and convolutions keep mlx-lm's values: norms ones, biases zeros, decay rates its own. Raises ValueError for
-    a quantization mode other than affine.
+    Vectors and convolutions keep mlx-lm's values: norms ones, biases zeros, decay rates its own. Raises ValueError
+    for a quantization mode other than affine.
     """
     keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
     for key, (_, module) in zip(keys, model.named_modules(), strict=True):

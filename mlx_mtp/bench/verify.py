@@ -40,8 +40,8 @@ Turns = dict[tuple[str, int], Callable[[], float]]  # functions that return seco
 class Kernels:
     """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
-    The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as `kernels` of
-    `load`.
+    The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
+    `kernels` of `load`.
     """
 
     def __init__(self, model: Any, lane: str | None):

@@ -56,7 +56,7 @@ def _values(inputs: Sequence) -> list[mx.array]:
 
 @dataclass(eq=False)
 class MetalKernel:
-    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last launch."""
+    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last completed launch."""
 
     name: str
     input_names: list[str]

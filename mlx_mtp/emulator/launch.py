@@ -176,7 +176,10 @@ class BufferTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of one launch: buffers by name, and barriers and collectives of all threads and at most of one."""
+    """The traffic of one launch: buffers by name, and barriers and collectives, summed over all threads.
+
+    max_barriers, max_collectives: those of the thread with the most.
+    """
 
     kernel: str
     grid: Triple

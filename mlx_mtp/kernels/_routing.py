@@ -106,7 +106,7 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 
 
 def routable(logits: mx.array, routing: Routing) -> bool:
-    """Return whether the kernel supports logits [M, E] and the routing, within the maxima of M, E, top_k and groups."""
+    """Return whether the kernel supports the type of logits [M, E], and M, E, top_k and n_group are within limits."""
     m, experts = logits.shape
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES

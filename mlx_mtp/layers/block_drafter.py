@@ -85,7 +85,10 @@ class BlockAttention(nn.Module):
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
 
     def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
-        """Return the output [n, b, H] for a block's rows; masks: those of this pass, by cache geometry and reach."""
+        """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`.
+
+        masks: those of this pass, by reach and number of slots; a missing one is added.
+        """
         queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=kv.offset)
         keys, values = self.append(x, kv, rope)
         slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]

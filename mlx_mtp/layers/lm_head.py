@@ -90,13 +90,16 @@ class Rows:
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
-        """Return each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M]."""
+        """Return each row's n greatest logits, greatest first, float32 [M, n], their tokens, and the logsumexp [M]."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)
 
     def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
-        """Draw each row's token, int32 [M], from the result of `top`; filters: temp, top_p, min_p and vocab_size."""
+        """Draw each row's token, int32 [M], from the result of `top`, with the noise of `draw`.
+
+        filters: temp, top_p, min_p and vocab_size; all four must be given.
+        """
         return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 

@@ -36,7 +36,10 @@ class MTPHead(nn.Module):
             self.head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
-        """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm."""
+        """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm.
+
+        The block writes its keys and values of these L positions to `cache`.
+        """
         e, h = self.enorm(embeddings), self.hnorm(hidden)
         pair = [e, h] if self._spec.fuse == "eh" else [h, e]
         x = self.eh_proj(mx.concatenate(pair, axis=-1))
