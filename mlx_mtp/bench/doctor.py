@@ -66,7 +66,7 @@ def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
     """Check the results of these ops (none: all) on small shapes, without times, and return a report.
 
     They run on the GPU in each type that it supports, else emulated in one type; without a GPU and a clang for the
-    emulator the report says that they are not checked.
+    emulator nothing is checked, and the report states that.
     """
     tic = time.time()
     found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}

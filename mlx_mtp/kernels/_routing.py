@@ -51,7 +51,7 @@ class Routing:
         return mx.array([self.eps, self.scale], mx.float32)
 
     def check(self, experts: int) -> None:
-        """Raise ValueError if there are fewer than top_k experts, or n_group groups cannot have 2 or more each."""
+        """Raise ValueError if top_k exceeds `experts`, or they cannot form n_group > 1 equal groups of at least 2."""
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):

@@ -31,7 +31,7 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
 class Launched(threading.local):
-    """A thread's launches. held: bytes that MLX has allocated for the sources of all of them."""
+    """A thread's launches. held: see `source_bytes`."""
 
     held = 0
 

@@ -182,7 +182,7 @@ def verify_head_draw(
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
-    """Return the n greatest logits [M, n] float32 of each row x [M, K], greatest first, their tokens, and a logsumexp.
+    """Return the n greatest logits [M, n] float32 of each row x [M, K], descending, their tokens, and a logsumexp.
 
     The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
     weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or

@@ -44,7 +44,10 @@ class CachedAttention(Site):
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Return whether the site is on for `rows` rows per sequence at the cache's context; for a pool, at all."""
+        """Return whether the site is on for `rows` rows per sequence at the context of `cache`.
+
+        For a pool: whether it is on at every context.
+        """
         if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)

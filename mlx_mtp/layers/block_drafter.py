@@ -80,7 +80,10 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(D, shape.eps), nn.RMSNorm(D, shape.eps)
 
     def append(self, x: mx.array, kv: Any, rope: Any) -> tuple[Any, Any]:
-        """Write keys and values of rows x [n, L, H] at the cache's position; return all that the cache then holds."""
+        """Write keys and values of rows x [n, L, H] at the position of cache `kv`; return those of all its slots.
+
+        rope: rotates the keys to their positions. The pair is that of `kv.update_and_fetch`.
+        """
         keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
 

@@ -90,7 +90,7 @@ class Rows:
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
-        """Return each row's n greatest logits, greatest first, float32 [M, n], their tokens, and the logsumexp [M]."""
+        """Return each row's n greatest logits, the greatest first, as `kernels.verify_head_top` does."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)

@@ -207,7 +207,7 @@ class Dense(Site):
 
 
 class VerifyLinear:
-    """Mixin for a linear layer, quantized or not, which is part `index` of a site."""
+    """Mixin for a linear layer, quantized or not, that runs part `index` of its site where the site is on."""
 
     site: Stack | Dense
     index = 0
@@ -218,7 +218,7 @@ class VerifyLinear:
 
 
 class VerifyEmbedding:
-    """Mixin for an embedding, quantized or not, that is also the LM head and has a site."""
+    """Mixin for an embedding, quantized or not, whose product as LM head runs its site where that is on."""
 
     site: Stack | Dense
 
@@ -238,7 +238,7 @@ class _Rows:
 
 
 class VerifyRouter:
-    """Mixin for a router that chooses from `x @ weight.T` and uses x for nothing else."""
+    """Mixin for a router that uses x only in `x @ weight.T`; it runs our kernel there where its site is on."""
 
     site: Dense
 

@@ -44,7 +44,7 @@ class Sum(Site):
 
 
 class VerifyNorm:
-    """Mixin for the norm of a Sum that returns the norm kept by the Sum."""
+    """Mixin for the norm of a Sum: returns the norm kept by the Sum if x is its last sum, else computes it."""
 
     sum: Sum
 
