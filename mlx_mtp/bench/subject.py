@@ -198,7 +198,7 @@ FILE = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """Token ids of one prompt of a category; context: the length it was padded to, or 0."""
+    """Token ids of one prompt of a category; context: the maximum length that it was padded to, 0 if it was not."""
 
     category: str
     tokens: list[int]
@@ -257,7 +257,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Return this number of characters of source code, from the running Python's standard library."""
+    """Return this number of characters of source code of Python's standard library, fewer if it has fewer."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

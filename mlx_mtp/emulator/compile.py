@@ -138,7 +138,10 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 @functools.cache
 def runtime_library() -> Path:
-    """Return the path of the emulator's runtime library, built once per version of its source and of clang."""
+    """Return the path of the emulator's runtime library, built once per version of its source and of clang.
+
+    Raises the errors of `find_clang`, and CompileError if it does not compile.
+    """
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
     target = cache_directory() / f"runtime-{digest(directory_digest(NATIVE), version, flags)}.so"

@@ -240,7 +240,8 @@ def verify_attention(
 
     On Metal a row has the bits of its query alone, whatever the other sequences are, and keys and values are
     requested once for all queries and heads of a KV head (up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split` at
-    most 32); elsewhere the reference runs. Raises ValueError if shapes do not match.
+    most 32); elsewhere the reference runs. Raises ValueError if shapes or the number of stored arrays do not match;
+    limit, S and positions are not checked.
     """
     k, v = _parts(keys), _parts(values)
     _check(q, k, v, offset, start, cache_rows, gate, bits)
