@@ -194,7 +194,7 @@ VARIABLE = "MTL_CAPTURE_ENABLED"
 
 @dataclass
 class Captured(Timer):
-    """A timer that makes Metal write a trace of a run of `phase` to each of `paths`, which it empties.
+    """A timer that makes Metal write a trace of a run of `phase` to each of `paths`, and removes it from that list.
 
     Runs in the first WARM cycles are left out, except the prefill.
     """

@@ -81,7 +81,7 @@ def find_clang() -> tuple[list[str], list[str], str]:
     """Return the compiler's command, the linker's command and the compiler's --version output.
 
     MLX_MTP_CLANG names a clang; otherwise the system's clang from version 16 on is used, else that of `ziglang`.
-    Raises ValueError if there is none, for an older MLX_MTP_CLANG, and except on Linux on x86-64 or arm64.
+    Raises ValueError if there is none, if MLX_MTP_CLANG is older or no clang, and except on Linux on x86-64 or arm64.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")

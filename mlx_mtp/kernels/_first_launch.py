@@ -74,7 +74,7 @@ class Launch(NamedTuple):
         return mx.metal.is_available() and self.maker is mx.fast.metal_kernel
 
     def run(self) -> Exception | None:
-        """Evaluate the launch on zeros and add its variant to `ran`; return the exception (not raised) if it fails."""
+        """Evaluate the launch on zeros and add its variant to `ran`; return (not raise) its exception if it fails."""
         try:
             inputs = [mx.zeros(*given) if isinstance(given, tuple) else given for given in self.inputs]
             mx.eval(self.call(inputs=inputs, **self.how))

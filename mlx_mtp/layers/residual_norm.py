@@ -23,7 +23,7 @@ class Sum(Site):
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
         """Return x + r [..., H]; if the site is on for these rows, also keep the sum's norm for the norm module.
 
-        That module must be called next, with the returned array itself.
+        The norm module reads it if it is called with the returned array itself before the next sum.
         """
         if rows_of(x) not in self.rows:
             return x + r
