@@ -76,7 +76,10 @@ class Noted(nn.Module):
 
 @contextmanager
 def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Callable[..., None]) -> Iterator[None]:
-    """Call `note(child, *arguments)` before each call, in the block, of modules' children that `chosen` accepts."""
+    """Call `note(child, *arguments)` before each call, in the block, of modules' direct children that are `chosen`.
+
+    Keyword arguments of the call are not passed to `note`.
+    """
     places = [(m, name) for m in modules for name, child in m.items() if chosen(child)]
     for module, name in places:
         module[name] = Noted(module[name], note)
@@ -191,7 +194,10 @@ VARIABLE = "MTL_CAPTURE_ENABLED"
 
 @dataclass
 class Captured(Timer):
-    """A timer that makes Metal write a trace of each run of `phase` after WARM cycles, one to each of `paths`."""
+    """A timer that makes Metal write a trace of a run of `phase` to each of `paths`, and removes it from that list.
+
+    Runs in the first WARM cycles are left out, except the prefill.
+    """
 
     phase: str = "verify"
     paths: list[Path] = field(default_factory=list)
@@ -218,7 +224,10 @@ def trace_paths(path: Path, cycles: int) -> list[Path]:
 
 
 def check_capture(phase: str, path: Path, cycles: int) -> None:
-    """Raise ValueError if Metal cannot write traces: no GPU, not enabled, another suffix, or a file that exists."""
+    """Raise ValueError if Metal cannot write traces: no GPU, not enabled, another suffix, or a file that exists.
+
+    Also for several cycles of a prefill.
+    """
     if not mx.metal.is_available():
         raise ValueError(f"capture={phase}: needs a Metal GPU, and this machine has none")
     if os.environ.get(VARIABLE) != "1":

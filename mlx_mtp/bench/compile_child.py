@@ -46,7 +46,8 @@ def by_mlx(job: Job) -> Answer:
 def most_threads(launch: Callable[..., Any], call: Mapping[str, Any]) -> int | None:
     """Return a compiled kernel's maxTotalThreadsPerThreadgroup, which is smaller the more registers a thread has.
 
-    MLX names it in the error for a larger group, which it raises before anything runs; None without a GPU.
+    MLX names it in the error for a larger group, which it raises before anything runs. None without a GPU, or if the
+    error does not name it.
     """
     import mlx.core as mx
 

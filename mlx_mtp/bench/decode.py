@@ -246,7 +246,11 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
 
 
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
-    """Run all loops on each prompt in turn, and add times and differences to the session."""
+    """Run all loops on each prompt, in turn in each round; add entries and differences to the session.
+
+    The model's measured costs are dropped first. progress: called before each prompt with its category, the number
+    done and the total, and with "" at the end.
+    """
     reset_costs(session.subject.model)
     with session.subject.acceptance():
         for i, prompt in enumerate(prompts):

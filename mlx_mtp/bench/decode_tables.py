@@ -27,8 +27,8 @@ class Row:
     tokens, drafted, accepted: per round on average, lookups included.
     rates:  per depth, the share of the heads' drafts that were accepted; None without drafts.
     paused: why drafting was paused at the end of its last run, else "".
-    speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: ratio to these loops within a round, None without
-            them.
+    speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: ratio to these loops within a round. None without
+            a second token, or without these loops. tokens_per_cycle: None without cycles, as mlx-lm's.
     prompt_speed: tokens/s; peak_bytes: the maximum.
     """
 
@@ -74,7 +74,7 @@ def categories(found: dict[str, Any]) -> list[str]:
 
 
 def rows(found: dict[str, Any], setting: Setting, category: str | None = None) -> list[Row]:
-    """Return a Row per loop, over all prompts of a setting (None) or those of a category."""
+    """Return a Row per loop, over the prompts of a setting and of a category (None: of all categories)."""
     loops: dict[str, list[dict[str, Any]]] = {}
     for entry in found["entries"]:
         if setting_of(entry) == setting and category in (None, entry["category"]):

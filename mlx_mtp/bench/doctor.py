@@ -46,7 +46,8 @@ Found = dict[str, Any]
 def examine(subject: Subject, progress: Progress) -> Found:
     """Run all parts and return their results, ready for JSON; the model must have been loaded without kernels.
 
-    progress: receives each part's name before it starts. A failed part has only "failed", its error's first line.
+    progress: receives each part's name before it starts. A failed part has only "failed": its error's type and first
+    line.
     """
     tic, before, examined = time.time(), thermal_state(), ExaminedModel(subject)
     found: Found = {"doctor": FORMAT, "environment": {**result.environment(), "gpu_cores": gpu_cores()}}
@@ -64,7 +65,8 @@ def examine(subject: Subject, progress: Progress) -> Found:
 def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
     """Check the results of these ops (none: all) on small shapes, without times, and return a report.
 
-    They run on the GPU in each type that it supports, else emulated.
+    They run on the GPU in each type that it supports, else emulated in one type; without a GPU and a clang for the
+    emulator nothing is checked, and the report states that.
     """
     tic = time.time()
     found: Found = {"doctor": FORMAT, "bits_only": True, "op": [*ops], "environment": result.environment()}
@@ -199,7 +201,7 @@ class ExaminedModel:
         return {"context": CONTEXT, "rows": list(ROWS), "costs": costs, "one_row_seconds": one}
 
     def decode(self) -> Found:
-        """Time mlx-lm's loop and ours without and with drafts; return a line per loop, and texts that differ."""
+        """Time mlx-lm's loop and ours without and with drafts; return a line per loop, and `decode.broken` texts."""
         session = decode.open_session(self.subject, (), ROUNDS, 0.0)
         prompts = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES)
         given = {"stop_tokens": self.subject.stop_tokens, "prefill_step_size": default_chunk(self.model)}

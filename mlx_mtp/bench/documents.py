@@ -57,7 +57,7 @@ def published() -> list[Any]:
 
 
 def check(model: Any) -> None:
-    """Raise ValueError unless a model has three chained heads, as the published one does."""
+    """Raise ValueError unless a model has exactly three heads of topology "chain", as the published one does."""
     if len(model.mtp) != DEPTHS or model.spec.topology != "chain":
         found = f"{len(model.mtp)} of topology {model.spec.topology!r}" if model.mtp else "none"
         allowed = f"allowed with {DEPTHS} chained heads, as published"

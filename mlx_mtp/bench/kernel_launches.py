@@ -41,7 +41,7 @@ F32 = mx.float32
 
 
 def spread(launches: Iterable[Launch], count: int) -> list[Launch]:
-    """Return `count` (at least 2) of the launches, from the first to the last in even steps."""
+    """Return `count` (at least 2) of the launches, first to last in even steps; some repeat if there are fewer."""
     every = list(launches)
     return [every[i * (len(every) - 1) // (count - 1)] for i in range(count)]
 

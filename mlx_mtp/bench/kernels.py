@@ -27,7 +27,10 @@ Found = dict[str, Any]  # a kernel at a row count, as in results
 
 
 def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iterator[Found]:
-    """Yield `compared` for each case, of one op or all (None), at each row count up to `rows`; needs a Metal GPU."""
+    """Yield `compared` for each case, of one op or all (None), at each of its row counts up to `rows`.
+
+    Needs a Metal GPU. For an unknown op, or if no row count is small enough, nothing is yielded.
+    """
     for name, (kind, make) in CASES.items():
         if op in (None, kind):
             sites = [make() for _ in range(LAYERS.get(kind, 4))]
@@ -97,7 +100,7 @@ def speed_table(found: Sequence[Found]) -> Table:
 
 
 def speedup(line: Found) -> Measured:
-    """Return stock MLX's time over ours, of a `compared` line."""
+    """Return stock MLX's time over ours, of a `compared` line; KeyError if its kernel does not run."""
     return ratio(line["seconds"]["stock"], line["seconds"]["ours"])
 
 

@@ -154,7 +154,7 @@ POSITIONS = 256  # size of small caches
 
 
 def near(site: Any) -> Any:
-    """Place the trial rows of an attention's site after few positions, and return the site."""
+    """Return an attention's site, changed so that its trial rows follow few positions."""
     site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
     return site
 

@@ -86,7 +86,7 @@ class RangePanel(Panel):
 
 
 def panels(*results: Found) -> list[Panel]:
-    """Return the panels of results: all profiles together in one, last; other results one after the other."""
+    """Return the panels of results: all profiles together in one, last; others in order, none of `bench parallel`."""
     makers = {"decode": (speed, acceptance), "verify": (verify_curves,), "kernels": (kernel_grid,)}
     makers["model"] = model_curve, model_cycles, documents
     profiles = [found for found in results if found["bench"] == "profile"]
@@ -141,7 +141,10 @@ def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) 
 
 
 def acceptance(found: Found) -> Iterator[Panel]:
-    """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt, for the maximum drafts."""
+    """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt.
+
+    It is that of the loop with the largest fixed number of drafts.
+    """
     for setting in (sets := settings(found)):
         made: dict[str, Sequence[float | None]] = {}
         for kind in categories(found):

@@ -122,7 +122,10 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of a result: tok/s of all sequences and of one, over mlx-lm's (else our loop's), and gaps."""
+    """Return a table of a result: tok/s of all sequences and of one, over mlx-lm's (else our loop's), and gaps.
+
+    Speeds are the highest and gaps the lowest of all rounds, ratios the median.
+    """
     base = MLX_LM if any(e["contender"] == MLX_LM for e in found["entries"]) else AFTER
     columns = ("texts", "context", "", "tok/s together", "of one", f"x {base}", "gap p50", "p95", "p99 ms", "differ")
     made = new_table(f"{named(found['model'])}, {found['options']['max_tokens']} tokens each", *columns)

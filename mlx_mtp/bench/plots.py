@@ -47,7 +47,7 @@ DODGE, SPREAD = 0.018, 0.7
 
 
 def check(path: Path) -> None:
-    """Raise ValueError if a picture cannot be written: no .png or .svg suffix, or no matplotlib."""
+    """Raise ValueError if a path has no .png or .svg suffix, or matplotlib is missing; nothing is written."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"plot={path}: a picture ends in {' or '.join(SUFFIXES)}, not in {path.suffix or 'nothing'}")
     need_matplotlib()
@@ -62,7 +62,10 @@ def need_matplotlib() -> None:
 
 
 def save(results: Sequence[Found], path: Path, *, dark: bool = False) -> None:
-    """Draw the results' pictures, one below the other, into a .png or .svg file; ValueError if there are none."""
+    """Draw the results' pictures, one below the other, into a .png or .svg file.
+
+    Raises ValueError if the results have no pictures; call `check` first for the suffix and matplotlib.
+    """
     drawn = panels(*results)
     if not drawn:
         raise ValueError(f"plot={path}: nothing in these results can be drawn")

@@ -50,7 +50,10 @@ def raw(timers: Sequence[Timer], undisturbed: Sequence[float]) -> Found:
 
 
 def lines(found: Found) -> list[Line]:
-    """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time, if above 0."""
+    """Return a Line per phase of a profile, per part of "host", and for the rest of the wall time.
+
+    Those that took no time in some round are left out.
+    """
     made, seconds = [], found["seconds"]
     host = [sum(parts) for parts in zip(*(seconds[name] for name in HOST), strict=True)]
     seconds = {**seconds, "host": host, REST: found["unexplained"]}

@@ -29,7 +29,10 @@ INDICES = re.compile(r"\d+(,\d+)*")  # a list of layers as text
 
 
 def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
-    """Build a port's model of a config.json with random weights; shape: options of `shaped_model`, such as bits."""
+    """Build a port's model of a config.json with random weights; shape: options of `shaped_model`, such as bits.
+
+    Raises the ValueErrors of `shaped_model` and `draw_weights`.
+    """
     mx.random.seed(seed)  # for vectors that mlx-lm draws
     model, config = shaped_model(file, **shape)
     draw_weights(model, seed)
@@ -115,9 +118,10 @@ def _rule(of_family: Any, stated: dict, group_size: int, path: str, module: Any)
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Replace every matrix by random weights of variance 1 / inputs, evaluated one module at a time.
+    """Replace every matrix by random weights of variance 1 / inputs, in place, evaluated one module at a time.
 
-    Vectors keep mlx-lm's values: norms ones, biases zeros, decay rates its own.
+    Vectors and convolutions keep mlx-lm's values: norms ones, biases zeros, decay rates its own. Raises ValueError
+    for a quantization mode other than affine.
     """
     keys = mx.random.split(mx.random.key(seed), sum(1 for _ in model.named_modules()))
     for key, (_, module) in zip(keys, model.named_modules(), strict=True):

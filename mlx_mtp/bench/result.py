@@ -23,7 +23,7 @@ KINDS = ("decode", "verify", "kernels", "profile", "model", "parallel")
 
 
 def environment() -> dict[str, Any]:
-    """Return the chip, system and versions that times depend on."""
+    """Return the chip, system and versions that times depend on; None for what is not known here."""
     device = mx.device_info()
     return {
         "chip": device.get("device_name") or platform.processor() or platform.machine(),
@@ -94,9 +94,10 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result from a file of `write`, or from the last line of a file; ValueError if it is none.
+    """Read a result from a file of `write`, or from the last line of a file.
 
-    kind: of KINDS, the only one that is accepted; None for all.
+    kind: of KINDS, the only one that is accepted; None for all. Raises ValueError if it is no result in this format,
+    or one of another kind, and OSError if the file cannot be opened.
     """
     with one_line(f"{path}: no result of `mlx-mtp bench`", (ValueError, RecursionError)):
         text = path.read_text().strip()

@@ -95,7 +95,8 @@ def open_subject(
 ) -> Subject:
     """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
-    layers, bits, group_size: of the random model; see `random_model`. kernels, draft_model, tensor_group: as in
+    layers, bits, group_size: of the random model, see `random_model`; with a checkpoint `layers` is an error, and the
+    other two are ignored. kernels, draft_model, tensor_group: as in
     `load`. mtp: with the MTP heads.
     synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
     Raises a one-line ValueError for what cannot be loaded or combined.
@@ -197,7 +198,7 @@ FILE = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """Token ids of one prompt of a category; context: the length it was padded to, or 0."""
+    """Token ids of one prompt of a category; context: the maximum length that it was padded to, 0 if it was not."""
 
     category: str
     tokens: list[int]
@@ -207,10 +208,11 @@ class BenchPrompt:
 def make_prompts(
     tokenizer: Any, vocab_size: int, *, each: int, context: int = 0, only: Iterable[str] = ()
 ) -> list[BenchPrompt]:
-    """Return `each` prompts of every category, or of `only` these, padded in front to `context` tokens (0: unpadded).
+    """Return up to `each` prompts of every category, or of `only` these, with text in front up to `context` tokens.
 
-    tokenizer: None uses random tokens, in a category of their own.
-    Raises ValueError for an unknown category, or a context that is shorter than a prompt.
+    context: 0 for prompts as they are; else a prompt has at most that many tokens, usually just as many.
+    tokenizer: None for `each` prompts of `context` (0: 128) random tokens in a category of their own; `only` is then
+    ignored. Raises ValueError for an unknown category, or a context that is shorter than a prompt.
     """
     if tokenizer is None:
         length = context or 128
@@ -255,7 +257,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def filler(characters: int) -> str:
-    """Return this number of characters of source code, from the running Python's standard library."""
+    """Return this number of characters of source code of Python's standard library, fewer if it has fewer."""
     text = ""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(text) >= characters:

@@ -137,7 +137,10 @@ class Timed:
 
 
 def steps_for(calls: Sequence[Call], seconds: float) -> int:
-    """Return the number of steps, a multiple of the calls, that take about `seconds`; at least one of each call."""
+    """Return the number of steps that take about `seconds`: a multiple of the number of calls, at most MOST_STEPS.
+
+    It is at least one step per call, even if that exceeds MOST_STEPS or takes longer.
+    """
     chain_seconds(calls, len(calls))  # compiles
     once = min(chain_seconds(calls, len(calls)) for _ in range(2))
     return len(calls) * max(1, min(round(seconds / once), MOST_STEPS // len(calls)))

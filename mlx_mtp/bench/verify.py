@@ -40,8 +40,8 @@ Turns = dict[tuple[str, int], Callable[[], float]]  # functions that return seco
 class Kernels:
     """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
-    The model must have been loaded without kernels, and have a port. lane: which kernels to try, as `kernels` of
-    `load`.
+    The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
+    `kernels` of `load`.
     """
 
     def __init__(self, model: Any, lane: str | None):
@@ -123,7 +123,9 @@ class VerifyPass:
 
 @dataclass(frozen=True)
 class CurvePlan:
-    """Row counts, including 1, and contexts to time, in this number of rounds; ValueError for invalid values.
+    """Row counts, which must include 1, and contexts to time, in this number of rounds.
+
+    Raises ValueError for a row count outside 1 to MAX_ROWS or a context below 1; other fields are not checked.
 
     cooldown: seconds of rest before each turn. seconds: of a part's chain.
     """

@@ -73,7 +73,7 @@ def parts_of(model: Any, contexts: Sequence[int], inputs: dict[int, mx.array]) -
 
 
 def target_modules(model: Any) -> list[Any]:
-    """Return all modules of the target except its LM head, each once."""
+    """Return all modules of a model except its MTP heads and its LM head or tied embedding, each once."""
     heads = {id(m) for head in model.mtp for _, m in head.named_modules()} | {id(model.unembedding())}
     found = {id(m): m for _, m in model.named_modules() if id(m) not in heads}
     return list(found.values())

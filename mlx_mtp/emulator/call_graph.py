@@ -46,7 +46,7 @@ def recursions(assembly: str) -> list[Finding]:
 
 
 def _reached(calls: dict[str, set[str]], start: str) -> set[str]:
-    """Return all functions that `start` calls, directly or through others."""
+    """Return all functions that `start` calls, directly or through others; itself only if it is among them."""
     seen: set[str] = set()
     pending = [start]
     while pending:

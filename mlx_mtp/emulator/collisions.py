@@ -33,7 +33,7 @@ def definitions(code: str, namespaces: bool = True) -> Iterator[tuple[int, str]]
 
 
 def library_names(library: str) -> set[str]:
-    """Return the names that the preprocessed library and preamble declare."""
+    """Return the names that the preprocessed library and preamble declare, except our own internal ones."""
     found = {name for _, name in definitions(without_comments(library), namespaces=False)}
     return {name for name in found if not _INTERNAL.match(name)}
 

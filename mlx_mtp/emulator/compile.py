@@ -62,7 +62,7 @@ def cache_directory() -> Path:
 
 
 def version_of(*command: str) -> str:
-    """Return a compiler's --version output; "" if it does not run."""
+    """Return a compiler's --version output; "" if it does not run or fails."""
     try:
         return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -78,9 +78,10 @@ def find_zig() -> str:
 
 @functools.cache
 def find_clang() -> tuple[list[str], list[str], str]:
-    """Return the compiler's command, the linker's command and the compiler's version; ValueError if there is none.
+    """Return the compiler's command, the linker's command and the compiler's --version output.
 
     MLX_MTP_CLANG names a clang; otherwise the system's clang from version 16 on is used, else that of `ziglang`.
+    Raises ValueError if there is none, if MLX_MTP_CLANG is older or no clang, and except on Linux on x86-64 or arm64.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         raise ValueError(f"the emulator runs on Linux on x86-64 or arm64, not {sys.platform} on {platform.machine()}")
@@ -121,7 +122,10 @@ def directory_digest(directory: Path) -> str:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """Yield a folder next to `target`; its file `out`, which the block writes, becomes `target` at the end."""
+    """Yield a folder next to `target`; its file `out`, which the block must write, becomes `target` at the end.
+
+    If the block raises, `target` is unchanged. The folder is deleted in both cases.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
@@ -134,7 +138,10 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 @functools.cache
 def runtime_library() -> Path:
-    """Return the path of the emulator's runtime library, built once per version of its source and of clang."""
+    """Return the path of the emulator's runtime library, built once per version of its source and of clang.
+
+    Raises the errors of `find_clang`, and CompileError if it does not compile.
+    """
     clang, link, version = find_clang()
     flags = [*COMMON, "-O2", "-Wno-everything", f"-I{NATIVE / 'include'}"]
     target = cache_directory() / f"runtime-{digest(directory_digest(NATIVE), version, flags)}.so"

@@ -56,7 +56,7 @@ def _values(inputs: Sequence) -> list[mx.array]:
 
 @dataclass(eq=False)
 class MetalKernel:
-    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last launch."""
+    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last completed launch."""
 
     name: str
     input_names: list[str]
@@ -163,9 +163,10 @@ def metal_kernel(
     atomic_outputs: bool = False,
     compile_options: Mapping[str, str] | None = None,
 ) -> MetalKernel:
-    """Create a kernel from a Metal body, with the arguments of `mx.fast.metal_kernel`; ValueError for wrong ones.
+    """Create a kernel from a Metal body, with the arguments of `mx.fast.metal_kernel`; nothing is compiled yet.
 
-    `compile_options` is checked but has no effect: the emulator always computes as "safe" does.
+    Raises ValueError without output names and for an unknown "math_mode" in `compile_options`, which otherwise have
+    no effect: the emulator always computes as "safe" does.
     """
     if not output_names:
         raise ValueError("output_names is empty; a kernel has at least one output")
@@ -215,7 +216,7 @@ def _replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
 
 @contextmanager
 def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
-    """Run kernels on the CPU inside the block; yield the list to which every launch adds its report.
+    """Run kernels on the CPU inside the block; yield the list to which each completed launch adds its report.
 
     Inside, `mx.fast.metal_kernel` is the emulator's, MLX reports Metal as available and the GPU as default device,
     and mx.compile is off. Kernels that imported modules created at import (or did not create, without Metal) are

@@ -100,9 +100,10 @@ def _kernel(path: Path) -> c.CDLL:
 def run(
     path: Path, buffers: list[KernelBuffer], grid: Triple, threadgroup: Triple, options: EmulatorOptions
 ) -> Outcome:
-    """Run the kernel library at `path` on `buffers`, one per parameter; return faults and counts.
+    """Run the kernel library at `path` on `buffers`, one per parameter; return its Outcome.
 
-    It writes outputs to the buffers' data, and their counts of accesses. grid: all threads.
+    A fault is returned, not raised. Outputs are written to the buffers' data, and counts of accesses to the buffers.
+    grid: all threads. Raises CompileError if the library cannot be loaded, MemoryError if address space is missing.
     """
     runtime, kernel = _runtime(), _kernel(path)
     free = c.CDLL(None).free
@@ -175,7 +176,10 @@ class BufferTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of one launch: buffers by name, and barriers and collectives of all threads and at most of one."""
+    """The traffic of one launch: buffers by name, and barriers and collectives, summed over all threads.
+
+    max_barriers, max_collectives: those of the thread with the most.
+    """
 
     kernel: str
     grid: Triple

@@ -120,7 +120,10 @@ def read(
 
 
 def preamble_text(header: str = PREAMBLE, seen: set[str] | None = None) -> str:
-    """Return MLX's preamble: `header` after the headers that it includes, each once; `seen`: headers to leave out."""
+    """Return MLX's preamble: `header` after the headers that it includes, each once.
+
+    seen: headers to leave out, to which those of the result are added.
+    """
     seen = set() if seen is None else seen
     seen.add(header)
     text = (MLX_INCLUDE / header).read_text()

@@ -141,7 +141,7 @@ def gather_qmv(
 
 
 def fused(rows: int, group: int) -> bool:
-    """Return whether MLX has an attention kernel for `rows` queries and `group` heads per KV head."""
+    """Return whether MLX has one of its `sdpa_vector` kernels for `rows` queries and `group` heads per KV head."""
     return rows <= 8 and rows * group <= MOST_ROWS
 
 
@@ -155,7 +155,10 @@ def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple
 def sdpa_vector(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False
 ) -> tuple[mx.array, Traffic]:
-    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass: (B, H, L, D), and the traffic."""
+    """Attend from q (B, H, L, D) to k, v (B, KV, S, D) in one pass: (B, H, L, D), and the traffic.
+
+    causal: the L rows are the last of S positions, and each attends up to its own; else each attends to all.
+    """
     (b, h, rows, _), kv = q.shape, k.shape[1]
     template, options, output, header = _attention(q, k, v, do_causal=causal, blocks=1)
     inputs = {"queries": q, "keys": k, "values": v, "gqa_factor": h // kv, "S": k.shape[2], "scale": scale}

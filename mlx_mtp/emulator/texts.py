@@ -46,7 +46,7 @@ class TextKernel(MetalKernel):
         template: Sequence[tuple[str, object]] | None = None,
         **sizes: Any,
     ) -> list[mx.array]:
-        """Record a launch with these arguments; arrays are not evaluated."""
+        """Record a launch in every open `recorded` block, and return zeros; arrays are not evaluated."""
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         named = [(str(name), value) for name, value in template or ()]
         text = LaunchText(self.name, self.text(self._signature(arrays, output_dtypes, named)))
@@ -75,7 +75,10 @@ def text_kernel(
 
 @contextmanager
 def recorded() -> Iterator[list[RecordedLaunch]]:
-    """Yield a list to which every launch inside the block is added; outputs are zeros, and nothing is compiled."""
+    """Yield a list to which every launch inside the block, or a nested one, is added in order.
+
+    Outputs are zeros, nothing is compiled, and modules' kernels are recreated as in `replaced`.
+    """
     found: list[RecordedLaunch] = []
     _recordings.append(found)
     try:

@@ -74,7 +74,7 @@ class Launch(NamedTuple):
         return mx.metal.is_available() and self.maker is mx.fast.metal_kernel
 
     def run(self) -> Exception | None:
-        """Evaluate the launch on zeros and add its variant to `ran`; return MLX's exception instead if it fails."""
+        """Evaluate the launch on zeros and add its variant to `ran`; return (not raise) its exception if it fails."""
         try:
             inputs = [mx.zeros(*given) if isinstance(given, tuple) else given for given in self.inputs]
             mx.eval(self.call(inputs=inputs, **self.how))
@@ -105,9 +105,10 @@ def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
 
 
 def note(launch: Launch) -> None:
-    """Keep a launch for `run_new`; inside `launched` only add its key to the innermost list.
+    """Keep a launch for this thread's `run_new`, with its arrays' shapes and dtypes instead of the arrays.
 
-    A kernel that has run when its call returns, as the emulator's, is marked as run instead.
+    Inside `launched` only its key is added to the innermost list. Outside, a kernel that has run when its call
+    returns, as the emulator's, is marked as run instead of kept.
     """
     if listeners:
         listeners[-1].append(launch.key)
@@ -120,7 +121,11 @@ def note(launch: Launch) -> None:
 
 @contextmanager
 def launched() -> Iterator[list[Key]]:
-    """Yield a list to which each launch inside the block adds its key; `run_new` does not run these launches."""
+    """Yield a list to which each launch inside the block adds its key (kernel, variant), repeated ones too.
+
+    Launches of other threads add theirs as well; those of an inner block only to the inner list. `run_new` does not
+    run any of them.
+    """
     listeners.append([])
     try:
         yield listeners[-1]
@@ -129,9 +134,10 @@ def launched() -> Iterator[list[Key]]:
 
 
 def run_new() -> None:
-    """Run the launches that this thread has noted, on zeros; KernelRefused lists those that fail.
+    """Run all launches that this thread has noted, on zeros; then raise one KernelRefused if any failed.
 
-    Launches that cannot run here (`Launch.current`) are dropped; one that lacks memory is no refusal.
+    None stays noted. Launches that cannot run here (`Launch.current`) are skipped; one that lacks memory is no
+    refusal, but is not marked as run either.
     """
     if not _thread.new:
         return
@@ -158,9 +164,9 @@ def all_ran() -> None:
 
 
 def run_again() -> list[Refusal]:
-    """Run every launch that has run before, of any thread, on zeros; return those that now fail.
+    """Run every launch that `run_new` has run or `all_ran` marked, in any thread, on zeros; return those that fail.
 
-    A launch that lacks memory is not among them.
+    Launches that cannot run here (`Launch.current`) are skipped, and one that lacks memory is not returned.
     """
     found = [(launch.key, launch.run()) for launch in _known.values() if launch.current]
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]

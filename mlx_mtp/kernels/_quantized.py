@@ -61,7 +61,7 @@ class Quantized:
 
 
 def check_columns(x: mx.array, weights: Quantized) -> None:
-    """Raise ValueError if x [..., K] does not fit the weights."""
+    """Raise ValueError if x [..., K] has another K than the weights; nothing else is checked."""
     if x.shape[-1] != weights.k:
         raise ValueError(f"x has {x.shape[-1]} columns; the weights have {weights.k}")
 
@@ -158,11 +158,12 @@ def splits(m: int) -> bool:
 
 
 def tiles(m: int, split: bool = False) -> tuple[int, int, int]:
-    """Return (groups of x's m rows, rows in each, weight rows whose sums a lane holds for each).
+    """Return (groups of x's m rows, compiled rows per group, weight rows per lane).
 
-    A lane holds at most MOST_SUMS sums. Seven to twelve rows are one group with half the weight rows: x, which is
-    small and cached, is then requested twice as often. More rows are two groups. With `split`, for GPUs with few
-    registers, a group has four rows and requests the weights.
+    A lane holds a sum for each pair of these rows and weight rows, at most MOST_SUMS. Seven to twelve rows are one
+    group with half the weight rows: x, which is small and cached, is then requested twice as often. More rows are
+    two groups. With `split`, for GPUs with few registers, a group has at most four rows. Each group requests the
+    weights.
     """
     groups, rows = row_groups(m, SPLIT_ROWS if split else WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2

@@ -51,7 +51,7 @@ class Routing:
         return mx.array([self.eps, self.scale], mx.float32)
 
     def check(self, experts: int) -> None:
-        """Raise ValueError if there are fewer than top_k experts, or n_group groups cannot have 2 or more each."""
+        """Raise ValueError if top_k exceeds `experts`, or they cannot form n_group > 1 equal groups of at least 2."""
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}; there are {experts} experts")
         if self.n_group > 1 and (experts % self.n_group or experts < 2 * self.n_group):
@@ -74,7 +74,10 @@ class Pairs(NamedTuple):
 
 
 def route_ref(logits: mx.array, routing: Routing, bias: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Return the experts [M, top_k] of logits [M, E], best first, and their float32 weights; ties in MLX's order."""
+    """Return the experts [M, top_k] of logits [M, E], best first, and their weights, float32 [M, top_k].
+
+    bias [E] or None; ignored with "softmax". Equal scores are in the order of MLX's argsort.
+    """
     k = routing.top_k
     if routing.kind == "softmax":
         scores = mx.softmax(logits, axis=-1, precise=True)
@@ -103,14 +106,17 @@ def _kept(scores: mx.array, routing: Routing) -> mx.array:
 
 
 def routable(logits: mx.array, routing: Routing) -> bool:
-    """Return whether the kernel supports these logits [M, E]."""
+    """Return whether the kernel supports the type of logits [M, E], and M, E, top_k and n_group are within limits."""
     m, experts = logits.shape
     fits = 1 <= m <= MOST_ROWS and experts <= MOST_EXPERTS and routing.top_k <= MOST_TOP_K
     return logits.dtype in DTYPES and fits and routing.n_group <= LANES
 
 
 def room(m: int, top_k: int) -> int:
-    """Return the number of pairs that fit in a threadgroup's memory: of 8 rows up to m = 8, else of 16; in 128s."""
+    """Return the number of pairs for which a threadgroup reserves memory: top_k times 8 if m <= 8, else times 16.
+
+    It is rounded up to a multiple of 128.
+    """
     return 128 * -(-(FEW_ROWS if m <= FEW_ROWS else MOST_ROWS) * top_k // 128)
 
 

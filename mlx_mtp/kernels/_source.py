@@ -31,7 +31,7 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
 class Launched(threading.local):
-    """A thread's launches. held: bytes that MLX has allocated for the sources of all of them."""
+    """A thread's launches. held: see `source_bytes`."""
 
     held = 0
 
@@ -40,7 +40,10 @@ _launched = Launched()
 
 
 def source_bytes() -> int:
-    """Return the bytes that MLX has allocated for the sources of this thread's launches, freed ones included."""
+    """Return the estimated bytes that MLX has allocated for the sources of all launches of this thread.
+
+    The number only grows: freed sources count, too.
+    """
     return _launched.held
 
 
@@ -57,7 +60,8 @@ def launch(
 
     inputs: arrays and numbers by their names in the body. outputs: shape and dtype of each, by name. template:
     dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied, unless the body reads strides.
-    Raises KernelRefused if MLX raises an error.
+    The outputs are lazy: KernelRefused is raised if the kernel cannot be read, constructed or called, but not if a
+    later evaluation cannot compile or run it (see `run_new`).
     """
     shapes, dtypes = zip(*outputs.values(), strict=True)
     given, ran = list(inputs.values()), (*template.values(), *group)
@@ -115,7 +119,7 @@ def floats(*arrays: mx.array) -> bool:
 
 
 def padded(m: int) -> int:
-    """Round m up to a compiled row count; the kernel repeats the last row to fill it."""
+    """Round m up to a compiled row count (above 16 it is unchanged); the kernel repeats the last row to fill it."""
     return next((rows for rows in COMPILED_ROWS if rows >= m), m)
 
 

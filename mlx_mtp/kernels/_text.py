@@ -36,7 +36,7 @@ def kernel_text(directory: Path, op: str) -> tuple[str, str]:
 
 
 def _included(directory: Path, file: str, found: dict[str, list[Line]]) -> dict[str, list[Line]]:
-    """Add the lines of a file to `found`, after those of its included headers, each file once."""
+    """Add the lines of a file to `found`, after those of its included headers, each file once; return `found`."""
     text = (directory / file).read_text()
     for header in INCLUDE.findall(text):
         if header not in found:

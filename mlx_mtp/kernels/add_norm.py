@@ -19,7 +19,8 @@ def add_norm_ref(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tupl
 def add_norm(x: mx.array, r: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Return h = x + r and mx.fast.rms_norm(h, weight, eps), both [..., H].
 
-    x, r: [..., H] of one of float16, bfloat16 and float32. weight: [H]; the type of the norm is that of x and weight.
+    x, r: [..., H] of one of float16, bfloat16 and float32. weight: [H]. h has x's type, the norm the type to which x
+    and weight are promoted.
     Raises ValueError if x and r, or weight and H, do not match.
     """
     if x.shape != r.shape:

@@ -78,7 +78,7 @@ def others(op: str) -> list[str]:
 
 @contextmanager
 def spelled(op: str, spelling: str) -> Iterator[None]:
-    """Launch the op's kernels with this spelling inside the block, in this thread only."""
+    """Launch the op's kernels with this spelling in the block, in this thread; KeyError for an op not in KERNELS."""
     before = _thread.tried
     _thread.tried = {**before, **dict.fromkeys(KERNELS[op], spelling)}
     try:

@@ -25,7 +25,10 @@ class Gates(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; g and beta [B, T, Hv]; rows: the next call's `before`."""
+    """q, k [B, T, Hk, D] and v [B, T, C - 2 Hk D]; g and beta [B, T, Hv].
+
+    rows [B, taps-1+T, C]: the taps-1 rows before the new ones, then the new ones; the next call's `before`.
+    """
 
     q: mx.array
     k: mx.array

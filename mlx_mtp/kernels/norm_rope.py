@@ -21,7 +21,7 @@ class Rope:
     """The arguments of mx.fast.rope; `mscale` multiplies the rotated values.
 
     dims: number of rotated values of a head, even. Either `base` or `freqs` [dims / 2]. scale: of positions.
-    Raises ValueError for other dims, or unless one of base and freqs is given.
+    Raises ValueError for other dims, a wrong shape of freqs, or unless exactly one of base and freqs is given.
     """
 
     dims: int

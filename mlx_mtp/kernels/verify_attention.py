@@ -231,15 +231,17 @@ def verify_attention(
     q: [N, Hq, L, D] float16, bfloat16 or float32, Hq = G * Hkv.
     keys, values: [C, Hkv, S, D] and [C, Hkv, S, Dv] of q's dtype, or with `bits` (4 or 8) the results of mx.quantize.
     cache_rows: int32 [N], the index of each sequence's cache among C; without it C = N, in the same order.
-    offset: int32 [N], the position of each sequence's first query; `limit` >= offset + L. Position p is in slot p,
-        with a `window` in slot p % S, S >= window + L - 1.
+    offset: int32 [N], the position of each sequence's first query; `limit` >= offset + L. Position p is in slot p.
+        With a `window` a query attends to that many positions, its own the last, and p is in slot p % S,
+        S >= window + L - 1.
     start: the first position that queries attend to, besides their own; one for all, or int32 [N]. sinks: [Hq],
         logits that join each softmax.
     gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
     On Metal a row has the bits of its query alone, whatever the other sequences are, and keys and values are
     requested once for all queries and heads of a KV head (up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split` at
-    most 32); elsewhere the reference runs. Raises ValueError if shapes do not match.
+    most 32); elsewhere the reference runs. Raises ValueError if shapes or the number of stored arrays do not match;
+    limit, S and positions are not checked.
     """
     k, v = _parts(keys), _parts(values)
     _check(q, k, v, offset, start, cache_rows, gate, bits)

@@ -48,7 +48,10 @@ def draw_ref(logits: mx.array, key: mx.array, position: Any, temp: float) -> mx.
 
 
 def top_ref(logits: mx.array, n: int) -> Top:
-    """Return the n greatest logits of each row, their tokens, and the logsumexp of all, for logits [M, N]."""
+    """Return the n greatest logits of each row, greatest first, their tokens, and the logsumexp [M] of all N logits.
+
+    Logits are float32 [M, n], tokens int32 [M, n]; of equal logits the lower token is first.
+    """
     logits = logits.astype(mx.float32)
     order = mx.argsort(-logits, axis=-1)[:, :n]  # stable: of equal ones the lowest index
     values = mx.take_along_axis(logits, order, axis=-1)
@@ -179,7 +182,7 @@ def verify_head_draw(
 
 
 def verify_head_top(x: mx.array, weights: Weights, n: int, bias: Maybe = None, *, split: bool = False) -> Top:
-    """Return the n greatest logits [M, n] float32 of each row x [M, K], sorted, their tokens, and a logsumexp.
+    """Return the n greatest logits [M, n] float32 of each row x [M, K], descending, their tokens, and a logsumexp.
 
     The tokens are int32 [M, n], of equal logits the lower token first; the logsumexp [M] float32 is of all logits.
     weights, bias, split: as in `verify_head`. Raises ValueError for shapes that do not match and for an n above 64 or

@@ -170,7 +170,9 @@ def verify_moe(
 
     On Metal, up to 16 rows, 512 experts and a top_k of 32 take three launches. Each distinct expert's weights are
     requested once per 8 rows that visit it (with `split` per 2, of `down` per 4). A product has the bits of MLX's
-    gather_qmv, and a row those that it has alone. Else the reference runs. Raises ValueError if shapes do not match.
+    gather_qmv, and a row those that it has alone. Else the reference runs. Raises ValueError if
+    x, logits or the routing do not fit the experts, and for a bias with softmax, a limit without a gate, or a
+    shared_gate without `shared`.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]

@@ -44,7 +44,10 @@ class CachedAttention(Site):
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
-        """Return whether the site is on for `rows` rows per sequence at the cache's context, or at all for a pool."""
+        """Return whether the site is on for `rows` rows per sequence at the context of `cache`.
+
+        For a pool: whether it is on at every context.
+        """
         if hasattr(cache, "span"):  # a pool holds sequences of any length: on only if it is on at every length
             return all(rows in on for on in (self.rows, *self.rows_of_context.values()))
         return rows in self.rows_of_context.get(getattr(cache, "context", -1), self.rows)
@@ -105,7 +108,7 @@ class Attention(CachedAttention):
 
     @property
     def sinks(self) -> mx.array | None:
-        """Attention-sink logits [Hq]."""
+        """The module's attention-sink logits [Hq]; None if it has none."""
         return self.module.get("attention_sink_bias")
 
     def serves(self, q: mx.array, cache: Any) -> bool:

@@ -22,7 +22,7 @@ from .block_parts import CandidateSelector, ConfidenceHead, DynamicConv, MarkovH
 class BlockShape:
     """Everything about a block drafter that is not a weight.
 
-    taps: layers of the target (as numbers) after which `fc` reads the residual stream, of `captured` features.
+    taps: layers of the target (as numbers) after which `fc` reads the residual stream; captured: its width.
     drafts: drafts of a block as trained; anchored: the newest token's row drafts, too.
     reaches: what each layer attends to. rope: `initialize_rope`'s scaling_config.
     conv, selector: (taps, group) and (rank, candidates) of DFlash2, None without. markov: (kind, rank) of DSpark.
@@ -80,12 +80,18 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(D, shape.eps), nn.RMSNorm(D, shape.eps)
 
     def append(self, x: mx.array, kv: Any, rope: Any) -> tuple[Any, Any]:
-        """Write keys and values of rows x [n, L, H] at the cache's position; return all that the cache then holds."""
+        """Write keys and values of rows x [n, L, H] at the position of cache `kv`; return those of all its slots.
+
+        rope: rotates the keys to their positions. The pair is that of `kv.update_and_fetch`.
+        """
         keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
 
     def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
-        """Return the output [n, b, H] for a block's rows; masks: those of this pass, by cache geometry and reach."""
+        """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`.
+
+        masks: those of this pass, by reach and number of slots; a missing one is added.
+        """
         queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=kv.offset)
         keys, values = self.append(x, kv, rope)
         slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]

@@ -42,6 +42,6 @@ def block_mask(kv: Any, rows: int, slots: int, reach: Reach) -> mx.array:
 
 
 def _positions(kv: Any, end: mx.array, slots: int) -> mx.array:
-    """Return the position that each slot holds, [slots] or [n, 1, 1, slots]; negative where nothing was written."""
+    """Return each slot's position: its index [slots], or in a ring [n, 1, 1, slots], negative if never written."""
     index, ring = mx.arange(slots), getattr(kv, "ring", None)
     return index if ring is None else (end - 1) - ((end - 1) - index) % ring.turn

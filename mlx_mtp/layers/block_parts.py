@@ -51,7 +51,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the tokens of each row's greatest logits, int32 [n, b, top], and these logits in float32."""
+        """Return tokens of the greatest logits per row, int32 [n, b, top], unordered, and these logits in float32."""
         top = min(self.top, logits.shape[-1])
         tokens = mx.argpartition(-logits, top - 1, axis=-1)[..., :top]
         values = mx.take_along_axis(logits, tokens, axis=-1)

@@ -17,7 +17,7 @@ SORTED = 64  # number of choices from which mlx-lm sorts all sequences' rows by 
 
 @functools.lru_cache(maxsize=256)
 def row_numbers(x: tuple[int, ...], chosen: tuple[int, ...]) -> mx.array:
-    """Return the row indices of an x of shape [..., 1, K], broadcast to the shape `chosen`, uint32.
+    """Return the row indices of an array of shape `x`, which is (..., 1, K), broadcast to shape `chosen`, uint32.
 
     The array is constant, not the result of an operation, so that any thread can use it.
     """

@@ -32,7 +32,7 @@ def routing_of(block: Any) -> Routing:
 
 
 def expert_counts(modules: Iterable[Any]) -> tuple[int, int] | None:
-    """Return the number of experts of a model's mixtures and the number per token; None without mixtures."""
+    """Return (experts, experts per token) of the first mixture among a model's modules; None if either is missing."""
     modules = list(modules)
     experts = next((m.num_experts for m in modules if isinstance(m, SWITCHES)), None)
     used = next((n for m in modules for name in PER_TOKEN if isinstance(n := getattr(m, name, None), int)), None)
@@ -90,7 +90,7 @@ class Mixture(Site):
 
     @property
     def bias(self) -> mx.array | None:
-        """Bias [E] that the router adds to its scores for choosing only."""
+        """Bias [E] that the router adds to its scores for choosing only; None if it has none."""
         gate = self.block.gate
         bias = gate.get("e_score_correction_bias")
         return gate.get("router_bias") if bias is None else bias

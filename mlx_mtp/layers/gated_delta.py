@@ -40,7 +40,10 @@ class GatedDelta:
         return self.inputs(x)
 
     def __call__(self: Any, x: mx.array, mask: None = None, cache: Any = None) -> mx.array:
-        """Mix rows x [B, S, H] of B sequences with the earlier rows in `cache`: [B, S, H]."""
+        """Mix rows x [B, S, H] of B sequences with the earlier rows in `cache`, and advance it: [B, S, H].
+
+        `mask` is ignored, except without a cache, where mlx-lm's own module runs.
+        """
         if cache is None:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         B, S, _ = x.shape
@@ -63,7 +66,10 @@ class GatedDelta:
         return self["norm"](y, z)
 
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Return the output of `plain` for the arrays of `grouped`, in three launches; one also replays the tape."""
+        """Return the output of `plain` for the arrays of `grouped`, in three launches, and advance the cache.
+
+        The second launch also replays the tape. The rows of B sequences follow each other: [1, B * S, Hv, Dv].
+        """
         accepted, tape = cache.accepted, None
         earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
         heads = {"key_heads": self.num_k_heads, "head_dim": self.head_k_dim}
@@ -103,7 +109,10 @@ class GatedDelta:
     def _update(
         self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
     ):
-        """Run mlx-lm's recurrence over rows: `row_by_row`, or its kernel, which returns no states per row."""
+        """Return (outputs, state, states per row) of mlx-lm's recurrence: as `row_by_row`, or by its kernel on Metal.
+
+        The kernel's states per row are None. Without q the outputs are unusable: None, or the kernel's with k as q.
+        """
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
         if on_metal() and self.head_k_dim % 32 == 0:
@@ -114,8 +123,8 @@ class GatedDelta:
 def row_by_row(q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None):
     """Compute mlx-lm's `gated_delta_ops`, bit for bit, with a third of its calls; without q there are no outputs.
 
-    Returns outputs [B, S, Hv, Dv], the state after all rows, and the state after each row if S <= KEPT,
-    [B, S, Hk, Hv / Hk, Dv, Dk], else None.
+    Returns outputs [B, S, Hv, Dv], the state [B, Hv, Dv, Dk] after the rows that `mask` keeps (None: all), and, if
+    S <= KEPT, the state after each row, masked or not, [B, S, Hk, Hv / Hk, Dv, Dk], else None.
     q, k [B, S, Hk, Dk], v [B, S, Hv, Dv], g [B, S, Hv] or [B, S, Hv, Dk], beta [B, S, Hv], mask [B, S];
     state [B, Hv, Dv, Dk], None at the start.
     """

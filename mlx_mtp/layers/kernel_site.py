@@ -13,7 +13,7 @@ TOGETHER_ROWS = tuple(range(9, 17))  # rows of a verify of several sequences in 
 
 
 def quantized(module: Any) -> Quantized:
-    """Return a quantized module's current weights, [N, K] or [E, N, K], in the kernels' form."""
+    """Return a quantized module's current weights, [N, K] or [E, N, K], in the kernels' form, without its `bias`."""
     form = module.group_size, module.bits, module.mode, module.scales.shape[-2:-1]
     return Quantized(module.weight, module.scales, module.get("biases"), *form)
 
@@ -24,7 +24,7 @@ def format_of(module: Any) -> str:
 
 
 def known_format(module: Any) -> bool:
-    """Return whether kernels support a module's format; unquantized modules are always supported."""
+    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale."""
     form = "scales" not in module or served(module.mode, module.bits, module.group_size)
     return form and module.get("global_scale") is None
 

@@ -90,21 +90,24 @@ class Rows:
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
-        """Return each row's n greatest logits, sorted, float32 [M, n], their tokens, and the logsumexp [M]."""
+        """Return each row's n greatest logits, the greatest first, as `kernels.verify_head_top` does."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)
 
     def draw_top(self, top: Top, key: mx.array, position: Any, **filters: Any) -> mx.array:
-        """Draw each row's token, int32 [M], from the result of `top`; filters: temp, top_p, min_p and vocab_size."""
+        """Draw each row's token, int32 [M], from the result of `top`, with the noise of `draw`.
+
+        filters: temp, top_p, min_p and vocab_size; all four must be given.
+        """
         return (draw_top if self.fused else draw_top_ref)(top, key, position, **filters)
 
 
 def place_heads(model: Any) -> list[LMHeadSite]:
-    """Create a site, off, on each LM head of the model and its MTP heads, including tied embeddings; return the
-    sites.
+    """Create a site, off, as `choice` of each LM head of the model and its MTP heads; return the sites.
 
-    Modules in formats that the kernels do not support get none.
+    Tied embeddings count as LM heads, and a module shared by several gets one site. Modules whose class or format
+    the kernels do not support get none.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and known_format(module)]

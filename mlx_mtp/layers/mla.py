@@ -97,7 +97,10 @@ class LatentAttention(CachedAttention):
         self.width = module.num_heads * sum(self.dims)
 
     def serves(self, q: mx.array, cache: Any) -> bool:
-        """Return whether it is on, and `cache` stores position p in slot p: no ring, no pool, no cache of mlx-lm."""
+        """Return whether the site is on for the rows of q [1, heads, L, D], and `cache` stores position p in slot p.
+
+        False for a ring, a pool, or a cache of mlx-lm.
+        """
         ours = hasattr(cache, "parts") and not hasattr(cache, "span") and cache.window is None
         return ours and self.serves_rows(q.shape[2], cache)
 
@@ -203,7 +206,9 @@ class AbsorbedMLA:
     def attend(
         self: Any, q: mx.array, q_pe: mx.array, k: mx.array, v: mx.array, k_pe: mx.array, mask: Mask
     ) -> mx.array:
-        """Return values [B, heads, L, Dv] with scores scale * (q k^T + q_pe k_pe^T); `mask` broadcasts to these.
+        """Return the attention's output [B, heads, L, Dv], with scores scale * (q k^T + q_pe k_pe^T).
+
+        mask: boolean, broadcast to the scores [B, heads, L, S], or None for all.
 
         Heads that share keys become rows of one product, which reads the cache once instead of once per head.
         """

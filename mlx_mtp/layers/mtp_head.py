@@ -36,7 +36,10 @@ class MTPHead(nn.Module):
             self.head = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
-        """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm."""
+        """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm.
+
+        The block writes its keys and values of these L positions to `cache`.
+        """
         e, h = self.enorm(embeddings), self.hnorm(hidden)
         pair = [e, h] if self._spec.fuse == "eh" else [h, e]
         x = self.eh_proj(mx.concatenate(pair, axis=-1))
@@ -63,7 +66,7 @@ class EagleHead(MTPHead):
     """An external drafter's head around `block`, a Llama-like layer.
 
     Its attention reads [embedding, hidden] at full width, so its projections are widened.
-    captured: features of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
+    captured: width of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
     window: positions that the attention reads, None for all. residual_normed: the residual is `hidden_norm`'s output,
     not its input. parts: the optional modules present: "input_norm" (of all captured states), "fc_norm" (of each),
     "d2t".

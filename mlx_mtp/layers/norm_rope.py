@@ -101,7 +101,10 @@ class NormRope(Site):
 
 
 def placed(module: Any, q: mx.array, k: mx.array, offset: Offset, head_dim: int) -> Pair:
-    """Norm and rotate the first `head_dim` values of q and k, heads first, by the module's norms and RoPE, if any."""
+    """Norm and rotate q and k [B, L, heads, D] by the module's norms and RoPE, if any: [B, heads, L, head_dim].
+
+    Only the first `head_dim` values of q's heads are used; k's heads are used whole.
+    """
     q = q[..., :head_dim]
     if "q_norm" in module:
         q, k = module.q_norm(q), module.k_norm(k)

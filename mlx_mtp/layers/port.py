@@ -255,7 +255,7 @@ class Port(HasRuntime, nn.Module):
 
 
 class HeadlessPort(Port):
-    """A family whose checkpoints have no MTP heads: target of an external drafter, or decoded plainly."""
+    """A family whose checkpoints have no MTP heads: with an external drafter, or decoded plainly; ignores `heads`."""
 
     SPEC = MTPSpec(tensors=())  # matches no tensor
 

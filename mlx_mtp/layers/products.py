@@ -93,7 +93,7 @@ class Stack(Site):
         return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Return the product of layer `index`; the other products are kept until each was read with the same x."""
+        """Return layer `index`'s product; the others are kept until each was read with the same x, or x changes."""
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
@@ -207,7 +207,7 @@ class Dense(Site):
 
 
 class VerifyLinear:
-    """Mixin for a linear layer, quantized or not, which is part `index` of a site."""
+    """Mixin for a linear layer, quantized or not, that runs part `index` of its site where the site is on."""
 
     site: Stack | Dense
     index = 0
@@ -218,7 +218,7 @@ class VerifyLinear:
 
 
 class VerifyEmbedding:
-    """Mixin for an embedding, quantized or not, that is also the LM head and has a site."""
+    """Mixin for an embedding, quantized or not, whose product as LM head runs its site where that is on."""
 
     site: Stack | Dense
 
@@ -238,7 +238,7 @@ class _Rows:
 
 
 class VerifyRouter:
-    """Mixin for a router that chooses from `x @ weight.T` and uses x for nothing else."""
+    """Mixin for a router that uses x only in `x @ weight.T`; it runs our kernel there where its site is on."""
 
     site: Dense
 

@@ -21,14 +21,17 @@ class Sum(Site):
         self.read: tuple[mx.array | None, mx.array | None] = (None, None)
 
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
-        """Add x and r [..., H]; keep the norm of the sum for the norm module, which is called with the sum next."""
+        """Return x + r [..., H]; if the site is on for these rows, also keep the sum's norm for the norm module.
+
+        The norm module reads it if it is called with the returned array itself before the next sum.
+        """
         if rows_of(x) not in self.rows:
             return x + r
         self.read = add_norm(x, r, self.norm.weight, self.norm.eps)
         return self.read[0]  # type: ignore[return-value]
 
     def normed(self, x: mx.array) -> mx.array | None:
-        """Return the kept norm once if x is the last sum, else None."""
+        """Return the kept norm if x is the array of the last sum, else None; either way it is no longer kept."""
         (h, normed), self.read = self.read, (None, None)
         return normed if h is x else None
 
@@ -41,7 +44,7 @@ class Sum(Site):
 
 
 class VerifyNorm:
-    """Mixin for the norm of a Sum that returns the norm kept by the Sum."""
+    """Mixin for the norm of a Sum: returns the norm kept by the Sum if x is its last sum, else computes it."""
 
     sum: Sum
 

@@ -14,7 +14,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 
 class Angles:
-    """Cosines and signed sines of the last requested positions, cached per thread: arrays belong to one thread.
+    """Cosines and signed sines of positions; those requested last are kept, for the thread that requested them.
 
     Shapes [L, dims], or [n, 1, L, dims] for several sequences. Sines of the first half are negative: they multiply
     the row with its halves swapped.
@@ -66,7 +66,7 @@ SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kin
 
 
 def share_angles(model: nn.Module) -> None:
-    """Share the angles among a model's RoPE modules with equal parameters."""
+    """Share angles among a model's RoPE modules with equal parameters, in place; traditional ones are left out."""
     known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():
         rope = module.get("rope")

@@ -95,9 +95,9 @@ def bench_model(
 ) -> Found:
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
-    results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added;
-    ValueError for another model or context. ranks: number of ranks that share the model; above 1,
-    the messages between them are added.
+    results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
+    ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
+    ranks: number of ranks that share the model; above 1, the messages between them are added.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}

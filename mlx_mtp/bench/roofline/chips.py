@@ -65,7 +65,7 @@ def fitted_chips() -> dict[str, Chip]:
 def find(device: str, gpu_cores: int | None = None) -> str | None:
     """Return the name in CHIPS of a device such as "Apple M3 Max"; None if it is missing.
 
-    gpu_cores: selects the variant of a chip sold with two GPUs; None selects the larger.
+    gpu_cores: selects the variant of a chip sold with two GPUs; None or another number selects the larger.
     """
     match = re.search(r"\bM\d+(?: (?:Pro|Max|Ultra))?\b", device)
     name = match[0] if match else ""

@@ -97,7 +97,10 @@ class Cost(NamedTuple):
 
 
 def launches(kind: str, on: Collection[str], rows: int) -> int:
-    """Return the number of launches of a layer. kind: a row of launches.csv; on: no kind of KERNELS, one, or all."""
+    """Return the number of launches of a layer. kind: a row of launches.csv.
+
+    on: no kind of KERNELS, a single one, or all; KeyError for another number of kinds.
+    """
     name = "none" if not on else "all" if set(on) >= ALL else "".join(on)
     return LAUNCHES[kind][name][int(rows > 1)]
 

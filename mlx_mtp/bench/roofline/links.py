@@ -59,7 +59,10 @@ def sent(model: ModelOps, rows: int, ranks: int) -> int:
 
 
 def over_links(model: ModelOps, ranks: int, rows: Iterable[int]) -> list[dict[str, Any]]:
-    """Predict each cycle over each of LINKS: phase, rows M, drafts k, ranks, collectives, bytes, link, seconds."""
+    """Return a line per number of rows M, 1 included, and per link of LINKS, with the seconds of a cycle's messages.
+
+    A line has phase, rows M, drafts k, ranks, collectives, bytes that a rank sends, link and seconds.
+    """
     found = []
     for m in sorted({1, *rows}):
         count, nbytes = collectives(model), sent(model, m, ranks)
