@@ -69,7 +69,7 @@ def check(calls, text, plain, w, config, least=5):
         assert tokens == from_scratch(plain, w, config, text[: position + 1], len(tokens))[0], position
 
 
-@pytest.mark.parametrize(("kind", "k"), paired(KINDS, sampled((4, 15), range(1, 16))))
+@pytest.mark.parametrize(("kind", "k"), sampled([("dflash2", 4), ("assistant", 15)], paired(KINDS, range(1, 16))))
 def test_drafts_equal_a_forward_from_scratch(made, kind, k):
     """Behind every number of accepted drafts, with wrapped windows, and prompts shorter than a window."""
     model, plain, w, config = made(kind)
@@ -87,7 +87,7 @@ def test_drafts_equal_a_forward_from_scratch(made, kind, k):
     set_drafter(model, own)
 
 
-@pytest.mark.parametrize("kind", sampled(["dflash", "dspark"], KINDS))
+@pytest.mark.parametrize("kind", sampled(["dspark"], KINDS))
 def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
@@ -156,7 +156,7 @@ def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
     assert accepted["greedy"] < 0.3
 
 
-@pytest.mark.parametrize("kind", sampled(["dflash2", "speculators"], KINDS))
+@pytest.mark.parametrize("kind", sampled(["dflash2"], KINDS))
 def test_replayed_cycles_draft_the_same(made, kind):
     model = made(kind)[0]
     for k in (2, 15):

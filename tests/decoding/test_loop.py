@@ -34,7 +34,7 @@ def a_prompt(seed, length, vocab):
 @pytest.mark.parametrize(
     ("seed", "vocab", "length"),
     sampled(
-        [*((0, 5, n) for n in (1, 8)), (1, 4, 30)],
+        [(0, 5, 8), (1, 4, 30)],
         [*((0, 5, n) for n in (1, 2, 3, 7, 8, 9, 30)), (1, 4, 8), (1, 4, 30)],
     ),
 )
@@ -80,7 +80,7 @@ def tiny_models_for_hypothesis(tiny_models):
     return (*tiny_models(0), {})
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+@pytest.mark.parametrize("accepted", sampled([0, 2], range(4)))
 def test_constant_accept_length(tiny_models, monkeypatch, accepted):
     model, plain = tiny_models(0)
     prompt = a_prompt(1, 6, 5)
@@ -158,7 +158,7 @@ def test_quantized_kv_is_used(tiny_models):
             assert all(hasattr(c, "bits") == (bits is not None) for c in (*cache.layers, *cache.heads)), (start, k)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", sampled(["deepseek_v3"], ["glm4_moe", "deepseek_v3"]))
 def test_max_kv_size_is_mlx_lms(name, tmp_path):
     """Equal to mlx-lm's rotating cache, which keeps the first four positions, for families that have one."""
     path, _, plain = families.build(name, tmp_path)

@@ -122,7 +122,7 @@ def assert_adds_up(stats: Stats, control) -> None:
     assert 0 <= tokens - (stats.generation_tokens - 1) <= cycles[-1].accepted
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sampled([0], range(2)))
 def test_a_window_on_full_attention(subject, monkeypatch, seed):
     s = subject("step3p5")
     expected = text_of(s.model, PROMPT, 0, prompt_lookup=False, max_kv_size=12)

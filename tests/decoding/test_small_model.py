@@ -9,7 +9,7 @@ import prefix_requests
 import pytest
 from letters import Letters
 from plans import Listed, follow
-from sweep import paired, sampled
+from sweep import paired, sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import checkpoint_of, cut, join
@@ -145,6 +145,7 @@ def test_drafts_are_those_of_a_forward_over_the_whole_text(made, monkeypatch, na
         assert drafts == scratch(plain, known, 3)
 
 
+@sweep
 @pytest.mark.parametrize("names", sampled([("qwen3", "llama_sliding")], PAIRS))
 def test_a_conversation_goes_on_from_files_snapshots_copies_and_pieces(made, tmp_path, names):
     model, plain = made(*names)
@@ -201,6 +202,7 @@ def wide(tmp_path_factory):
     return mlx_mtp.load_model(written("qwen3", path / "target", head_dim=32)[0], draft_model=small)
 
 
+@sweep
 def test_drafts_that_it_is_unsure_of_are_not_verified(made):
     model, _ = made(*PAIRS[1])
     plain = alone(model, PROMPTS[0], 0)

@@ -3,6 +3,7 @@
 import drafters
 import families
 import pytest
+from sweep import sweep
 
 import mlx_mtp
 from mlx_mtp.lossless import check
@@ -28,6 +29,7 @@ def model(tmp_path_factory):
     return mlx_mtp.load_model(directory, draft_model=directory)
 
 
+@sweep
 def test_the_target_itself_predicts_all_and_a_wrong_model_is_found(model, monkeypatch):
     monkeypatch.setattr(check, "built_in", lambda *_: [check.Prompt("p", [1, 2, 3, 4, 0] * 4, stops=False)])
     verdict = verify(model, Letters(), QUICK, lambda *_: None)

@@ -132,7 +132,7 @@ def without_cache_marks(value):
 
 @pytest.mark.parametrize(
     ("name", "scripted"),
-    sampled([*((name, "json") for name in SESSIONS), *paired(SESSIONS, TEMPLATES[1:])], product(SESSIONS, TEMPLATES)),
+    sampled(paired(SESSIONS, TEMPLATES), product(SESSIONS, TEMPLATES)),
     indirect=["scripted"],
 )
 def test_a_session_of_ten_calls(scripted, name):

@@ -150,7 +150,7 @@ WRONG = [odd, halved, lambda parts: parts[:-1], lambda parts: (*parts, parts[-1]
 PLACES = ("rows", "whole", "kept", "backlog")
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", sampled(WRONG[::2], WRONG))
 def test_arrays_of_a_wrong_shape_with_a_right_digest_are_not_used(model, tmp_path, caplog, wrong):
     """Applies to rows and to each part of a checkpoint."""
     first, _ = prompts(model.vocab_size)
