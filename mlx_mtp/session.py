@@ -251,9 +251,10 @@ class ChatSession:
             progress(before + done, total)
 
     def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], maximum: int) -> int:
-        """Roll back to the last snapshot of at most `maximum` tokens, or to empty caches; return the new length.
+        """Roll back to the last snapshot of at most `maximum` tokens; return the new length.
 
-        Later snapshots, and those from before the caches were quantized, are dropped.
+        Without one, or if the target's caches cannot return to one, start over with empty caches: 0. Later snapshots,
+        and those from before the caches were quantized, are dropped.
         """
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
         self._snapshots = [s for s in snapshots if s[0].length <= maximum and s[1] is due]

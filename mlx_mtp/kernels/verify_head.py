@@ -138,7 +138,7 @@ def _check(x: mx.array, weights: Weights, bias: Maybe) -> None:
     if isinstance(weights, Quantized):
         check_columns(x, weights)
     elif weights.ndim != 2 or x.shape[1] != weights.shape[1]:
-        raise ValueError(f"x has shape {x.shape}; its last axis must be that of the weights {weights.shape}")
+        raise ValueError(f"x has shape {x.shape} and the weights {weights.shape}; they must be (M, K) and (N, K)")
     if bias is not None and bias.shape != (_columns(weights),):
         raise ValueError(f"bias has shape {bias.shape}; it must be ({_columns(weights)},), a value per token")
 

@@ -77,4 +77,5 @@ def _prompt(given: Any, info: ModelInfo) -> Prompt:
     most = len(info.tokenizer)
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
         return Prompt(given)
-    raise Refused(f"prompt={repr(given)[:80]}: allowed are a text, token ids below {most}, or a list", param="prompt")
+    allowed = f"a text, a list of token ids from 0 to {most - 1}, or a list of these"
+    raise Refused(f"prompt={repr(given)[:80]}: allowed are {allowed}", param="prompt")

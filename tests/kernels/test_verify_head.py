@@ -248,5 +248,5 @@ def test_what_they_do_not_support():
         verify_head_draw(x, weights, KEY, 0, 0)
     with pytest.raises(ValueError, match=r"n=25: allowed is 1 to 24"):
         verify_head_top(x, weights, 25)
-    with pytest.raises(ValueError, match=r"its last axis must be that of the weights \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"and the weights \(4, 8\); they must be \(M, K\)"):
         verify_head(x, mx.zeros((4, 8)))
