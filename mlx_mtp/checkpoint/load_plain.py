@@ -31,6 +31,7 @@ class Plain(HasRuntime):
 
     mtp: tuple = ()
     max_draft_tokens = 0
+    drafter = None
     NO_KV_BITS = "a family that has no port"
     vocab_size: int
 

@@ -1,8 +1,9 @@
 """Estimate the costs of cycles in plain steps from their measured seconds, across sequences.
 
 The logarithm of a cycle's seconds is the machine's pace (that of a plain step) plus the level of its plan. A level is
-a decaying mean; the pace takes a share of each deviation. The drafts of a plan without measurements cost what those
-of the nearest measured plan do, per unit of `Growth`. Resuming a paused drafter costs a constant and as much per row.
+a decaying mean; the pace takes a share of each deviation. A plan without measurements is estimated from the nearest
+measured one, whose cost above a plain step is scaled by `Growth`. Resuming a paused drafter costs a constant and the
+same amount per row.
 
 The cost of a row depends on the context, so each doubling of it, an octave, has its own levels. At first they are
 those of the octave before; each plan measured in the new one moves the plans that are not.
@@ -48,7 +49,7 @@ class Costs:
         self.octave = 0  # of the context that levels and weights belong to
         self.octaves: dict[int, tuple[dict[Plan, float], dict[Plan, float]]] = {}  # levels and weights of the others
         self.growth: Growth = dense
-        self._carried: set[Plan] = set()  # plans whose level is that of a shorter context
+        self._carried: set[Plan] = set()  # plans whose level is that of another context
         self.pace: float | None = None  # logarithm of seconds; None before the first measurement
         self.pace_at_plain = 0.0  # the pace after the last plain step
         self.excess = 0.0  # plain steps above the estimates that drafting took since the last plain step

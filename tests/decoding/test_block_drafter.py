@@ -87,7 +87,7 @@ def test_drafts_equal_a_forward_from_scratch(made, kind, k):
     set_drafter(model, own)
 
 
-@pytest.mark.parametrize("kind", sampled(["dspark"], KINDS))
+@pytest.mark.parametrize("kind", sampled(["assistant"], KINDS))
 def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
