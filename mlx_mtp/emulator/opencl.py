@@ -31,6 +31,8 @@ CHECKS += ["-Wno-unknown-attributes", "-gline-tables-only"]
 # Without the first, variables outside functions need an address space, as in Metal; the others depend on it.
 OFF = ("program_scope_global_variables", "pipes", "device_enqueue")
 TOLERANT = ["-Xclang", "-fallow-pch-with-compiler-errors"]
+# Of headers: a cached file stays valid when they are installed again, as its name has a digest of their contents.
+UNDATED = ["-Xclang", "-fno-pch-timestamp"]
 # Whether there is a generic address space, or each pointer and reference has a named one.
 Spaces = Literal["generic", "named"]
 
@@ -145,10 +147,11 @@ def _parsed(spaces: Spaces) -> Path:
 def precompiled(name: str, command: list[str], headers: str, preamble: str) -> Path:
     """Return the file of Metal's headers and MLX's preamble, precompiled with `command` unless the cache has it."""
     version = version_of(zig(), "clang")
-    target = cache_directory() / f"{name}-{digest(preamble, command[1:], version, directory_digest(STRICT))}.pch"
+    key = digest(preamble, command[1:], UNDATED, version, directory_digest(STRICT))
+    target = cache_directory() / f"{name}-{key}.pch"
     if not target.exists():
         with unfinished(target) as work:
             # Without a generic space clang refuses constructors of MLX's complex numbers; our kernels use none.
-            output = ["-c", "-Xclang", "-emit-pch", *TOLERANT, "-o", f"{work}/out"]
+            output = ["-c", "-Xclang", "-emit-pch", *UNDATED, *TOLERANT, "-o", f"{work}/out"]
             run([*command, *output], f"{headers}{preamble}", "preamble")
     return target

@@ -1,6 +1,8 @@
 """Check that the front end check reports each error that Metal would, at its line, and nothing else."""
 
+import os
 import re
+import shutil
 
 import pytest
 from metal_cases import linux_only
@@ -79,3 +81,18 @@ def test_lines_are_those_of_directives():
     found = [(each.file, each.line) for each in check(Plant(f"{header}\n", body).text.text, "probe")]
     places = {("kernels/helper.h", 42), ("kernels/probe.metal", 12), ("kernels/probe.metal", 13)}
     assert set(found) == places
+
+
+def test_a_cached_header_is_valid_after_its_sources_are_installed_again(tmp_path, monkeypatch):
+    """They have the same path and contents, and other times."""
+    monkeypatch.setenv("MLX_MTP_EMULATOR_CACHE", str(tmp_path / "cache"))
+    headers = tmp_path / "strict"
+    shutil.copytree(opencl.STRICT, headers)
+    command = [word.replace(str(opencl.STRICT), str(headers)) for word in opencl._command("named")]
+    text = opencl.to_opencl(opencl.preamble_text())
+    file = opencl.precompiled("again", command, opencl.LIBRARY, text)
+    for header in headers.rglob("*"):
+        os.utime(header, (1e9, 1e9))
+    assert opencl.precompiled("again", command, opencl.LIBRARY, text) == file
+    use = ["-Xclang", "-include-pch", "-Xclang", str(file), *opencl.TOLERANT, "-fsyntax-only"]
+    assert opencl.run([*command, *use], "", "again") == ("", [])
