@@ -146,6 +146,7 @@ class BatchGenerator:
             "logprobs": (logprobs, self.settings.logprobs),
             "stats": (stats, None),
         }
+        _check_prompts(segments)
         n = len(segments)
         columns = {name: _for_each(name, values, own, n) for name, (values, own) in given.items()}
         columns.pop("all_tokens")
@@ -311,3 +312,10 @@ def _check_stats(whole: Stats, each: list[Stats | None]) -> None:
     own = [whole, *(stats for stats in each if stats is not None)]
     if len({id(stats) for stats in own}) < len(own):
         raise ValueError("stats: expected one Stats for each prompt, none of them twice or the generator's")
+
+
+def _check_prompts(segments: Any) -> None:
+    """Raise ValueError if a prompt has no tokens. segments: for each prompt a list of lists of token ids."""
+    for i, pieces in enumerate(segments):
+        if not any(len(piece) for piece in pieces):
+            raise ValueError(f"prompts[{i}]: empty; expected at least one token id")

@@ -83,11 +83,10 @@ class Settings:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
         sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops:
-        none. Empty segments are skipped. Raises ValueError for no tokens, an argument out of range, or low memory.
+        none. Empty segments are skipped; one is not. Raises ValueError for an argument out of range, or low memory.
         """
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
-        if not pieces:
-            raise ValueError(f"prompts[{uid}]: empty; expected at least one token id")
+        assert pieces
         if max_tokens == 0:
             raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
         seed, total = self.seed if seed is None else seed, sum(map(len, pieces))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 
 from mlx_mtp.serve.answer import MOST_READ, Splitter, calls_of, text_of
+from mlx_mtp.serve.tool_calls.schema import types_of
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 20_000 if SWEEP else 25
@@ -127,6 +128,27 @@ def test_a_hostile_answer_is_read_a_bounded_number_of_times(renderer):
     content, reasoning, calls = split(text, [], format)
     assert calls or content + reasoning == text
     assert format.count <= MOST_READ + len(text)
+
+
+NODE = {
+    "type": "object",
+    "properties": {"label": {"type": "string"}, "next": {"$ref": "#"}, "first": {"$ref": "#/prefixItems/0"}},
+    "$defs": {"a/b %": {"type": "integer"}},
+    "prefixItems": [{"type": "boolean"}, {"$ref": "#/$defs/a~1b%20%25"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("reference", "types"),
+    [
+        ("#", {"object"}), ("#/properties/label", {"string"}), ("#/properties/next", {"object"}),
+        ("#/properties/first", {"boolean"}), ("#/prefixItems/1", {"integer"}), ("#/prefixItems/2", set()),
+        ("#/prefixItems/-1", set()), ("#/none", set()), ("", set()), ("other.json#/properties/label", set()),
+        ("https://example.org/#/type", set()),
+    ],
+)  # fmt: skip
+def test_references_into_a_schema(reference, types):
+    assert types_of({"$ref": reference}, NODE) == types
 
 
 NAMES = ("a.b-c__d", "mcp__server__tool", "Write", "größe", "x")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 Schema = dict[str, Any]
 ESCAPE = re.compile(r'["/bfnrt]|u[0-9a-fA-F]{4}')
@@ -125,13 +126,15 @@ def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
 
 
 def _resolved(reference: str, root: Schema) -> Any:
-    """Return the part of the root schema that a `$ref` such as "#/$defs/name" points to, a path of object keys.
+    """Return the part of the root schema to which a `$ref` such as "#" or "#/$defs/name" points; None if none.
 
-    None if it does not exist; "#" alone and list indices are not followed.
+    The part may stand in a list; a reference to another document is None.
     """
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    document, *keys = reference.split("/")
+    found: Any = root if document == "#" else None
+    for key in keys:
+        parts = {str(i): part for i, part in enumerate(found)} if isinstance(found, list) else found
+        found = parts.get(unquote(key).replace("~1", "/").replace("~0", "~")) if isinstance(parts, dict) else None
     return found
 
 
