@@ -1,6 +1,7 @@
 """Explain and check the options of a generation, and choose their defaults."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from inspect import cleandoc
 from typing import Any, TypeVar
 
@@ -94,7 +95,8 @@ def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: fl
 def check_sampling(sampling: Sampling, sampler: Sampler | None, mode: str) -> None:
     """Raise ValueError for a sampler together with non-default sampling options, or an unknown `draft_sampling`."""
     if sampler is not None and sampling != Sampling():
-        raise ValueError("sampler: give either a sampler or temp, top_p, top_k, min_p, xtc_*, not both")
+        names = ", ".join(field.name for field in fields(Sampling))
+        raise ValueError(f"sampler: give either a sampler or options of sampling, not both; these are {names}")
     if mode not in DRAFT_SAMPLING:
         raise ValueError(f"draft_sampling={mode!r}: allowed are {', '.join(DRAFT_SAMPLING)}")
 
