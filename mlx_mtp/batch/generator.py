@@ -311,7 +311,7 @@ def _check_stats(whole: Stats, each: list[Stats | None]) -> None:
     """Raise ValueError if one `Stats` object is given for two prompts, or is the generator's, `whole`."""
     own = [whole, *(stats for stats in each if stats is not None)]
     if len({id(stats) for stats in own}) < len(own):
-        raise ValueError("stats: expected one Stats for each prompt, none of them twice or the generator's")
+        raise ValueError("stats: one Stats is given for two prompts, or is the generator's; give each prompt its own")
 
 
 def _check_prompts(segments: Any) -> None:

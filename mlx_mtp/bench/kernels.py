@@ -42,10 +42,10 @@ def timed(op: str | None, rows: int, rounds: int, cooldown: float = 0.0) -> Iter
 
 
 def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) -> Found:
-    """Check one trial's kernel and time it against the operations that it replaces.
+    """Check one trial's kernel and time it, even if its values are wrong, against the operations that it replaces.
 
-    wrong: what is wrong, or None. seconds: of a call, a value per round, by side ("ours", "stock"); {} if the kernel
-    does not run.
+    name: the case's, for the result. cooldown: seconds of rest before each turn. wrong: what is wrong, or None.
+    seconds: of a call, a value per round, by side ("ours", "stock"); {} if the kernel does not run.
     """
     x = trial.x(0)
     sides = {side: [Call(pair[i], x) for pair in trial.pairs] for i, side in enumerate(("ours", "stock"))}

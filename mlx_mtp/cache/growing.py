@@ -80,7 +80,8 @@ class LinearKVCache(LayerCache):
     def update_and_fetch(self, *arrays: mx.array):
         """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to.
 
-        If the device counts positions, these have more rows, which the mask hides. Quantized ones are two tuples.
+        If the device counts positions, these have more rows, which the mask hides. A quantized cache returns two
+        tuples (packed, scales, biases), of the keys and of the values.
         """
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)

@@ -19,8 +19,8 @@ OWN = ("head", "embed_tokens")
 def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     """Attach an opened block drafter to its target `model`; return its source for the report.
 
-    drafter, contents: of `open_drafter`, or for this target. The drafter's weights are read, and modules that equal
-    the target's dropped. Raises ValueError for NaN, or if sizes, layers or tokens do not match the target's.
+    drafter, contents: of `open_drafter`. path: its directory. Its weights are read; an LM head or embedding that is
+    the target's is dropped. ValueError for NaN, a tensor of zeros, or sizes, layers or tokens unlike the target's.
     """
     net = drafter.mtp[0]
     _check_fits(model, net, path)

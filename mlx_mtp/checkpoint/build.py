@@ -373,7 +373,7 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")
         (at,) = model.renamed(name)
         if at in names:
-            raise ValueError(f"{tensor.file}: tensors {names[at]} and {name} are the same one")
+            raise ValueError(f"{tensor.file}: tensors {names[at]} and {name} both become {at}; expected one of them")
         weights[at], names[at] = stored[name], name
     packed = {at.removesuffix(".scales") for at in weights if at.endswith(".scales")}
     nn.quantize(model, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))

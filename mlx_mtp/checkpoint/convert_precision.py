@@ -187,7 +187,8 @@ def _dequantize(model: nn.Module) -> None:
         m: Any = modules[path]
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:
-            raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be dequantized")
+            scaled = "" if kind is None else " with a global scale"
+            raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}{scaled}, which cannot be dequantized")
         weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
         plain = kind(*[1] * weight.ndim)
         plain.weight = weight

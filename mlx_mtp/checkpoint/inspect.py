@@ -278,7 +278,7 @@ def _part_of(model: Any, ranks: int, name: str) -> int:
     name: the model_type; ValueError if it has no port.
     """
     if find_port({"model_type": name}) is None:
-        raise ValueError(f"ranks={ranks}: model_type {name!r} has no port; allowed is 1")
+        raise ValueError(f"ranks={ranks}: model_type {name!r} cannot be split; allowed is 1")
     take_part(model, Share(ranks), name)
     return nbytes(model.parameters()) - nbytes(model.get("mtp", []))
 

@@ -195,7 +195,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     port, small = find_port(config), None
     if port is None:
         if ranks:
-            raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} has no port; allowed is 1")
+            raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
     else:
         drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)

@@ -141,7 +141,7 @@ def _matches(name: str, given: Any, file: str) -> bool:
 
 
 def _is_layer(name: str, config: dict[str, Any]) -> bool:
-    """Return whether a module is in one of the layers `layers_to_transform`; True if the config has no such entry."""
+    """Return whether a module is in a layer of `layers_to_transform`; True if that is missing, null or empty."""
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or [r"[^.]*"]
     if layers is None or layers == []:
         return True

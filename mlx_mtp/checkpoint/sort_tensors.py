@@ -222,7 +222,7 @@ def check_experts(path: Path, header: Header) -> None:
     """Raise ValueError for the first gap in the numbers of a layer's experts, with the missing tensor's name."""
     for name, before, count in missing_experts(header):
         file = only({t.file for other, t in header.items() if other.startswith(before)}, path)
-        raise ValueError(f"{file}: tensor {name} is missing, of {count} experts")
+        raise ValueError(f"{file}: tensor {name} is missing; each expert from 0 to {count - 1} needs one")
 
 
 def missing_experts(header: Header) -> Iterator[tuple[str, str, int]]:

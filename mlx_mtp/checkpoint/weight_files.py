@@ -50,17 +50,20 @@ class Stored:
         return f"{file}: tensor {name} is missing; {self.index} expects it there"
 
     def lacking(self, names: Collection[str] = ()) -> str | None:
-        """Return one message: about an unreadable trunk file, else an absent tensor; None if there is neither.
+        """Return one message: about an unreadable trunk file, else a tensor of `absent`; None if there is neither.
 
-        Absent ones are tensors of `names` (those that the model lacks) that no file contains, and tensors whose
-        listed file is missing.
+        A tensor of `absent` is reported if it is in `names` (tensors that the model lacks) or its file is missing.
+        Tensors that the index does not list, or that another file contains, are not in `absent`.
         """
         gone = [name for name, file in self.absent.items() if not (self.path / file).exists()]
         absent = [name for name in names if name in self.absent] + gone
         return next(iter(self.unread.values()), self.missing(absent[0]) if absent else None)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn about unused files, and about absent tensors and unreadable files that the model does not need."""
+        """Warn about unused files, absent tensors and unreadable trunk files; sidecars are not reported.
+
+        The caller has checked that the model needs none of them.
+        """
         texts = [*self.notes, *(f"{error}; the output does not depend on it" for error in self.unread.values())]
         if self.absent:
             name, file = next(iter(self.absent.items()))

@@ -83,6 +83,6 @@ def own_file(file: Path) -> Path:
 
 
 def follows() -> bool:
-    """Return whether this is a rank above 0: it computes what rank 0 does, reads no input and prints nothing."""
+    """Return whether this is a rank above 0: it computes what rank 0 does, reads no input, prints only errors."""
     here = launched()
     return here is not None and here.rank > 0

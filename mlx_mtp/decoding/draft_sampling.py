@@ -102,7 +102,7 @@ class DraftChooser:
 
     @property
     def likeliest(self) -> bool:
-        """Whether it returns the likeliest token, without its probability."""
+        """Whether this chooser returns the likeliest token, without its probability."""
         return self.mode == "greedy" and not self.confidence
 
     def __call__(self, output: DraftOutput, position: mx.array) -> Choice:

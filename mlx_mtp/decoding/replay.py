@@ -239,9 +239,9 @@ class Compiled:
         return seconds
 
     def decided(self) -> bool:
-        """Return whether a replay trial has ended in this generation; if so, pass its verdict to the recorder.
+        """Return whether this generation's replay trial has ended; if so, store its verdict in the recorder.
 
-        If building is faster, all records are dropped.
+        If building each cycle's graph is faster than replaying recorded cycles, all records are dropped.
         """
         if not self.choice.tried or self.choice.verdict is None:
             return False

@@ -75,9 +75,7 @@ def registers(text: str, name: str = "program_source", words: int = WORDS) -> Re
     if messages:
         raise CompileError(f"kernel {name} does not compile for registers:\n{_lines(messages)}")
     if undefined := sorted(set(_CALL.findall(assembly))):
-        raise CompileError(
-            f"kernel {name} calls {', '.join(undefined)}, which {STRICT.name}/registers.h has to define"
-        )
+        raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {STRICT.name}/registers.h must define")
     counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
     threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
     return Registers(counts["vgpr_count"], counts["vgpr_spill_count"], threadgroup)

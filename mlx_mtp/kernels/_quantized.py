@@ -160,10 +160,9 @@ def splits(m: int) -> bool:
 def tiles(m: int, split: bool = False) -> tuple[int, int, int]:
     """Return (groups of x's m rows, compiled rows per group, weight rows per lane).
 
-    A lane holds a sum for each pair of these rows and weight rows, at most MOST_SUMS. Seven to twelve rows are one
-    group with half the weight rows: x, which is small and cached, is then requested twice as often. More rows are
-    two groups. With `split`, for GPUs with few registers, a group has at most four rows. Each group requests the
-    weights.
+    The fewest groups of at most twelve rows or, with `split` (for GPUs with few registers), of four; each requests
+    the weights. A lane has a sum per row and weight row, at most MOST_SUMS: with more than six rows it has two weight
+    rows instead of four, so that x, which is small and cached, is requested twice as often.
     """
     groups, rows = row_groups(m, SPLIT_ROWS if split else WEIGHTS_ONCE)
     return groups, rows, 4 if 4 * rows <= MOST_SUMS else 2

@@ -44,9 +44,10 @@ def kernel_spelling(kernel: str) -> str:
 
 
 def spelling(op: str) -> str:
-    """Return the spelling in use for an op: its own or, before its trial, the latest one of any op.
+    """Return the spelling in use for an op, one of SPELLINGS: how its kernels write multiply-adds.
 
-    It is AS_COMPILED for an op without MLX's sums.
+    Until the op's trial it is the one decided last for any op. `verify_head` and `verify_moe` have that of
+    `verify_qmm`; other ops that compute none of MLX's sums have AS_COMPILED.
     """
     op = FOLLOWS.get(op, op)
     return kernel_spelling(KERNELS[op][0]) if op in KERNELS else AS_COMPILED

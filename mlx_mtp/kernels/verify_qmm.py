@@ -77,7 +77,10 @@ def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
 
 
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
-    """Return `activated` of the two products of `verify_qmm_ref`, which are rounded to x's dtype."""
+    """Return silu(gate) * up [..., H] of the two products (gate, up) of `verify_qmm_ref`.
+
+    Products have the type in which MLX computes them, `weights.dtype(x)`. limit: as in `activated`.
+    """
     gate, up = verify_qmm_ref(x, weights)
     return activated(gate, up, limit)
 

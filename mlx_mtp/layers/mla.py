@@ -159,7 +159,10 @@ class AbsorbedMLA:
     placing: NormRope | None = None
 
     def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
-        """Mix rows x [1, L, H] with the rows in `cache`: [1, L, H]; `mask` is None or boolean [L, S]."""
+        """Append rows x [n, L, H] to `cache`, and attend to all its rows: [n, L, H].
+
+        mask: boolean [L, S], or broadcast to it, or None. Without a cache mlx-lm's module runs.
+        """
         if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
         offset = cache.offset

@@ -70,7 +70,7 @@ def document(tokenizer: Any, length: int) -> list[int]:
 
 
 def source(tokenizer: Any) -> list[int]:
-    """Return the first tokens, at most SOURCE, of a text that no model wrote: the source files of this room."""
+    """Return the first tokens, at most SOURCE, of the .py files in this directory, which no model wrote."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(file.read_text("utf-8") for file in files)
     return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]

@@ -103,8 +103,8 @@ def _option(config: dict, name: str, default: bool) -> bool:
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> EagleHead:
     """Return the module for these tensors, before loading.
 
-    names: of the drafter's tensors. captured: the target's hidden_size. ValueError, or KeyError or TypeError for a
-    missing key or a value of a wrong type, for a config.json that does not fit them.
+    names: of the drafter's tensors. captured: the target's hidden_size. For a config.json that does not fit them
+    ValueError, or, from missing or invalid values, KeyError, TypeError, AttributeError or ZeroDivisionError.
     """
     normal = normalize(_layer_config(config))
     normal.check(Path("config.json"))

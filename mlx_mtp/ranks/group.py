@@ -68,7 +68,11 @@ class Ranks:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Return the ranks of a group of `mx.distributed`, and watch them; None for no group or a group of one."""
+    """Return the ranks of a group of `mx.distributed`; None for no group or a group of one.
+
+    Also start the watch, which ends this process if another rank ends or hangs. Without an address of rank 0, as
+    with mpirun, there is no watch.
+    """
     if group is None or group.size() == 1:
         return None
     launch = launched()

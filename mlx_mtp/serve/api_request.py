@@ -220,7 +220,10 @@ def prompt_of(
 ) -> Prompt:
     """Encode a conversation; raises Refused if it is empty or the template refuses it. how: of `encode_chat`."""
     if not messages:
-        raise Refused("messages: at least one message is required", param="messages")
+        raise Refused(
+            "messages: the conversation is empty; it needs at least one message (`input` in /v1/responses)",
+            param="messages",
+        )
     try:
         return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
     except ValueError as e:

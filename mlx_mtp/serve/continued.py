@@ -20,7 +20,10 @@ def is_begun(messages: list[Message]) -> bool:
 
 
 def begun_answer(messages: list[Message], tokenizer: Any) -> Message:
-    """Return the last message; content that begins with reasoning not yet ended is moved to reasoning_content."""
+    """Return the last message, with reasoning that its content begins and does not end moved to reasoning_content.
+
+    The start mark is dropped. A message that already has reasoning_content is unchanged.
+    """
     message = messages[-1]
     content, start = (message.get("content") or "").lstrip(), getattr(tokenizer, "think_start", None)
     if message.get("reasoning_content") or not start or not content.startswith(start):

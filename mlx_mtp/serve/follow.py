@@ -12,7 +12,10 @@ PREFILL = 0  # the number of the background prefill; jobs have other numbers
 
 
 def as_json(request: DecodeRequest) -> dict[str, Any]:
-    """Return a request as JSON, without `follows`; penalties become pairs because their keys may be numbers."""
+    """Return a request's fields as JSON values, without `follows`.
+
+    Penalties become lists of pairs, because their keys may be numbers.
+    """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
         "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()]

@@ -139,7 +139,7 @@ def _check_text(name: str, value: Any) -> None:
         raise Refused(f"{ascii(name)[:80]}: allowed are valid Unicode and finite numbers") from None
 
 
-def _check_depth(value: Any, left: int = DEPTH - 1) -> None:
+def _check_depth(value: Any, left: int = DEPTH) -> None:
     if not isinstance(value, (dict, list)):
         return
     if not left:

@@ -50,8 +50,8 @@ def _any_of(names: set[str]) -> re.Pattern[str]:
 class Rendered(NamedTuple):
     """A form of a conversation as the template rendered it.
 
-    messages: those given to the template. texts: what its placeholders replace. text: the template's output.
-    whole: the output contains all system prompts and placeholders.
+    messages: those given to the template, some arguments of calls as placeholders. texts: the placeholders' values.
+    text: the template's output with these values. whole: no placeholder and no system prompt is missing in it.
     """
 
     form: Conversation

@@ -218,7 +218,10 @@ def time_pair(trial: KernelTrial) -> float:
 
 
 def _chain_seconds(ops: Sequence[Op], x: mx.array, start: int, steps: int) -> float:
-    """Return the seconds of a chain of `steps` layers, beginning with layer `start`."""
+    """Run a chain of `steps` ops on x, one per layer, from index `start` on and cyclically; return its seconds.
+
+    Each op depends on the outputs of the previous one. Building the graph is not timed.
+    """
     for i in range(start, start + steps):
         for y in ops[i % len(ops)](x):
             # The condition is never true, nor for NaN: x keeps its values but depends on y.

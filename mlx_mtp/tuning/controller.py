@@ -89,9 +89,10 @@ class Controller:
         return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
     def _choices(self, matched: int, pending: int) -> list[Choice]:
-        """Return estimates of all plans with drafts that can be chosen now.
+        """Return estimates of the plans with drafts that may be chosen now. matched, pending: as in `plan`.
 
-        Their length is at most twice the longest measured one.
+        The drafter's plans have at most twice the drafts of the longest measured plan (at least 1). The limit is one
+        higher, and at least 3, for prompt lookup; it ends for the plan with p_min once 2 drafts are measured.
         """
         costs, rows = self.costs, self.costs.resume_steps(pending)
         choices = self._expect(self.source, self.heads, rows)

@@ -75,7 +75,10 @@ class Costs:
         return 1 + max(near_steps * share, ROW_STEPS)
 
     def _excess(self, plan: Plan) -> float:
-        """Return the plain steps by which a measured plan's cycle exceeds a plain one."""
+        """Return a plan's cost above a plain cycle's, in plain steps (the unit of cost); negative if it is cheaper.
+
+        KeyError for a plan without a level.
+        """
         return math.expm1(self.levels[plan] - self.levels[PLAIN])
 
     def reach(self, context: int) -> None:

@@ -109,7 +109,7 @@ def trials_of(model: Any) -> ModelTrials:
 
 
 def fall_back(model: Any, error: KernelRefused) -> None:
-    """Switch off, on every rank, the kernels that launch the refused ones; all if none is found.
+    """Switch off, on every rank, the kernels that launch the refused ones, else those of the same op, else all.
 
     Raises the error if no kernel is on.
     """

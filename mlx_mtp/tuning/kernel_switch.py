@@ -95,7 +95,8 @@ def put_on(model: Any, found: "ModelTrials") -> None:
 class ModelTrials:
     """All kernel trials of a loaded model and their verdicts, which only `apply` puts into use.
 
-    lane: as in `switch_on`. matrices: the trials of matrix-unit products, in the lane "fast".
+    lane: the kernels to use: None for those that a trial finds right and faster, "exact" or "fast" for all that are
+    right. matrices: in the lane "fast", the trials of matrix-unit products; else None.
     """
 
     def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):

@@ -199,7 +199,10 @@ class Decisions:
         return KernelVerdict(True, True, reason=as_timed, split=verdict.split)
 
     def _known(self, trial: KernelTrial, like: KernelVerdict | None) -> Found | None:
-        """Return the stored finding, None if another spelling is in use or it splits rows unlike `like`."""
+        """Return the stored finding of a trial; None if there is none, or if it does not apply.
+
+        It applies if it was made with the spelling in use and, with `like`, its kernel splits rows as `like` does.
+        """
         known = self.known.get(trial.key)
         return None if is_stale(trial.key, known) or (like and known and known.split != like.split) else known
 

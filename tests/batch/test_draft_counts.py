@@ -113,6 +113,6 @@ def test_stats_given_twice_are_refused(model_of):
     one, other = mlx_mtp.Stats(), mlx_mtp.Stats()
     batch = BatchGenerator(model_of("three heads"), stats=one)
     for stats in ([one, other], [other, other]):
-        with pytest.raises(ValueError, match=r"^stats: expected one Stats for each prompt"):
+        with pytest.raises(ValueError, match=r"^stats: one Stats is given for two prompts"):
             batch.insert(PROMPTS[:2], stats=stats)
     assert batch.next() == ([], [])

@@ -108,7 +108,7 @@ def test_foreign_directories(tmp_path, target):
     refused(
         target, tiny.save(tmp_path / "extra", C, w | {"extra.weight": mx.ones(1)}), r"extra\.weight belongs to no"
     )
-    refused(target, tiny.save(tmp_path / "twice", C, w | {"model.fc.weight": w["fc.weight"]}), "are the same one")
+    refused(target, tiny.save(tmp_path / "twice", C, w | {"model.fc.weight": w["fc.weight"]}), "both become")
     wide = {**C, "hidden_size": 64}
     refused(target, block_drafters.save(tmp_path / "wide", wide), "fc.weight has shape .* 2 x 32 features")
     config = json.loads((target / "config.json").read_text())

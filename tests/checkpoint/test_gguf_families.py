@@ -62,6 +62,18 @@ def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
     assert np.allclose(found, logits, atol=1e-5)
 
 
+def test_a_parameter_of_tensors_of_several_types(tmp_path):
+    _, config, weights = checkpoint("qwen3_next", tmp_path / "hub")
+    arch, heads = WITH_HEADS["qwen3_next"]
+    tensors = gguf_files.tensors_of(config, weights)
+    kinds = {"blk.0.attn_qkv.weight": gguf_files.KINDS.Q8_0, "blk.0.attn_gate.weight": gguf_files.KINDS.Q4_0}
+    assert kinds.keys() <= tensors.keys()
+    known = metadata(arch, config, heads)
+    file = gguf_files.write(tmp_path / "x.gguf", arch, known, tensors, kinds=kinds)
+    transcode(prepare(file, measure=True), tmp_path / "new")
+    assert mlx_mtp.load_model(tmp_path / "new").mtp
+
+
 def test_keys_and_values_in_one_tensor(tmp_path):
     """Older DeepSeek files contain `attn_kv_b` as one tensor."""
     directory, config, weights = checkpoint("deepseek_v3", tmp_path / "hub")

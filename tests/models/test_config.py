@@ -155,6 +155,9 @@ def test_types_of_layers():
     both["sliding_attention"]["rope_theta"] = 17.0
     with pytest.raises(ValueError, match=r"sliding_attention\.rope_theta=17\.0: this changes the model's output"):
         rotations({**flat, "rope_parameters": both})
+    both["sliding_attention"] |= {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match=r"sliding_attention\.partial_rotary_factor=0\.5: this changes the model's"):
+        rotations({**flat, "rope_parameters": both})
     both = {"full_attention": {**LLAMA3, "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
     with pytest.raises(ValueError, match="scales layers of every type alike"):
         rotations({**flat, "rope_parameters": both})

@@ -90,6 +90,14 @@ def test_bodies(closed):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(("levels", "message"), [(DEPTH, "messages"), (DEPTH + 1, f"nested deeper than {DEPTH}")])
+def test_the_allowed_depth(served, levels, message):
+    content = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+    response = served.post("/v1/chat/completions", content=content, headers=JSON)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
 def test_unknown_paths_and_methods(served):
     for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/messages", 405), ("PUT", "/", 405)):
         response = served.request(method, path)

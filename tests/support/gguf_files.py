@@ -234,15 +234,20 @@ def write(
     kind: Any = KINDS.F32,
     *,
     tokenizer: dict[str, Any] | None = None,
+    kinds: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a GGUF file; matrices whose rows are whole blocks have type `kind`, other tensors are float32."""
+    """Write a GGUF file; matrices whose rows are whole blocks have type `kind`, other tensors are float32.
+
+    kinds: other types by tensor name.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**{f"{arch}.{k}": v for k, v in metadata.items()}, **(tokenizer or letters())}.items():
         put(writer, key, value)
     for name, w in tensors.items():
         w = np.ascontiguousarray(w, np.float32)
-        if is_matrix(name, w) and w.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-            writer.add_tensor(name, gguf.quants.quantize(w, kind), raw_dtype=kind)
+        own = (kinds or {}).get(name, kind)
+        if is_matrix(name, w) and w.shape[-1] % gguf.GGML_QUANT_SIZES[own][0] == 0:
+            writer.add_tensor(name, gguf.quants.quantize(w, own), raw_dtype=own)
         else:
             writer.add_tensor(name, w)
     finish(writer)

@@ -107,7 +107,7 @@ def bench_model(
         if their_bytes and not ALIKE < their_bytes / our_bytes < 1 / ALIKE:
             what = f"bench {other['bench']} of {other['model']['name']}, {their_bytes / 1e9:.3g} GB of weights"
             own = f"{subject.name} has {our_bytes / 1e9:.3g} GB"
-            raise ValueError(f"measured: {what}; {own}: set --model or --config")
+            raise ValueError(f"measured: {what}, but {own}: give the measured model with --model or --config")
     found: Found = {"floors": floors(model, context, rows)}
     if chip is not None:
         fitted_to = fitted["chips"][chip.name]["fitted_to"]

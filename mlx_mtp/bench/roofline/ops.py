@@ -188,7 +188,10 @@ class ModelOps:
         return [(head, k + 1 + depth) for depth, head in enumerate(self.drafts[:k])]
 
     def stored(self, bits: float, group: float | None, value_bytes: float) -> "ModelOps":
-        """Return the same model with all weights, and all values of the caches, in one format."""
+        """Return these operations with other formats: weights of `bits` bits, cached values of `value_bytes` bytes.
+
+        group: number of weights with one scale and bias; None: not quantized. Recurrent states are unchanged.
+        """
         return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes})
 
 

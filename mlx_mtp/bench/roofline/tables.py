@@ -71,7 +71,10 @@ def _each(floors: dict[str, dict[str, float]], part: str, size: dict[str, float]
 
 
 def floor_table(found: Found) -> Table:
-    """Return a table of the minimum bytes of each phase, by kind, and over a plain step's."""
+    """Return a table of each phase's minimum bytes: shared weights, experts, LM heads, KV caches, states, and all.
+
+    The last column is the ratio of all to a plain step's.
+    """
     index = floors_of(found)
     plain, last = {overlap: nbytes["total"] for overlap, nbytes in index[PLAIN, 1].items()}, dict(index.keys())
     unit, size = ("GB", 1e9) if plain[OVERLAPS[0]] >= 1e8 else ("MB", 1e6)

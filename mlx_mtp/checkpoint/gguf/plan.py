@@ -195,10 +195,10 @@ def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
 
 
 def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
-    """Return a row for each GGUF type and format of matrices, the one with most bytes in the file first.
+    """Return a row for each GGUF type and MLX format (`Form`) of matrices, the one with most bytes in the file first.
 
-    A parameter of several tensors counts by its first one's type. measure: measure errors on sampled weights;
-    ValueError for a type that cannot be dequantized.
+    A parameter of several tensors counts by its first one's type. measure: also measure the error of the format on
+    sampled weights, which raises ValueError for a type that cannot be dequantized.
     """
     alike: dict[tuple[str, Form], list[Parameter]] = {}
     for parameter in parameters:
@@ -209,11 +209,11 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
         entries = [entry for parameter in group for entry in parameter.entries]
         before = sum(entry.nbytes for entry in entries)
         after = sum(output.nbytes for parameter in group for output in parameter.outputs().values())
-        rows.append(Row(kind, form, len(entries), before, after, _measured(kind, form, entries) if measure else None))
+        rows.append(Row(kind, form, len(entries), before, after, _measured(form, entries) if measure else None))
     return sorted(rows, key=lambda row: -row.before)
 
 
-def _measured(kind: str, form: Form, entries: list[Entry]) -> Loss | None:
+def _measured(form: Form, entries: list[Entry]) -> Loss | None:
     """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors; None if exact.
 
     ValueError for a type that cannot be dequantized.
@@ -224,7 +224,7 @@ def _measured(kind: str, form: Form, entries: list[Entry]) -> Loss | None:
     for entry in entries[:: -(-len(entries) // SAMPLED_TENSORS)]:
         stride = max(len(entry.blocks()) // SAMPLED_ROWS, 1)
         rows = entry.blocks()[::stride][:SAMPLED_ROWS]
-        values = dequantized(kind, rows)
+        values = dequantized(entry.kind, rows)
         true.append(values.reshape(-1))
         made.append(_as_stored(entry, rows, values, form).reshape(-1))
     found = loss(np.concatenate(made), np.concatenate(true))

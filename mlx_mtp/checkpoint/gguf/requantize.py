@@ -19,7 +19,7 @@ class Loss(NamedTuple):
 def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
     """Return the weights of rows of blocks in float32, [rows, columns], with the gguf package.
 
-    ValueError for an unsupported type; ImportError without the package.
+    kind: name of a type in that package. ValueError for one that it cannot dequantize; ImportError without it.
     """
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize

@@ -203,7 +203,7 @@ def _check_shapes(source: GGUFSource, *, heads_only: bool) -> None:
         if shape != expected[path]:
             raise ValueError(f"{file}: tensor {name} has shape {shape}; expected {expected[path]} ({path})")
     if missing := sorted(expected.keys() - source.made.keys()):
-        raise ValueError(f"{file}: no tensor for {missing[0]}, which its metadata expect")
+        raise ValueError(f"{file}: no tensor in it becomes parameter {missing[0]} of the model")
 
 
 def shape_of(source: GGUFSource, made: Made) -> tuple[int, ...]:

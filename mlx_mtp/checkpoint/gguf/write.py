@@ -68,9 +68,10 @@ def _put(handle: int, piece: np.ndarray, begin: int) -> None:
 
 
 def _rows(parameter: Parameter, begin: int, end: int) -> Any:
-    """Yield (tensor, blocks of its rows, their indices in the range) for each of a parameter's tensors.
+    """Yield (tensor, its rows, their indices in the range) for each tensor with rows in a range of a parameter.
 
-    begin, end: a range of the parameter's rows, in its order. Tensors without rows in it are left out.
+    begin, end: the range, in the parameter's order of rows. rows: uint8 [n, bytes of a row], as in the GGUF file.
+    indices: int [n], 0 for the first row of the range.
     """
     order = parameter.change.rows
     wanted = np.arange(begin, end) if order is None else order[begin:end]

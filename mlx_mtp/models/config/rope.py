@@ -187,14 +187,14 @@ def _scaling(parameters: Config) -> Config:
 def _partial(config: Config, main: Config, local: Config, fields: set[str], unsupported: dict[str, Any]) -> Config:
     """Return the rotated share of a head under names in `fields`, `rotary_dim` as a number of features.
 
-    Empty if the main layers state none. If layer types differ in it, the local layers' share is added to
-    `unsupported`.
+    Empty if the main layers state none, which is a share of 1. A share of the local layers that differs is added
+    to `unsupported`.
     """
-    part = main.get("partial_rotary_factor")
+    part, other = main.get("partial_rotary_factor"), local.get("partial_rotary_factor")
+    if (1 if other is None else other) != (1 if part is None else part):
+        unsupported[f"{SLIDING}.partial_rotary_factor"] = other
     if part is None:
         return {}
-    if local.get("partial_rotary_factor") != part:
-        unsupported[f"{SLIDING}.partial_rotary_factor"] = local.get("partial_rotary_factor")
     found = {name: part for name in PARTIAL if name in fields}
     if "rotary_dim" in fields and config.get("rotary_dim") is None:
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -82,7 +82,7 @@ class Meta:
         """Return an integer; ValueError unless it is at least 0 and less than 2^31."""
         value = self._typed(f"{self.architecture}.{key}", int, default)
         if isinstance(value, int) and not 0 <= value < 1 << 31:
-            raise ValueError(f"{self.file}: metadata {key} is {value}; expected 0 to 2^31")
+            raise ValueError(f"{self.file}: metadata {key} is {value}; expected 0 to 2^31 - 1")
         return value
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:

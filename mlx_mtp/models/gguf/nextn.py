@@ -65,7 +65,11 @@ INDEXER = {
 
 
 def step_config(meta: Meta) -> dict[str, Any]:
-    """Return config.json of Step-3.5; values that differ between layers are lists."""
+    """Return config.json of Step-3.5.
+
+    Layer types, RoPE's theta and rotated share, and SwiGLU's limits are lists by layer. The numbers of heads of
+    sliding-window layers are in `attention_other_setting`.
+    """
     found = basics(meta, "step3p5")
     sliding = [bool(v) for v in meta.each("attention.sliding_window_pattern")]
     heads, groups = meta.each("attention.head_count"), meta.each("attention.head_count_kv")

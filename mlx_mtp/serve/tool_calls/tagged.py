@@ -239,7 +239,10 @@ class TagSearch:
         return calls[::-1]
 
     def _value(self, name: str, argument: Argument) -> str:
-        """Return an argument as JSON, by the type that the model wrote, or without one by the schema's types."""
+        """Return an argument as JSON, by the schema's types unless the model wrote a type with it.
+
+        The model's type "string" or "true" makes the text a JSON string; with any other the text alone decides.
+        """
         text = self.tags.value(self.text[argument.start : argument.end])
         if argument.type is None:
             return self.tags.as_json(self.tools, name, argument.key, text)
