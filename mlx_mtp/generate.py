@@ -41,7 +41,7 @@ RULE = "=" * 10
 
 @dataclass
 class GenerationResponse(MLXResponse):
-    """mlx-lm's response to one token, with the counters of the generation so far as `stats`."""
+    """mlx-lm's response to one token. stats: the generation's counters, which later tokens change."""
 
     stats: Stats | None = None
 
@@ -86,7 +86,7 @@ def generate_step(
 ) -> Generated:
     """Yield (token, logprobs [V] or None, whether drafted), with a final stop token; max_tokens=0 only prefills.
 
-    prompt: token ids [T]. Raises ValueError at the call for an option out of range or a prompt too large for memory.
+    prompt: token ids [T]. ValueError at the call for an invalid option, or a prompt of no, or too many, tokens.
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
     sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
@@ -220,7 +220,7 @@ def batch_generate(
 ) -> BatchResponse:
     """Generate a text for each prompt, decoded in one batch, with mlx_lm's arguments and response.
 
-    prompts: texts or token ids. prompt_caches: one per prompt, which follows its tokens; they are not changed.
+    prompts: texts or token ids. prompt_caches: one per prompt, whose tokens it continues; they stay unchanged.
     max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
     return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
     those of `BatchGenerator`.

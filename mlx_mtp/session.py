@@ -49,7 +49,10 @@ class Turn:
 
     @property
     def prompt_tps(self) -> float:
-        """Prefill speed: new prompt tokens per second, up to the first token of the answer; 0.0 before that."""
+        """Prefill speed: new prompt tokens per second, up to the first token of the answer.
+
+        Earlier it is 0.0, or, after the first part of the prefill, too high.
+        """
         new, seconds = self.prompt_tokens - self.reused, self.prompt_time + self.stats.prefill_time
         return new / seconds if seconds else 0.0
 
@@ -57,8 +60,9 @@ class Turn:
 class ChatSession:
     """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
-    cache: its `PromptCache`, whose `tokens` are correct however a turn ended. turn: the `Turn` of the last message.
-    answers: number of answers. num_draft_tokens: maximum drafts per cycle; may change between turns.
+    cache: its `PromptCache`; if an exception ended a turn while it computed, the next turn replaces it.
+    turn: the `Turn` of the last message. answers: number of answers, also of conversations before `reset`.
+    num_draft_tokens: maximum drafts per cycle; may change between turns.
     stopping: set it in a signal handler or another thread to end the current turn; the end of the turn clears it.
     """
 
@@ -97,8 +101,8 @@ class ChatSession:
         """Start a new conversation with the same system prompt.
 
         Its caches are empty, or contain the prompt of the given `prompt_cache` if that is still in use: a turn that
-        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches. The count
-        of answers continues, so that seeded draws do not repeat.
+        an exception ended while it computed, or that could reuse none of it, replaces it by empty caches, and so does
+        `reset` if it cannot be rolled back. The count of answers continues, so that seeded draws do not repeat.
         """
         self.messages, self.turn = self._system, Turn(0)
         if self._given is not None and self._intact:
@@ -137,8 +141,8 @@ class ChatSession:
     def _adopt(self, cache: PromptCache, system_prompt: str | None) -> str | None:
         """Use the prompt and template_config of a given cache; return its system prompt.
 
-        An empty cache without them changes nothing, and `system_prompt` is returned. If it has fewer heads than the
-        model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
+        Of an empty cache without them, nothing is used, and `system_prompt` is returned. If any cache has fewer heads
+        than the model, drafts per cycle are limited to their number. Raises ValueError as `__init__` states.
         """
         if len(cache.heads) < len(self.model.head_windows()):
             self.num_draft_tokens = min(self.num_draft_tokens, len(cache.heads))
@@ -146,7 +150,10 @@ class ChatSession:
         if prefix is None and not cache.offset:
             return system_prompt
         if prefix is None or (self.tokenizer.has_chat_template and not prefix.template):
-            raise ValueError("prompt_cache: does not contain the start of a conversation; make it with cache-prompt")
+            raise ValueError(
+                "prompt_cache: does not contain the start of a conversation; make it with `mlx-mtp cache-prompt` (if "
+                "the model has a chat template, without --ignore-chat-template)"
+            )
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
@@ -160,8 +167,8 @@ class ChatSession:
 
         Nothing happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
         answer. The conversation keeps the yielded part, and drops the message if nothing was yielded. The first step
-        raises ValueError if the chat template refuses the messages, or the prompt does not fit in memory (unless
-        check_memory=False) or in `max_context`.
+        raises ValueError if the chat template refuses the messages, the prompt has no token, or it does not fit in
+        memory (unless check_memory=False) or in `max_context`.
         progress: called after each chunk with the number of new prompt tokens processed and their total.
         """
         return in_turns(self._answer(text, progress))
@@ -199,10 +206,10 @@ class ChatSession:
         return self.stopping and not self.ranks
 
     def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
-        """Roll the caches back to their common start with the prompt, prefill up to position `end`, then decode.
+        """Yield the answer's responses, after a rollback to a prefix of the prompt and a prefill up to `end`.
 
-        Yields the answer's responses. Sets `turn`, and takes snapshots before the prefill and at `end`. If the caches
-        already reach `end`, there is no separate prefill.
+        Sets `turn`, and takes snapshots before the prefill and at `end`. If the caches already reach `end`, there is
+        neither a separate prefill nor a snapshot at `end`.
         """
         common = shared(self.cache.tokens, prompt[:-1])
         reused = common if common == self.cache.offset else self._rewind(self._snapshots, common)
@@ -241,9 +248,10 @@ class ChatSession:
         check_prompt(self.model, self.cache, new, limit, chunk, ignore=ignore)
 
     def _on_chunk(self, progress: Progress | None, before: int, total: int, done: int, part: int) -> None:
-        """Report progress, or raise Stopped; not after the last chunk, when the caches are incomplete.
+        """Raise Stopped if `stopping` is set and more chunks follow, else report progress.
 
-        before: tokens of the turn prefilled before this prefill. done, part: tokens of this prefill.
+        After the last chunk the caches are incomplete. before: tokens of the turn prefilled before this prefill.
+        done, part: tokens of this prefill, those processed and all.
         """
         if done < part and (self.ranks.broadcast(self.stopping) if self.ranks else self.stopping):
             raise Stopped
@@ -253,8 +261,8 @@ class ChatSession:
     def _rewind(self, snapshots: list[tuple[Mark, Quantizing | None]], maximum: int) -> int:
         """Roll back to the last snapshot of at most `maximum` tokens; return the new length.
 
-        Without one, or if the target's caches cannot return to one, start over with empty caches: 0. Later snapshots,
-        and those from before the caches were quantized, are dropped.
+        Without one, or if the target's caches cannot return to one, start over with empty caches: 0. `snapshots`
+        replace the session's, without later ones and those from before the caches were quantized.
         """
         due = self.cache.quantizing  # a snapshot from before the caches were quantized does not fit them
         self._snapshots = [s for s in snapshots if s[0].length <= maximum and s[1] is due]
@@ -266,7 +274,10 @@ class ChatSession:
         return last.length
 
     def _take_snapshot(self) -> None:
-        """Store a snapshot at the current position, unless the last one is there or the caches are empty."""
+        """Store a snapshot at the current position, unless the last one is there or the caches are empty.
+
+        The last KEPT_SNAPSHOTS remain.
+        """
         here = self.cache.offset
         if here and not (self._snapshots and self._snapshots[-1][0].length == here):
             self._snapshots.append((self.cache.snapshot(), self.cache.quantizing))
@@ -279,7 +290,7 @@ class ChatSession:
         """
         prompt = self._encode(messages, answering=True)
         if not prompt:
-            raise ValueError("the prompt is empty: the chat template renders nothing for this conversation")
+            raise ValueError("the prompt is empty: this conversation has no tokens (in the model's chat template)")
         return prompt, shared(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:

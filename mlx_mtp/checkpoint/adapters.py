@@ -22,8 +22,8 @@ LEAVES = ("lora_a", "lora_b", "m")  # parameters of an adapted module; `m` is Do
 def load_adapters(model: Any, adapter_path: str) -> Any:
     """Add the LoRA adapters in a directory, in mlx-lm's or PEFT's format, to the model, and return the model.
 
-    The model is modified and set to evaluation. Warns if the adapters change nothing. Raises a one-line ValueError if
-    they are missing, damaged, unsupported, or do not fit the model.
+    The model is modified and set to evaluation. Warns if every lora_b is zero, so that nothing changes. Raises a
+    one-line ValueError if the adapters are missing, damaged, unsupported, or do not fit the model.
     """
     path = Path(adapter_path).expanduser()
     if not (path / CONFIG).is_file():
@@ -40,7 +40,7 @@ def load_adapters(model: Any, adapter_path: str) -> Any:
 def _apply(model: Any, path: Path) -> dict[str, mx.array]:
     """Add a directory's adapters to the model, and return their tensors.
 
-    Errors name the file without the directory, which the caller adds.
+    Most errors name the file without the directory, which the caller adds.
     """
     with one_line(f"{CONFIG}: not valid JSON", (ValueError, RecursionError, OSError)):
         config = json.loads((path / CONFIG).read_text())

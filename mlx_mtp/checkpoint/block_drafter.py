@@ -19,7 +19,7 @@ OWN = ("head", "embed_tokens")
 def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     """Attach an opened block drafter to its target `model`; return its source for the report.
 
-    drafter, contents: of `open_drafter`. path: its directory. Its weights are read; an LM head or embedding that is
+    drafter, contents: of `_open_drafter`. path: its directory. Its weights are read; an LM head or embedding that is
     the target's is dropped. ValueError for NaN, a tensor of zeros, or sizes, layers or tokens unlike the target's.
     """
     net = drafter.mtp[0]
@@ -54,7 +54,10 @@ def _activations(model: Any, net: BlockNetwork) -> mx.Dtype:
 
 
 def _tie(model: Any, net: BlockNetwork) -> None:
-    """Drop the drafter's LM head or embedding if it equals the target's, which the drafter then uses."""
+    """Drop the drafter's LM head, and its embedding, if it equals the target's, which the drafter then uses.
+
+    Both are kept if the drafter has d2t, and the embedding if its outputs are scaled.
+    """
     shape = net.shape
     for name in OWN:
         theirs = model.language.get("lm_head") if name == "head" else None
@@ -67,8 +70,9 @@ def _tie(model: Any, net: BlockNetwork) -> None:
 def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
     """Raise ValueError if sizes, number of layers or tokens of drafter and target do not match.
 
-    Another hidden size is allowed with an embedding and LM head of its own. The drafter's vocabulary may be smaller
-    only if it uses the target's embedding, without a selector or Markov head.
+    Another hidden size is allowed with an embedding and LM head of its own. The drafter's vocabulary may be larger,
+    and smaller if it uses the target's embedding, without a selector or Markov head. The target must have the mask
+    token and all drafted tokens.
     """
     shape, width, vocab = net.shape, model.no_hidden().shape[-1], model.vocab_size
     layers = model.args.num_hidden_layers
@@ -79,7 +83,8 @@ def _check_fits(model: Any, net: BlockNetwork, path: Path) -> None:
         raise ValueError(f"{path}: made for a target of {shape.layers} layers; this one has {layers}")
     needs_all = shape.selector or shape.markov or ("embed_tokens" in net and not shape.frozen_embedding)
     if shape.mask_token >= vocab or (needs_all and shape.vocab < vocab):
-        raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}")
+        mask = f"; its mask token is {shape.mask_token}" if shape.mask_token >= vocab else ""
+        raise ValueError(f"{path}: made for {shape.vocab} tokens, the target has {vocab}{mask}")
     if "d2t" in net and not mx.issubdtype(net.d2t.dtype, mx.integer):
         raise ValueError(f"{path}: tensor d2t has type {net.d2t.dtype}; expected integers")
     if "head" in net:

@@ -95,7 +95,7 @@ def load_port(
 
 
 def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
-    """Return (a port's model, the checkpoint's sorted tensors, which norms are stored zero-centred).
+    """Return (a port's model, the checkpoint's sorted tensors, the parts with zero-centred norms, as in `Raw`).
 
     The parameters are lazy arrays: they are read when they are used. Warns about unusual keys of `config`. Raises
     ValueError for a checkpoint that is damaged or packed by an unsupported quantization method.
@@ -176,7 +176,8 @@ def _check_names(model: Any, contents: Contents) -> None:
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
     """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
 
-    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
+    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing, or scales
+    do not fit their weight.
     """
     header = {} if contents.alone else contents.trunk
     stored = read_tensors(header | contents.heads)  # no name is in both
@@ -251,7 +252,7 @@ def _stored(model: nn.Module, contents: Contents) -> dict[str, Any]:
 
 
 def _tie(model: Any) -> None:
-    """Drop each head's embedding and LM head if it equals the target's, which the head then uses."""
+    """Drop each head's embedding, and LM head, if it equals the target's own, which the head then uses."""
     for head in model.mtp:
         for name, shared in (("head", model.language.get("lm_head")), ("embed_tokens", model.model.embed_tokens)):
             if name in head and shared is not None and same(named(head[name]), named(shared)):
@@ -294,7 +295,7 @@ class DrafterAlone(nn.Module):
 def open_drafter(path: Path) -> tuple[dict, DrafterAlone, Contents]:
     """Open an external drafter without its target; return (its config.json, model, descriptions of its tensors).
 
-    Weights stay lazy. Raises ValueError if the directory contains no drafter.
+    Weights stay lazy. Raises ValueError if the directory contains no drafter, or a damaged one.
     """
     config, drafter, contents = _open_drafter(path, MAX_LAYERS, None, {})
     names = tuple(pair for pair in contents.spec.tensors if any(f"{pair[0]}." in f"{n}." for n in contents.heads))
@@ -306,7 +307,7 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     """Return (config.json, model, descriptions of its used tensors) of a drafter for a target of `layers` layers.
 
     Weights stay lazy. size: the target's hidden size; None is the size that the drafter's tensors have. overrides:
-    values that replace its spec's. ValueError if there is no drafter, or its tensors do not fit together.
+    values that replace its spec's. ValueError if there is no drafter, or its files do not fit together.
     """
     config, header, kind = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
@@ -337,7 +338,7 @@ def is_drafter(path: Path) -> bool:
 
 
 def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
-    """Return (config.json, tensors, the kind's module) of a drafter; ValueError if the directory contains none."""
+    """Return (config.json, header, the kind's module) of a drafter; ValueError if there is none, or a damaged one."""
     kinds, reason, file = drafter_kinds(), None, path / "config.json"
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     if not file.exists():
@@ -360,9 +361,10 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
 
 
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
-    """Load a drafter's tensors; ValueError unless tensors and parameters match one to one in name and shape.
+    """Load a drafter's tensors, lazily; ValueError unless they match the parameters one to one in name and shape.
 
-    note: the end of a message about a wrong shape.
+    Modules with scales are quantized before. note: the end of a message about a wrong shape. ValueError also for a
+    tensor of a wrong type.
     """
     weights, names = {}, {}
     check_types({name: tensor for name, tensor in contents.heads.items() if not name.endswith("d2t")})

@@ -31,9 +31,9 @@ def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str
 
 
 def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a saved prompt followed by `text`, in the chat template if the prefix uses one.
+    """Return the tokens of a saved prompt followed by `text`, in the chat template if prefix and tokenizer have one.
 
-    ValueError if the template fails.
+    In the template both are one message of the user, with the generation prompt. ValueError if the template fails.
     """
     text = prefix.prompt + text
     if not (prefix.template and tokenizer.has_chat_template):
@@ -45,7 +45,10 @@ def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
 
 
 def stable_tokens(prefix: PromptPrefix, tokenizer: Any) -> list[int]:
-    """Return the first tokens of a saved prompt that stay the same whatever text follows it; see `prompt_tokens`."""
+    """Return the first tokens of a saved prompt, as far as no text that follows is expected to change them.
+
+    They are the same in `prompt_tokens` with each of PROBES as the text, and for the prompt without its last runs.
+    """
     tokens = prompt_tokens(prefix, tokenizer, "")
     shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))
     kept = shared(tokens[:-1], prompt_tokens(shortened, tokenizer, ""))

@@ -13,7 +13,9 @@ WITH_WEIGHT = ((".scales", ".weight"), (".biases", ".weight"), *((f".weight{s}",
 def check_complete(model: Any, contents: Contents) -> None:
     """Raise ValueError for an unreadable file, or a tensor that only the index has, if the model needs it.
 
-    Warn about unneeded ones. Missing tensors that the index does not list are not reported here.
+    An unreadable file is needed if any parameter is missing, or it may have heads that are to be loaded. Warn about
+    unneeded ones, except absent tensors of heads that are not loaded, and about unused files. Missing tensors that
+    the index does not list are not reported here.
     """
     stored = contents.stored
     assert stored is not None  # the tensors are a checkpoint's, not an external drafter's
@@ -38,7 +40,8 @@ def check_complete(model: Any, contents: Contents) -> None:
 def _is_needed(model: Any, contents: Contents, name: str, parameters: Any, provided: Any, found: Any) -> bool:
     """Return whether the model needs an absent tensor: no other tensor provides that parameter, expert or scale.
 
-    parameters: the model's, by path. provided: paths that other tensors become. found: names of those tensors.
+    parameters: the model's, by path. provided: paths that other tensors become. found: names of those tensors, an
+    expert's with the number 0.
     """
     for suffix, weight in WITH_WEIGHT:
         base = contents.trunk.get(name.removesuffix(suffix) + weight)

@@ -54,7 +54,7 @@ class Source:
     dtype: str | None = None
 
     def prepare(self, precision: Precision) -> None:
-        """Drop heads' modules that equal the target's, warn of unusual norms, and apply the precision to the model.
+        """Drop repeated modules of heads (`_drop_repeated`), warn of unusual norms, and apply the precision.
 
         It also fills `trained` and `dtype`. ValueError if the precision cannot be applied.
         """
@@ -81,7 +81,7 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report that a load of the conversion makes; warn if there are no heads.
+        """Return the report about the converted model; warn if there are no heads.
 
         place: the heads' location in the conversion.
         """
@@ -92,7 +92,7 @@ class Source:
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:
-        """Evaluate a tensor, once by each output name, before it is written.
+        """Evaluate the tensor with this output name, before it is written; call it once for each name.
 
         ValueError if that fails, the source has NaN, or a tensor of the heads has zeros only.
         """
@@ -120,7 +120,7 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """Return the files that contain the heads, by the shard index and relative to `path`; None without an index.
+    """Return the files that contain the heads, by the shard index and relative to `path`; None if there is no index.
 
     If heads may repeat the target's embedding or LM head, the files of these are included. ValueError for a
     model_type without a port.
@@ -142,7 +142,10 @@ def _port(path: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def _renewed(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Return a config.json without quantization and with the type `dtype`, also in its text_config."""
+    """Return a config.json without quantization, its type replaced by `dtype` unless None, also in its text_config.
+
+    A config.json without a type gets none.
+    """
     kept = {name: value for name, value in config.items() if name not in ("quantization", "quantization_config")}
     kept |= {name: dtype for name in ("torch_dtype", "dtype") if dtype and name in kept}
     return kept | {name: _renewed(kept[name], dtype) for name in ("text_config",) if name in kept}
@@ -181,7 +184,7 @@ def _equal(contents: Contents, a: dict[str, str], b: dict[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion: the directory or file, the bytes of its tensors, and the report of a load of it."""
+    """The result of a conversion: the directory or file, the bytes of its tensors, and a report about the model."""
 
     path: Path
     nbytes: int
@@ -212,11 +215,13 @@ def convert(
 
     quantize, q_group_size, q_bits, q_mode, quant_predicate (a recipe's name): as in mlx-lm, for the target.
         dtype, dequantize: as in mlx-lm, for the target and the heads. revision: branch, tag or commit on the hub.
-    mtp_q_bits, mtp_q_group_size: the heads' affine format, by default 8 and 64 with `quantize`; 16 bits leave them
-        unchanged. Routers, norms and the matrix that fuses a head's inputs are never quantized.
+    mtp_q_bits, mtp_q_group_size: the heads' affine format, by default 8 and 64 with `quantize`; 16 bits do not
+        quantize them. Their routers, norms and the matrix that fuses a head's inputs never are. A drafter has this
+        format, too, or, with q_bits and without these two, the target's.
     mtp_layout: heads in `mtp.safetensors` ("sidecar"), or in the target's files under the hub's names ("shards").
-    shard_bytes: maximum bytes of a file of several. progress: called with the bytes written, and all bytes.
-    upload_repo: refused, because nothing is uploaded. trust_remote_code: also copy the tokenizer's code; none is run.
+    shard_bytes: maximum bytes of the tensors in a file of the model, unless it has a single tensor.
+    progress: called with the bytes written, and all bytes. upload_repo: refused, because nothing is uploaded.
+    trust_remote_code: also download the tokenizer's code, which is copied but not run.
     Raises a one-line ValueError, or OSError if a file cannot be written; a failed conversion leaves no files.
     """
     if upload_repo is not None:
@@ -230,7 +235,7 @@ def convert(
         raise ValueError(f"mtp_layout={mtp_layout!r}: allowed are sidecar, shards")
     path, new = resolve(hf_path, revision, code=trust_remote_code), Path(mlx_path).expanduser().resolve()
     if new.is_relative_to(path.resolve()):
-        raise ValueError(f"mlx_path={mlx_path}: inside the directory to convert, {path}")
+        raise ValueError(f"mlx_path={mlx_path}: at or inside the directory to convert, {path}")
     atomic.check_new(new)
     source = open_source(path)
     if is_head := not source.contents.trunk:  # a drafter
@@ -244,7 +249,7 @@ def convert(
 
 
 def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progress: Progress | None) -> int:
-    """Write weight files, index, config.json and copies of the source's other files to the new directory `new`.
+    """Write weight files, index, config.json and copies of the source's files of COPIED to the new directory `new`.
 
     Returns the bytes of all tensors. `source.model` and the tensors in `files` are removed to free memory. ValueError
     if the disk has too little space, or a tensor is damaged.
@@ -276,9 +281,9 @@ def extract_heads(
 ) -> Converted:
     """Write only a checkpoint's MTP heads, to the new file `mtp_path` or as `mtp.safetensors` into that directory.
 
-    `load` finds mtp.safetensors in the directory of a conversion; give another place to it as `mtp_path`. Only the
-    files that contain heads are downloaded or needed. mtp_q_bits: None, without mtp_q_group_size, leaves the heads
-    unchanged. Other parameters and errors are those of `convert`.
+    `load` finds mtp.safetensors in the directory of a conversion; give another place to it as `mtp_path`. If there is
+    a shard index, only those of the model's files that `files_of_heads` returns are downloaded or needed. mtp_q_bits:
+    None, without mtp_q_group_size, does not quantize. Other parameters and errors are those of `convert`.
     """
     precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits), dtype=dtype)
     new = Path(mtp_path).expanduser().resolve()

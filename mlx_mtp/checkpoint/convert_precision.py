@@ -56,8 +56,8 @@ class Precision:
     """The formats of a conversion; None leaves parameters unchanged. ValueError for contradictions.
 
     recipe: name of mlx-lm's mixture of bits, for the target. heads_named: the user chose the heads' format, so that
-    heads that cannot have it are an error. dtype: of unquantized parameters, target's and heads'; None is
-    config.json's.
+    heads that cannot have it are an error. dtype: of floating-point parameters, the target's and the heads', also
+    scales; None is config.json's.
     """
 
     target: Format | None = None
@@ -77,7 +77,7 @@ class Precision:
             raise ValueError("dequantize=True: not together with quantize=True or bits of the heads")
 
     def apply(self, model: Any, declared: str | None) -> None:
-        """Cast, dequantize and quantize a port's model in place; ValueError if a part cannot be quantized.
+        """Cast, dequantize and quantize a port's model in place; ValueError if that is impossible.
 
         declared: config.json's type, which is used if no `dtype` was chosen; types outside DTYPES are ignored. Heads
         that cannot be quantized are an error only if `heads_named`.
@@ -166,7 +166,10 @@ def _quantize_target(model: Any, form: Format, recipe: str | None) -> int:
 
 
 def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Module], bool | dict] | None) -> int:
-    """Quantize submodules that `predicate` selects and whose rows are whole groups; return their number."""
+    """Quantize submodules that `predicate` selects and whose rows are whole groups; return their number.
+
+    None selects all. Submodules without an implementation of quantization are left out.
+    """
 
     def chosen(path: str, m: Any) -> bool | dict:
         if not hasattr(m, "to_quantized"):
@@ -181,7 +184,10 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 
 def _dequantize(model: nn.Module) -> None:
-    """Replace quantized modules by ordinary ones in the type of their scales; ValueError for an unsupported kind."""
+    """Replace quantized modules by ordinary ones; ValueError for a kind of module that is not supported.
+
+    Their type is that of floating-point scales, else bfloat16.
+    """
     ordinary, modules = [], dict(model.named_modules())
     for path in formats(model):
         m: Any = modules[path]

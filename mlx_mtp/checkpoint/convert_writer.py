@@ -43,7 +43,7 @@ def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
 
 
 def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
-    """Return the beginning of a safetensors file: the length of a JSON object, and the object, padded to 8 bytes."""
+    """Return the beginning of a safetensors file: a JSON object's length, and the object, in multiples of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, w in tensors.items():

@@ -105,11 +105,11 @@ def digest(tokenizer: Any) -> str:
 
 
 def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_size: int) -> list[int]:
-    """Return `size` tokens for drafting, ascending: special ones and the chat template's, then the most frequent.
+    """Return `size` tokens, ascending: special ones, added ones in the chat template, then the most frequent.
 
     counts: the frequency of each token; of equally frequent ones those with smaller ids are chosen, because
-    tokenizers number frequent tokens first. Raises ValueError if the special tokens exceed `size`, or the tokenizer
-    has fewer than `size` tokens below vocab_size.
+    tokenizers number frequent tokens first. Raises ValueError if `size` is below 1 or the number of these fixed
+    tokens, or the tokenizer has fewer than `size` tokens below vocab_size.
     """
     known = sorted(token for token in set(tokenizer.get_vocab().values()) if token < vocab_size)
     template = str(tokenizer.chat_template or "")
@@ -123,7 +123,7 @@ def most_frequent(tokenizer: Any, counts: Mapping[int, int], size: int, vocab_si
 
 
 def reduce_heads(model: Any, tokens: Collection[int]) -> tuple[int, int]:
-    """Restrict a port's heads to drafting `tokens`; return the number of rows of one LM head now, and before.
+    """Restrict a port's heads to drafting `tokens`; return the rows of the first LM head now, of the last one before.
 
     Each head gets an LM head with the rows of these tokens, in the original order, so that ties are resolved as
     before; heads that shared an LM head share the new one. `head.token` maps rows to tokens. Call it before kernels

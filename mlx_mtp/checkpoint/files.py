@@ -46,7 +46,8 @@ class Tensor:
     """One tensor's entry in a safetensors header.
 
     format: the file's metadata entry "format" ("pt", "mlx"), or None. converted: whether the file's metadata states
-    that `mlx-mtp convert` shifted its norms. stored: the tensor's name in the file if it is read under another name.
+    that `mlx-mtp convert` wrote it, so that no norm needs +1. stored: the tensor's name in the file if it is read
+    under another name.
     """
 
     file: Path
@@ -158,7 +159,7 @@ def checked_config(config: Any, file: Path, overrides: dict[str, Any] | None = N
     """Return a config.json with normalised keys, after `overrides` have replaced values of it.
 
     ValueError, with the file's name, unless it is an object with a model_type, text_config and quantization_config
-    are objects or absent, and the numbers of layers and heads are integers in range.
+    are objects, null or absent, and the numbers of layers and MTP heads are, or are integers in range.
     """
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{file}: expected an object with a model_type")
@@ -200,8 +201,9 @@ def read_header(files: Iterable[Path]) -> Header:
 def fill_model(path: Path, config: dict[str, Any], make: Callable[[Any], Any], args: Any) -> Any:
     """Return the model `make(args)`, with lazy weights, as mlx-lm's `load_model` fills and quantizes it.
 
-    `make` has to return a model whose own `sanitize` reads the tensors. mlx-lm gets a directory without weight
-    files, because it would open every file there, unneeded and damaged ones too.
+    `make` has to return a model whose instance attribute `sanitize` reads the tensors, with another `load_weights`;
+    both are deleted afterwards. mlx-lm gets a directory without weight files, because it would open every file there,
+    unneeded and damaged ones too.
     """
     classes = make, SimpleNamespace(from_dict=lambda merged: args)
     options: Any = {"model_config": config, "get_model_classes": lambda config: classes}
@@ -286,10 +288,10 @@ def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, hea
 
 @contextlib.contextmanager
 def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
-    """Yield a temporary directory with a hub checkpoint's small files and the headers of its weight files.
+    """Yield a temporary directory with a hub checkpoint's files of SMALL and the headers of its weight files.
 
-    Weight files are sparse: they have the size of those on the hub, but no data. Raises a one-line ValueError if this
-    cannot be fetched or written, for any reason. The directory is deleted when the block ends.
+    Weight files are sparse: instead of data they have holes. Raises a one-line ValueError if this cannot be fetched
+    or written, for any reason. The directory is deleted when the block ends.
     """
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
         try:
@@ -311,7 +313,7 @@ def downloaded(repo: str, revision: str | None = None) -> Path | None:
 
 
 def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
-    """Download a repository's small files and the headers of its weight files into the directory `path`."""
+    """Write a repository's files of SMALL, and the headers of its weight files, into the directory `path`."""
     info = api.model_info(repo, revision=revision)
     names = [file.rfilename for file in info.siblings or []]
     for name in names:

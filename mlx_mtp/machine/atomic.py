@@ -46,7 +46,7 @@ def write_whole(file: str | Path, content: str | bytes) -> None:
 def check_free(path: Path, needed: int) -> None:
     """Raise ValueError if the disk that will hold `path` has less than `needed` bytes free.
 
-    Files that an earlier run left count as free because they are replaced.
+    Temporary files that an earlier run left for `path` count as free because they are replaced.
     """
     above, left = next(folder for folder in path.parents if folder.exists()), _work(path)
     old = [left, *left.iterdir()] if (left / NOTE).exists() else [left]
@@ -58,7 +58,7 @@ def check_free(path: Path, needed: int) -> None:
 def check_new(path: Path) -> None:
     """Raise ValueError unless nothing exists at `path`, or an empty directory that can be replaced.
 
-    A mount point and the working directory cannot.
+    A mount point and the working directory cannot. path: resolved.
     """
     if path.is_dir():
         if any(path.iterdir()):
@@ -76,8 +76,8 @@ def directory(path: Path) -> Iterator[Path]:
     """Yield a directory to fill; rename it to `path` when the block ends, delete it if the block raises.
 
     The directory is `path` with the suffix ".partial"; what an earlier run left in it is deleted. ValueError if
-    another process is writing it, or it has files that no earlier run left; OSError if `path` exists and is not
-    empty.
+    another run is writing it, or it has files that no earlier run left. OSError, when the block ends, if `path` is
+    then anything but an empty directory.
     """
     work = _work(path)
     try:
@@ -103,7 +103,7 @@ def file(path: Path) -> Iterator[Path]:
     """Yield a file name to write; rename the file to `path` when the block ends, delete it if the block raises.
 
     A file at `path` is replaced. The name yielded exists already, empty or as an earlier run left it. ValueError if
-    another process is writing it.
+    another run is writing it.
     """
     work = _work(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,9 +117,9 @@ def file(path: Path) -> Iterator[Path]:
 
 
 def is_abandoned(work: Path) -> bool:
-    """Return whether a temporary file of `file` was left by a run that ended: no process holds its lock.
+    """Return whether `work`, a temporary file that `file` yielded, belongs to no run: no process holds its lock.
 
-    False if that is unknown, as for a directory, a missing or unreadable file, or a file system without locks.
+    False also if that is unknown, as for a directory, a missing or read-only file, or a file system without locks.
     """
     try:
         with work.open("r+b") as f:
@@ -134,7 +134,7 @@ def _work(path: Path) -> Path:
 
 
 def _empty(work: Path) -> None:
-    """Delete the files that an earlier run left in a directory, NOTE last; ValueError for files without NOTE."""
+    """Delete the files in a directory, NOTE last; ValueError if it has files, but not NOTE."""
     if any(work.iterdir()) and not (work / NOTE).exists():
         raise ValueError(f"{work}: in the way, and not left by an earlier run; delete it")
     for left in sorted(work.iterdir(), key=lambda left: left.name == NOTE):  # the note, which marks it as ours, last

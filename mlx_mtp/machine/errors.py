@@ -46,7 +46,7 @@ def one_line(what: str, kinds: tuple[type[Exception], ...] = (Exception,), *, ke
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Return a context that adds a file's name to a disk-full error that lacks one; all errors pass on."""
+    """Return a context that adds a file's name to an OSError that lacks one and is in FULL; all errors pass on."""
     try:
         yield
     except OSError as e:

@@ -28,10 +28,10 @@ class Available:
 
 
 def available(root: Path = Path("/")) -> Available:
-    """Return the minimum of physical memory, free memory, control-group and process limits, and Metal's working set.
+    """Return the bytes that may still be allocated, at least 0, and which of these limits is the lowest.
 
-    It is at least 0; limits that are unknown are left out. Memory that MLX keeps for reuse counts as free. root: the
-    directory that contains /proc and /sys.
+    Physical memory, free memory, and what control groups, `ulimit -v` and Metal's working set leave; unknown ones
+    are left out. Memory that MLX keeps for reuse counts as free. root: the directory that contains proc and sys.
     """
     reusable = mx.get_cache_memory()
     rooms = [
@@ -48,7 +48,10 @@ def available(root: Path = Path("/")) -> Available:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that can be allocated without swapping, file caches included; None if unknown."""
+    """Return the bytes that can be allocated without swapping, file caches included; None if unknown.
+
+    root: the directory that contains proc; unused on macOS.
+    """
     if sys.platform != "darwin":
         return _in_bytes(root / "proc/meminfo", "MemAvailable")
     try:
@@ -59,9 +62,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_in_vm_stat(text: str, physical: int) -> int | None:
-    """Return free memory by macOS's `vm_stat`: physical memory without wired, anonymous and compressed pages.
+    """Return free bytes by macOS's `vm_stat`: physical memory without wired, anonymous and compressor's pages.
 
-    None if the text lacks one of these numbers.
+    At least 0; None if the text lacks one of these numbers or the page size.
     """
     kinds = ("Pages wired down", "Anonymous pages", "Pages occupied by compressor")
     patterns = [r"page size of (\d+) bytes", *(rf"^{kind}:\s+(\d+)\.$" for kind in kinds)]
@@ -130,7 +133,7 @@ def working_set() -> int | None:
 
 
 def _in_bytes(file: Path, name: str) -> int | None:
-    """Return a value that a /proc file states in kB, in bytes; None if the file lacks it."""
+    """Return a value that a /proc file states in kB, in bytes; None if it is not there."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", _read(file), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -147,7 +150,7 @@ def _physical() -> int:
 
 
 def ignored() -> bool:
-    """Return whether the environment variable MLX_MTP_IGNORE_MEMORY disables memory checks."""
+    """Return whether the environment variable MLX_MTP_IGNORE_MEMORY disables memory checks: neither "" nor "0"."""
     return os.environ.get(IGNORE, "") not in ("", "0")
 
 

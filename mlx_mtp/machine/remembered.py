@@ -35,9 +35,10 @@ def digest(lines: Iterable[str]) -> str:
 
 
 def cache_directory(kind: str = "trials") -> Path:
-    """Return the directory for files of a kind: in MLX_MTP_CACHE if that is set, else in the user's cache folder.
+    """Return the directory for files of a kind, which may not exist.
 
-    "trials" is MLX_MTP_CACHE itself. It is not created. RuntimeError if the home directory is needed and unknown.
+    MLX_MTP_CACHE, if it is set, is the directory of "trials" and contains those of other kinds; else all are in
+    mlx_mtp in the user's cache folder. RuntimeError if the home directory is needed and unknown.
     """
     if chosen := os.environ.get("MLX_MTP_CACHE"):
         return Path(chosen).expanduser() / ("" if kind == "trials" else kind)

@@ -55,7 +55,8 @@ def in_turn() -> Iterator[None]:
 def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
     """Yield the items of `steps`, computing each in its own turn in the thread that requests it.
 
-    Between items the turn is free. `steps` is closed, in a turn, when it ends or raises, or this generator is closed.
+    Between items the turn is free. `steps` is closed, in a turn, when it ends or raises, or this generator is closed
+    after its first step.
     """
     end: Any = object()
     try:
@@ -71,9 +72,10 @@ def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
 
 
 def _shared_streams() -> list[mx.Stream]:
-    """Return the shared streams, one per device, and register this thread's cleanup.
+    """Return the shared streams, one per device, and register this thread's cleanup at its first call.
 
-    MLX's main thread needs none: `mx.clear_streams` there would destroy a GPU's shared stream.
+    Python's main thread and, with a GPU, MLX's main thread have none: `mx.clear_streams` in the latter would destroy
+    the GPU's shared stream.
     """
     streams, maker = _made()
     thread = threading.current_thread()
@@ -96,9 +98,9 @@ def _made() -> tuple[list[mx.Stream], int | None]:
 
 
 class _Cleanup:
-    """Clears MLX's compiled functions of a thread when the thread's local variables are deleted.
+    """Calls `mx.clear_streams`, which also drops compiled functions, when the thread's local variables are deleted.
 
-    MLX's own destructor runs later, acquires the GIL, and aborts a process that is exiting.
+    MLX's own destructor of these functions runs later, acquires the GIL, and aborts a process that is exiting.
     """
 
     def __del__(self, clear: Any = mx.clear_streams) -> None:
@@ -107,7 +109,10 @@ class _Cleanup:
 
 @atexit.register
 def _keep_last_turn() -> None:
-    """Hold the turn until the process ends, because a daemon thread stopped inside a turn would abort the process."""
+    """Hold the turn until the process ends, because a daemon thread stopped inside a turn would abort the process.
+
+    Waits at most LAST_TURN seconds for it.
+    """
     _turn.acquire(timeout=LAST_TURN)
     if any(thread.is_alive() for thread in _users):
         time.sleep(LAST_LINE)

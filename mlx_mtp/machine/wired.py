@@ -17,7 +17,7 @@ _set = 0  # bytes; never lowered within a process
 def check_wired_limit(limit: WiredLimit) -> None:
     """Raise ValueError unless the limit is "auto", "off" or an integer of bytes, 0 or more.
 
-    With a GPU as default device it must be at most the recommended working set; without one there is no maximum.
+    The maximum is the recommended working set of a GPU as default device; there is none if that is unknown.
     """
     if isinstance(limit, str):
         if limit not in (AUTO, OFF):
@@ -35,8 +35,8 @@ def wire(weights: int, limit: WiredLimit = AUTO) -> int:
     """Set MLX's wired limit for a model of `weights` bytes; return the limit that this process has set, 0 for none.
 
     "auto" sets the recommended working set if the model needs more than NEARLY_ALL of it; a number of bytes is set as
-    it is. "off", a lower limit and a device without a working set change nothing. Call it in a turn after the load;
-    before a change it waits for submitted work.
+    it is. "off", a limit that is not higher than the one set, and a device without a working set change nothing.
+    Call it in a turn after the load; before a change it waits for submitted work.
     """
     global _set
     most = working_set()

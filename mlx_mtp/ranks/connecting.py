@@ -20,9 +20,9 @@ from .watch import STARTS, Watch
 
 @contextlib.contextmanager
 def watched_from_outside(watch: Watch | None) -> Iterator[None]:
-    """Context in which a guard process replaces this process's watch, if any.
+    """Context in which a guard process replaces this process's watch; without a watch nothing changes.
 
-    In the main thread, SIGINT and SIGTERM end the process at once; other threads cannot set signal handlers.
+    In it SIGINT and SIGTERM end the process at once if this is the main thread; others cannot set signal handlers.
     """
     if watch is None:
         yield
@@ -44,7 +44,10 @@ def watched_from_outside(watch: Watch | None) -> Iterator[None]:
 
 
 class Guard(Watch):
-    """A watch for another process, which it kills, instead of ending itself, if a rank is missing."""
+    """A watch in a process of its own, which kills the process that it guards, and ends, if a rank is missing.
+
+    Also if MLX has not connected the ranks after STARTS times the limit.
+    """
 
     def __init__(self, process: int, rank: int, limit: float, sockets: dict[str, int]):
         super().__init__(rank, len(sockets) + 1, ("", 0), limit)

@@ -81,9 +81,10 @@ def ranks_of(group: Any) -> Ranks | None:
 
 
 def meet() -> Ranks | None:
-    """Wait for the other ranks of this launch and return them; None for a single process.
+    """Wait for all ranks of this launch and return them; None for a single process, or an unknown number of ranks.
 
-    If a rank does not start, the watch ends this process with a message that names it.
+    If a rank does not start, the watch ends this process with a message that names it. As with mpirun, there may be
+    no watch; see `ranks_of`.
     """
     launch = launched()
     if launch is None:

@@ -10,7 +10,10 @@ RANKS, SIZES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK"), ("MLX_WORLD_SIZE", "OMPI_CO
 
 
 class Launch(NamedTuple):
-    """A process's rank, the number of ranks, and the host and port where rank 0 listens, None if unknown."""
+    """A process's rank, the number of ranks, and where the ranks' watches meet: rank 0's host and a port of it.
+
+    meeting: None if rank 0's host is unknown.
+    """
 
     rank: int
     size: int
@@ -44,7 +47,7 @@ def rank_file(file: str | Path, rank: int) -> Path:
 
 
 def _json(name: str) -> Any:
-    """Return the content of the JSON file that an environment variable names; None if it cannot be read."""
+    """Return the content of the JSON file that an environment variable names, None if there is none."""
     try:
         return json.loads(Path(os.environ[name]).read_text())
     except (KeyError, OSError, ValueError):

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def ordered_sum(x: mx.array, group: Any) -> mx.array:
-    """Return the sum of x over the ranks, added in float32, in x's shape and type, with equal bits on every rank."""
+    """Return the sum of x over the ranks, added in float32 in rank order; it has x's shape and type, and is lazy."""
     first, *others = mx.distributed.all_gather(x[None], group=group)
     total = first.astype(mx.float32)
     for part in others:

@@ -27,7 +27,7 @@ INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank
 
 
 class Share(NamedTuple):
-    """Stand-in for a group of ranks if nothing is computed, as for `inspect --ranks`."""
+    """Stand-in for rank 0's group of ranks if nothing is computed, as for `inspect --ranks`."""
 
     ranks: int
 
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 def split(model: Any, group: Any, name: str) -> None:
-    """Replace the target's layers by this rank's part, unevaluated, and sum their outputs over the ranks.
+    """Replace the layers' weights by this rank's part, unevaluated; attention and MLP then return sums over ranks.
 
     name: the model_type, for messages. Raises ValueError if the model cannot be split over these ranks.
     """
@@ -48,9 +48,9 @@ def split(model: Any, group: Any, name: str) -> None:
 
 
 def take_part(model: Any, group: Any, name: str) -> list[Any]:
-    """Replace the target's layers by this rank's lazy part; return the modules whose outputs must be summed.
+    """Replace the layers' weights by this rank's lazy part; return the modules whose outputs must be summed.
 
-    These are each layer's attention and MLP. Raises ValueError as `check_divides`.
+    These are each layer's attention (or linear attention) and MLP. Raises ValueError as `check_divides`.
     """
     check_divides(model, group.size(), name)
     for layer in model.layers:

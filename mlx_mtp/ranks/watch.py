@@ -49,9 +49,9 @@ def leave(code: int) -> None:
 
 
 def wait_for_reason(error: BaseException) -> None:
-    """After MLX's error of a collective, wait a few seconds for the watch to end this process with the cause.
+    """After an error of MLX, perhaps a collective's, wait a few seconds for the watch to end this process.
 
-    Returns at once after other errors, and without a watch.
+    Returns at once without a watch, and if `error` is no RuntimeError whose message begins with "[", as MLX's do.
     """
     if not (isinstance(error, RuntimeError) and str(error).startswith("[")):  # not an error of MLX
         return
@@ -103,7 +103,10 @@ class Watch:
         return self.limit - self.unwinding - RESERVE * self.poll
 
     def run(self) -> None:
-        """Connect to the other ranks, then watch them until all have left; a failed connection ends the process."""
+        """Connect the ranks, then watch the connected ones until they have left; a missing rank ends the process.
+
+        Rank 0 is connected to all others, which are connected to rank 0 only.
+        """
         end = time.monotonic() + STARTS * self.limit
         try:
             if self.rank == 0:
@@ -127,9 +130,9 @@ class Watch:
                 self._listen()
 
     def leave(self, code: int = 0) -> None:
-        """Report to the other ranks that this process ends with `code`.
+        """Report to the connected ranks that this process ends with `code`, and stop watching them.
 
-        If the watch is already ending it, exit with the watch's code instead.
+        If the watch is already ending this process, exit at once with the watch's code instead.
         """
         if self.code is not None:
             os._exit(self.code)
@@ -211,7 +214,7 @@ class Watch:
                 peer.socket.send(f"{text}\n".encode())
 
     def _end(self, reason: str, code: int = 1) -> NoReturn:
-        """End this process after a cleanup, with a message; rank 0 ends the others too."""
+        """End this process after a cleanup, with a message unless `reason` is empty; rank 0 ends the others too."""
         self.code = code
         if self.rank == 0:
             self._send(f"gone {reason}")

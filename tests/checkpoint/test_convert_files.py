@@ -131,9 +131,9 @@ def test_directories_that_are_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "disk")
     monkeypatch.chdir(tmp_path / "here")
     cases = {
-        source: "inside the directory to convert",
-        source / "mtp": "inside the directory to convert",
-        tmp_path / "link": "inside the directory to convert",
+        source: "at or inside the directory to convert",
+        source / "mtp": "at or inside the directory to convert",
+        tmp_path / "link": "at or inside the directory to convert",
         tmp_path / "full": "already there and not empty; name a new directory, or delete it",
         tmp_path / "a file": "already there and no directory",
         tmp_path / "disk": "a mounted disk; name a new directory on it",
