@@ -176,8 +176,7 @@ def _check_names(model: Any, contents: Contents) -> None:
 def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
     """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
 
-    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing, or scales
-    do not fit their weight.
+    weights: mlx-lm's argument, ignored. ValueError for a missing tensor that is stacked or split, or unfit scales.
     """
     header = {} if contents.alone else contents.trunk
     stored = read_tensors(header | contents.heads)  # no name is in both

@@ -120,7 +120,7 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
 
 
 def files_of_heads(path: Path) -> list[str] | None:
-    """Return the files that contain the heads, by the shard index and relative to `path`; None if there is no index.
+    """Return the files that contain the heads, by the shard index, relative to `path`; None without a usable index.
 
     If heads may repeat the target's embedding or LM head, the files of these are included. ValueError for a
     model_type without a port.

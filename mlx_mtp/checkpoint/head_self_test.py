@@ -34,14 +34,14 @@ AT_LOAD = 1 << 29  # bytes of a model; on a CPU two passes of a larger one take 
 
 
 def is_large(model: Target) -> bool:
-    """Return whether a load postpones reading and testing the heads: on a CPU, for a model above AT_LOAD bytes."""
+    """Return whether a model's heads should be read and tested later than at load: on a CPU, above AT_LOAD bytes."""
     return mx.default_device() == mx.cpu and nbytes(model.parameters()) > AT_LOAD
 
 
 def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     """Add the first head's agreement with the target to the report, and warn if it is low; without heads do nothing.
 
-    texts: token ids by the kind of text, one of SUSPECT; those of one or two tokens are left out. The last kind
+    texts: token ids by the kind of text, one of SUSPECT; those of at most two tokens are left out. The last kind left
     decides; in a vocabulary below SMALL, the highest agreement does. ValueError if the model cannot run.
     """
     if not model.mtp:

@@ -50,7 +50,8 @@ class PartSummary:
     """Sizes of the target, of its experts (which are included in the target) or of the heads.
 
     tensors: their number. types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...). loaded: bytes in
-    memory; quantization: description of the formats in memory; None if the model does not load.
+    memory; quantization: description of the formats in memory; both None if the model does not load, the latter also
+    for experts or heads that it lacks.
     """
 
     tensors: int
@@ -78,17 +79,17 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts about a checkpoint; unknown facts are None or empty, with the reason in `problems`.
+    """The facts about a checkpoint; None or empty if unknown, because of `problems`, config.json or values=False.
 
     depths, declared: number of MTP heads found, and in config.json. head_tensors, missing: names of heads' tensors
         that were found, and that are missing.
-    zero_centred, norms: for target and heads, whether norms are stored zero-centred, and the mean of stored layer
-        norms (None: not a number); empty for families whose norms never are.
+    zero_centred: for target and heads, whether norms are stored zero-centred; norms: for each that has tensors, the
+        mean of the stored layer norms (None: not finite). Both are empty for families whose norms never are.
     longest: the model's maximum context. report: the loader's. memory: on one of `ranks` machines that share the
         target; part: each one's bytes of the target (None: not split).
     buffers: estimated Metal buffers of the model and of a conversation of min(CONVERSATION, longest) tokens, which
         the server's prefix cache stores in its shortest chunks.
-    warnings: the loader's; problems: the reasons why it does not load.
+    warnings: of the load and the other checks. problems: their errors; without any it loads.
     """
 
     path: str
@@ -117,7 +118,8 @@ class Inspection:
 def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> Inspection:
     """Return the facts about a checkpoint directory; errors are listed in `problems`, and warnings in the result.
 
-    values: also check heads' vectors and report stored norms; False adds to the headers only what a lazy load reads.
+    values: also check vectors for NaN, compare those of heads, and report stored norms; False adds to the headers
+    only what a lazy load reads.
     ranks: number of machines that share the target.
     """
     problems: list[str] = []
@@ -168,7 +170,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
 
 
 def _try(problems: list[str], function: Callable, *args: Any, **options: Any) -> Any:
-    """Return a function's result; if it raises, append the error's first line to `problems` and return None."""
+    """Return a function's result; if it raises, append the error to `problems`, in one line, and return None."""
     try:
         return function(*args, **options)
     except Exception as e:
@@ -275,7 +277,7 @@ def _buffers(model: Any, longest: int | None) -> Buffers:
 def _part_of(model: Any, ranks: int, name: str) -> int:
     """Reduce the model, which is modified, to one rank's part, and return the bytes of the target that are left.
 
-    name: the model_type; ValueError if it has no port.
+    name: the model_type; ValueError if it has no port, or cannot be split over these ranks.
     """
     if find_port({"model_type": name}) is None:
         raise ValueError(f"ranks={ranks}: model_type {name!r} cannot be split; allowed is 1")

@@ -72,15 +72,15 @@ def load(
     tokenizer_config, adapter_path: as in mlx-lm. LoRA adapters, PEFT's too, change the target and not its heads.
     model_config: values that replace config.json's. return_config: also return the resulting config.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
-    lazy: leave weights on disk until they are used; heads are then not checked for NaN and zeros, and kernels are not
-        tried.
+    lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not
+        tried. An external drafter that is no small model is read and checked nevertheless.
     mtp: False neither loads nor allocates the heads.
     mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
         a family's wiring.
     draft_model: directory or hub name of an external drafter that replaces the checkpoint's heads: EAGLE-3, DFlash,
         DFlash2, DSpark, MTP heads that mlx-vlm split off, or a small model with the target's tokens.
-    draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which drafts are restricted.
+    draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
     budget: memory to check for before weights are read.
@@ -88,7 +88,7 @@ def load(
         the recommended working set, "off" never. A later load never lowers it.
     tensor_group: from `mx.distributed.init()`: split the target over its ranks, which all have to load it and to make
         the same calls; each has whole heads. Not with adapters.
-    Raises a one-line ValueError for a checkpoint that is damaged, unsupported or too large.
+    Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
     drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
     options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=adapter_path)
@@ -216,7 +216,10 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
 
 
 def _finish(model: Any, path: Path, tokenizer: Any, options: LoadOptions) -> None:
-    """Test the heads, reduce the draft vocabulary, enable kernels, wire weights and choose the prefill chunk."""
+    """Test the heads (now or later, not if lazy), reduce their vocabulary, enable kernels, wire, choose the chunk.
+
+    ValueError if a small model that drafts has other tokens.
+    """
     vocab, layout, lazy = options.vocab, options.budget.layout, options.lazy
     check_tokens(model, path, tokenizer, load_tokenizer)
     if not lazy:

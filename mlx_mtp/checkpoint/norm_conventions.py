@@ -26,10 +26,12 @@ def conventions(
 ) -> tuple[bool, bool]:
     """Return whether the trunk's norms are stored zero-centred, and whether the heads' are.
 
-    Files of `mlx-mtp convert` never are. Another trunk is decided by its tensor names (zero_centred: the family's
-    patterns of the raw and the converted layout), else by the writer in the metadata ("pt" is raw), else by the mean
-    of its layer norms. Heads in a raw trunk's shards are raw unless their names contradict; the mean of their layer
-    norms decides for others. alone: the trunk may be incomplete.
+    zero_centred: the family's patterns of names in the raw and the converted layout; None if its norms never are.
+    Files of `mlx-mtp convert` never are. Another trunk is decided by its layout (names, and shapes of convolutions),
+    else by the writer in the metadata ("pt" is raw), else by the mean of its layer norms. Heads in a raw trunk's
+    shards are raw unless their layout contradicts; for others the mean of their layer norms decides or, if it fits
+    both, the layout, else the trunk and the writer. Without heads, both values are the trunk's. alone: the trunk may
+    be incomplete.
     """
     if zero_centred is None:
         return False, False
@@ -71,7 +73,9 @@ def _mean_of(weights: dict[str, Any]) -> float:
 
 
 def warn_of_unusual(parameters: dict[str, Any], raw: tuple[bool, bool], origin: Origin) -> None:
-    """Warn about norms that look unshifted or shifted twice, by part: the trunk and each MTP depth.
+    """Warn about norms that look unshifted, shifted twice or damaged, by part: the trunk and each MTP depth.
+
+    Also about a depth whose last norm has another convention than those of its layer.
 
     parameters: by path, after loading. raw: whether the trunk's and the heads' norms were shifted by +1. origin:
     returns a parameter's file and tensor name.

@@ -50,7 +50,7 @@ class Pair:
 
 
 def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors: dict[str, mx.array]) -> None:
-    """Add a PEFT adapter's tensors to the model; warn of those for modules that are not targets or are a head's.
+    """Add a PEFT adapter's tensors to the model; warn of those for no target, an MTP head or a vision tower.
 
     file, weights: names of the files of `config` and `tensors`, for messages. ValueError if tensors do not fit the
     model or the config, no tensor is left, or the kind of adapter is unsupported.
@@ -82,7 +82,7 @@ def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors:
 
 
 def _check_config(config: dict[str, Any], file: str) -> None:
-    """Raise ValueError for a config with features beyond plain LoRA."""
+    """Raise ValueError, with a list, for a config with features that are not supported."""
     kind = str(config.get("peft_type", "LORA")).rpartition(".")[2].upper()
     refused = [f"{feature}, {name}" for name, feature in UNSUPPORTED.items() if config.get(name)]
     refused += [f"peft_type={kind}"] if kind != "LORA" else []
@@ -116,7 +116,10 @@ def _pairs(tensors: dict[str, mx.array], weights: str) -> dict[str, Pair]:
 
 
 def _is_target(name: str, config: dict[str, Any], file: str) -> bool:
-    """Return whether the config selects a module; without `target_modules` it selects every module with tensors."""
+    """Return whether the config selects a module, as PEFT does, by name, exclusions and layers.
+
+    Without `target_modules`, and with "all-linear", every module that is not excluded is selected.
+    """
     targets = config.get("target_modules")
     if _matches(name, config.get("exclude_modules") or [], file):
         return False
@@ -153,7 +156,8 @@ def _is_layer(name: str, config: dict[str, Any]) -> bool:
 def _find(model: Any, modules: dict[str, Any], name: str, weights: str) -> str:
     """Return the path in the model of the module with this name in the released model.
 
-    ValueError if there is none, or it is no linear layer; a module of an MTP head is not looked up.
+    ValueError if there is none, it is no linear layer, or its tensor becomes several. The path of a module of an MTP
+    head is returned without these checks.
     """
     names = [name, EXPERT.sub(".switch_mlp.", name)]
     if hasattr(model, "renamed"):
@@ -184,7 +188,8 @@ def _rank_and_scale(name: str, config: dict[str, Any], file: str) -> tuple[int, 
     rank = _of_pattern(name, config.get("rank_pattern"), config.get("r", 8))
     alpha = _of_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"{file}: r is {rank!r} and lora_alpha {alpha!r} for {name}, expected positive numbers")
+        expected = "expected an integer from 1 on, and a finite number"
+        raise ValueError(f"{file}: r is {rank!r} and lora_alpha {alpha!r} for {name}, {expected}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -47,7 +47,7 @@ def method_of(config: dict[str, Any]) -> str | None:
 
 
 def packed_by(path: Path, config: dict[str, Any], header: Header) -> str | None:
-    """Return a message with the unsupported method that packed the weights; None if they can be read.
+    """Return a message with the unsupported method that packed the weights; None if there is none, or it is unknown.
 
     A checkpoint with floating-point weights was dequantized, whatever method config.json names.
     """

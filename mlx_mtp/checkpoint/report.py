@@ -23,7 +23,7 @@ COLUMNS = 100  # of a line that can be wrapped
 class Report:
     """The facts of one load; `str(report)` is the output of `--report`.
 
-    heads: depths found; declared: heads in config.json; source: the heads' file or directory.
+    heads: depths loaded; declared: heads in config.json; source: where the heads are, or why there are none.
     agreement: by kind of text, the share of the target's tokens that the first head drafts; empty if not tested.
     untested: the heads' weights are read, checked and tested before the first draft.
     drafted_from: number of LM-head rows with a draft vocabulary, and without; None if there is no draft vocabulary.
@@ -136,7 +136,7 @@ def declared_heads(config: dict) -> int | None:
 def lm_heads(heads: Any) -> str:
     """Return, for the report, whether the MTP heads have LM heads of their own or use the target's.
 
-    "Shared" as soon as one head has none of its own.
+    "Shared" as soon as one head has none of its own. heads: one or more.
     """
     if not all("head" in head for head in heads):
         return "shared with the target"
@@ -146,7 +146,10 @@ def lm_heads(heads: Any) -> str:
 
 
 def quantization(modules: Mapping[str, nn.Module]) -> str:
-    """Return the quantization formats of modules, each with its number of modules; without any, the weights' type."""
+    """Return the quantization formats of modules, each with its number of modules, as text.
+
+    Without any it is "not quantized", with the type of the first matrix.
+    """
     quantized: Any = [m for m in modules.values() if hasattr(m, "bits")]
     kinds = Counter(f"{m.bits}-bit {getattr(m, 'mode', 'affine')} g{m.group_size}" for m in quantized)
     if kinds:

@@ -24,8 +24,9 @@ SPLIT += ((r"^lm_head\.", "shared_head.head."),)
 def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> Header:
     """Return the head tensors in `mtp_path` for a target with `layers` layers, by the checkpoint's names.
 
-    Of a checkpoint (with config.json) only heads' tensors are returned; ValueError if it has none. Of other files,
-    such as sidecars, all tensors are, unchecked; ValueError if there is no file.
+    Of a checkpoint's directory (with config.json), or a file model*.safetensors in it, only heads' tensors are
+    returned; ValueError if it has none. Of mlx-vlm's drafters and other files, such as sidecars, all tensors are,
+    unchecked; ValueError if there is no file, or a damaged one.
     """
     given, spec = Path(mtp_path).expanduser(), port.Model.SPEC
     if is_split(given):
@@ -62,7 +63,10 @@ def _read(given: Path) -> Header:
 
 
 def _checkpoint_name(name: str, spec: MTPSpec, layers: int) -> str:
-    """Return the name in a checkpoint of a tensor that mlx-vlm's drafter stores under another name."""
+    """Return the name in a checkpoint of a tensor that mlx-vlm's drafter stores as `name`.
+
+    They are equal, unless the family stores heads as layers after the target's.
+    """
     if spec.numbered != "trunk":
         return name
     for pattern, new in SPLIT:

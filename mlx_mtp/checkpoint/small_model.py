@@ -77,8 +77,8 @@ def instead_of_heads(drafting: Drafting) -> Drafting:
 def check_tokens(model: Any, path: Path, tokenizer: TokenizerWrapper | None, read: Callable[[Path], Any]) -> None:
     """Raise ValueError if the small model that drafts for `model`, loaded from `path`, has other tokens than `model`.
 
-    tokenizer: the target's; None compares only if both directories have one. read: loads a directory's tokenizer.
-    Without a small model nothing is checked.
+    Also if it has no tokenizer and the target's is given. tokenizer: the target's; None compares only if both
+    directories have one. read: loads a directory's tokenizer. Without a small model nothing is checked.
     """
     if not isinstance(drafter := drafter_of(model), SmallModel):
         return

@@ -70,7 +70,7 @@ class Contents:
         """Return the replacements for config.json's quantization entries with which mlx-lm loads the target.
 
         They lack the entries of heads, and the formats that `dequantized` reads. Entries that mlx-lm reads as they
-        are have no replacement.
+        are have no replacement. If heads have scales, and config.json no entry, one makes mlx-lm quantize them.
         """
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
@@ -124,7 +124,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     seen: dict[Any, str] = {}
     for name, place in places.items():
         if (first := seen.setdefault(place, name)) != name:  # a prefix can have two spellings
-            raise ValueError(f"{heads[name].file}: tensors {first} and {name} are the same one of a head")
+            both = f"tensors {first} and {name} are the same one of a head; expected one of them"
+            raise ValueError(f"{heads[name].file}: {both}")
     depths = {depth for depth, _ in places.values()}
     if missing := set(range(len(depths))) - depths:
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
@@ -142,7 +143,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 
 def _own_sidecars(stored: Stored, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
-    """Return the tensors of a checkpoint's sidecars: (those of heads, trunk tensors that the index lists there).
+    """Return the tensors of a checkpoint's sidecars: (those of heads and unlisted ones, others that the index lists).
 
     Copies of the trunk's tensors are dropped. needed: raise ValueError for a sidecar that cannot be read.
     """

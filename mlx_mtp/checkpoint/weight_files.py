@@ -22,7 +22,7 @@ class Stored:
     """The tensors in a checkpoint's weight files.
 
     trunk, sidecars: tensors in the model's files, and in files of MTP heads. listed: the index, from tensor to file.
-    absent: the part of the index whose tensors no file contains. unread, unread_sidecars: the error of each
+    absent: the part of the index whose tensors no readable file contains. unread, unread_sidecars: the error of each
     unreadable file. notes: warnings about the index and unused files.
     """
 
@@ -85,7 +85,9 @@ def weight_files(path: Path, listed: Collection[str] = ()) -> list[str]:
 
 
 def read_stored(path: Path, *, whole: bool = True) -> Stored:
-    """Return the tensors in a checkpoint's weight files, each once; data are read only to compare unlisted copies.
+    """Return the tensors in a checkpoint's weight files, each once in the model's files and once in the sidecars.
+
+    Data are read only to compare unlisted copies.
 
     whole: raise ValueError if there are no files, and list absent tensors and unreadable files in the result. False
     accepts missing files, lists no absent tensors, and raises ValueError for an unreadable file. ValueError also if

@@ -190,7 +190,7 @@ def tensor(name, shape, kind, offset):
 
 TENSORS = {
     "beyond the end": ([tensor("a", [8], 0, 1 << 20)], "'a' is truncated or overlaps another"),
-    "not aligned": ([tensor("a", [8], 0, 4)], "'a' is truncated or overlaps another"),
+    "not aligned": ([tensor("a", [8], 0, 4)], "'a' is .*or its data are not aligned to 32 bytes"),
     "one over another": ([tensor("a", [16], 0, 0), tensor("b", [8], 0, 32)], "'b' is truncated or overlaps"),
     "twice": ([tensor("a", [8], 0, 0), tensor("a", [8], 0, 32)], "'a' is there twice"),
     "of more values than there can be": ([tensor("a", [2**40, 2**40], 0, 0)], "'a' has shape"),
@@ -213,7 +213,7 @@ def test_nothing_is_left_of_a_file_with_nan(samples, tmp_path):
     arch, values, tensors = samples[0]
     tensors = {**tensors, "blk.1.ffn_up.weight": tensors["blk.1.ffn_up.weight"] * np.float32(np.inf)}
     gguf_files.write(tmp_path / "x.gguf", arch, values, tensors)
-    with pytest.raises(ValueError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight holds NaN"):
+    with pytest.raises(ValueError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight holds NaN or infinity"):
         transcode(prepare(tmp_path / "x.gguf"), tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.gguf"]
 

@@ -28,7 +28,7 @@ def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, co
     """Return the local directory of a checkpoint, downloaded if needed; of a GGUF file, the cached transcoding.
 
     The transcoding is created if it is missing. revision, code: of a download, ignored for a GGUF file; code: also
-    download the checkpoint's Python files. ValueError if there is no such checkpoint.
+    download the checkpoint's Python files. ValueError if there is no such checkpoint, or no transcoding of the file.
     """
     return cached(path_or_repo) if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
 
@@ -58,8 +58,9 @@ def cached(
     """Return the cached directory of a GGUF file's transcoding; create it if it is missing.
 
     config_from: see `prepare`. heads_for: directory of a checkpoint for which only the file's heads are transcoded;
-    `suffix`, of the cached directory's name, has to name it. announce: called with the plan and the directory before
-    a transcoding; progress: with the bytes written, and all bytes. ValueError for a file that cannot be transcoded.
+    `suffix`, of the cached directory's name, has to differ for checkpoints that need other heads. announce: called
+    with the plan and the directory before a transcoding; progress: with the bytes written, and all bytes. ValueError
+    for a file that cannot be transcoded.
     """
     options, path = options or Options(), Path(file).expanduser()
     slug = "-".join(filter(None, (options.plan, "f32" * options.float32, options.dtype)))

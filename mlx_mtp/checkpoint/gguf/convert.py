@@ -139,8 +139,8 @@ def write_holes(folder: Path, files: dict[str, dict[str, Any]], config: dict[str
 def transcode(prepared: Prepared, path: str | Path, progress: writer.Progress | None = None) -> Transcoded:
     """Write a planned transcoding to the new directory `path`; one that fails or is interrupted leaves no files.
 
-    With heads only, it writes no config.json. ValueError if the directory is not empty, the disk has too little
-    space, or the GGUF file contains NaN.
+    With heads only, it writes neither config.json nor an index. ValueError if the directory is not empty, the disk
+    has too little space, or the GGUF file contains NaN, infinity, or scales that its plan cannot store.
     """
     began, new = time.monotonic(), Path(path).expanduser().resolve()
     atomic.check_new(new)

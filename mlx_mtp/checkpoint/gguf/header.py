@@ -164,10 +164,10 @@ class _Reader:
         return found, tensors
 
     def tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Entry]:
-        """Read and return the table of tensors; ValueError if their data overlap or exceed the file."""
+        """Read and return the table of tensors; ValueError if data overlap, exceed the file or are misplaced."""
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise ValueError(f"{self.path}: general.alignment is {alignment!r}; expected a power of two from 8 on")
+            raise ValueError(f"{self.path}: general.alignment is {alignment!r}; allowed are 8, 16, ... 2^20")
         kinds, found = block_sizes(self.path), {}
         for _ in range(count):
             name = self.string()
@@ -177,7 +177,8 @@ class _Reader:
         begin, end = -(-self.at // alignment) * alignment, 0
         for name, entry in sorted(found.items(), key=lambda pair: pair[1].begin):
             if entry.begin % alignment or entry.begin < end or begin + entry.begin + entry.nbytes > len(self.data):
-                raise ValueError(f"{self.path}: tensor {name!r} is truncated or overlaps another")
+                aligned = f"or its data are not aligned to {alignment} bytes"
+                raise ValueError(f"{self.path}: tensor {name!r} is truncated or overlaps another, {aligned}")
             end = entry.begin + entry.nbytes
         return {name: Entry(e.file, name, e.shape, e.kind, begin + e.begin, e.nbytes) for name, e in found.items()}
 

@@ -25,7 +25,7 @@ def as_text(prepared: Prepared) -> str:
 
 
 def computes(prepared: Prepared) -> str:
-    """Return the type in which MLX multiplies, with the reason if scales and activations differ."""
+    """Return the type in which MLX multiplies and, if they differ, the types of scales and activations."""
     dtype = prepared.config["dtype"]
     kinds = {str(p.form.dtype).rpartition(".")[2] for p in prepared.parameters if p.form.mode == "affine"}
     mixed = kinds - {dtype}

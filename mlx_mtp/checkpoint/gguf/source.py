@@ -199,7 +199,7 @@ def _check_shapes(source: GGUFSource, *, heads_only: bool) -> None:
     for path, made in source.made.items():
         name, shape = made.tensors[0], shape_of(source, made)
         if path not in expected:
-            raise ValueError(f"{file}: tensor {name} is not part of the model that its metadata describe")
+            raise ValueError(f"{file}: tensor {name} becomes {path}, which the model does not have")
         if shape != expected[path]:
             raise ValueError(f"{file}: tensor {name} has shape {shape}; expected {expected[path]} ({path})")
     if missing := sorted(expected.keys() - source.made.keys()):

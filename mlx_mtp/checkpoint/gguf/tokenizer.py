@@ -58,7 +58,8 @@ class _Vocabulary:
         if number is None or number == 2**32 - 1:
             return None
         if not 0 <= number < len(self.tokens):
-            raise ValueError(f"{self.file}: {name}_token_id is {number}; expected less than {len(self.tokens)}")
+            expected = f"expected less than {len(self.tokens)}, and no negative number"
+            raise ValueError(f"{self.file}: {name}_token_id is {number}; {expected}")
         return number, self.tokens[number]
 
     @property
@@ -103,7 +104,7 @@ def _read(meta: Meta) -> _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return tokenizer.json of a byte-level BPE tokenizer; ValueError for an unsupported pre-tokenizer."""
+    """Return tokenizer.json of a byte-level BPE tokenizer; ValueError without merges or a known pre-tokenizer."""
     steps = PRE.get(vocabulary.pre)
     if steps is None:
         raise ValueError(f"{vocabulary.file}: pre-tokenizer {vocabulary.pre!r} is not supported; {ADVICE}")

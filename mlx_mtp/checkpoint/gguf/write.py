@@ -16,7 +16,7 @@ from .requantize import dequantized
 
 
 def write(files: dict[Path, dict[str, Any]], parameters: list[Parameter], progress: writer.Progress | None) -> None:
-    """Write all parameters to their files, which are replaced; ValueError for NaN in the GGUF file.
+    """Write all parameters to their files, which are replaced; ValueError for NaN or infinity in the GGUF file.
 
     Scales that overflow float16 are an error, too. files: by path, the tensors to write. progress: called after each
     range of rows with the bytes written, and all bytes.
@@ -89,7 +89,7 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
 def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     """Return a range of rows as packed codes, scales and, unless mxfp4, biases.
 
-    ValueError for NaN, or scales that overflow float16.
+    ValueError for NaN or infinity, or scales or biases that overflow float16.
     """
     form = parameter.form
     parts = [(groups(entry, rows, form.bits), at) for entry, rows, at in _rows(parameter, begin, end)]
@@ -105,7 +105,8 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     with np.errstate(over="ignore", invalid="ignore"):
         stored = [scales.astype(kind, copy=False), biases.astype(kind, copy=False)]
     if not all(np.isfinite(array).all() for array in stored):
-        cause = "NaN" if not np.isfinite(scales).all() else "scales beyond float16; use --gguf-exact"
+        overflown = np.isfinite(scales).all() and np.isfinite(biases).all()
+        cause = "scales beyond float16; use --gguf-exact" if overflown else "NaN or infinity"
         raise ValueError(f"{parameter.entries[0].file}: tensor {parameter.entries[0].name} holds {cause}")
     return [words, *stored]
 
@@ -119,7 +120,7 @@ def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:
 
 
 def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
-    """Return a range of unquantized rows as the bytes of the stored type, [rows, bytes]; ValueError for NaN.
+    """Return unquantized rows as the bytes of the stored type, [rows, bytes]; ValueError for NaN or infinity.
 
     With `change.values` the range has to be all rows.
     """
@@ -133,6 +134,6 @@ def _floats(parameter: Parameter, begin: int, end: int) -> np.ndarray:
         made = change.values(made)
     if not np.isfinite(made).all():
         entry = parameter.entries[0]
-        raise ValueError(f"{entry.file}: tensor {entry.name} holds NaN, expected trained weights")
+        raise ValueError(f"{entry.file}: tensor {entry.name} holds NaN or infinity, expected trained weights")
     stored = mx.array(made).astype(parameter.form.dtype)
     return np.array(stored.view(mx.uint8))
