@@ -60,7 +60,7 @@ class Turn:
 class ChatSession:
     """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
-    cache: its `PromptCache`; if an exception ended a turn while it computed, the next turn replaces it.
+    cache: its `PromptCache`; `reset`, and turns that can reuse none of it or follow an exception, may replace it.
     turn: the `Turn` of the last message. answers: number of answers, also of conversations before `reset`.
     num_draft_tokens: maximum drafts per cycle; may change between turns.
     stopping: set it in a signal handler or another thread to end the current turn; the end of the turn clears it.

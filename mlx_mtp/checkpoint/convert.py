@@ -38,7 +38,7 @@ NOT_COPIED = re.compile(r"config\.json|.*\.safetensors\.index\.json|.*quant\w*_c
 
 @dataclass
 class Source:
-    """A checkpoint that was opened for conversion, with its lazy model.
+    """A checkpoint or drafter that was opened for conversion, with its lazy model.
 
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
     lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.

@@ -53,7 +53,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of a conversion; None leaves parameters unchanged. ValueError for contradictions.
+    """The formats of a conversion; None leaves parameters unchanged. ValueError for contradictions and unknown names.
 
     recipe: name of mlx-lm's mixture of bits, for the target. heads_named: the user chose the heads' format, so that
     heads that cannot have it are an error. dtype: of floating-point parameters, the target's and the heads', also

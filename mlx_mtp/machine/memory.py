@@ -28,7 +28,7 @@ class Available:
 
 
 def available(root: Path = Path("/")) -> Available:
-    """Return the bytes that may still be allocated, at least 0, and which of these limits is the lowest.
+    """Return the bytes that may still be allocated, at least 0, and the name of the lowest of these limits.
 
     Physical memory, free memory, and what control groups, `ulimit -v` and Metal's working set leave; unknown ones
     are left out. Memory that MLX keeps for reuse counts as free. root: the directory that contains proc and sys.
