@@ -227,6 +227,11 @@ def test_scales_beyond_float16(tmp_path):
     ):
         transcode(prepare(file), tmp_path / "new")
     transcode(prepare(file, Options(float32=True)), tmp_path / "new")
+    with np.errstate(over="ignore", invalid="ignore"):
+        tensors["blk.0.attn_q.weight"] *= 1e6  # the file's own scales, in float16, overflow
+        file = gguf_files.write(tmp_path / "y.gguf", arch, metadata(arch, config, 0), tensors, gguf_files.KINDS.Q8_0)
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_q\.weight holds NaN or infinity"):
+        transcode(prepare(file, measure=False), tmp_path / "infinite")
 
 
 def test_unread_metadata_that_changes_logits(tmp_path):
