@@ -60,7 +60,9 @@ def others() -> set[str]:
     """Return the names of all files and folders of programs, every macro of the kernels, and words of users."""
     files = [file for folder in ("mlx_mtp", "tests", "docs", "bench") for file in (ROOT / folder).rglob("*.py")]
     names = {part for file in files for part in (*file.parent.relative_to(ROOT).parts, file.stem)}
-    return OTHERS | names.union(*(re.findall(r"#define (\w+)", file.read_text()) for file in ROOT.glob("kernels/*.h")))
+    return OTHERS | names.union(
+        *(re.findall(r"#define (\w+)", file.read_text()) for file in ROOT.glob("kernels/*.h"))
+    )
 
 
 def is_defined(word: str) -> bool:
