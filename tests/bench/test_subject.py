@@ -229,13 +229,13 @@ def test_drafts_are_accepted_as_drawn(drawn, k):
     subject = drawn([0.8, 0.6])
     right = draws([0.8, 0.6], 0).tolist()
     with subject.acceptance():
-        text, stats = generated(subject.model, k, 40)
-        sampled, stats_sampled = generated(subject.model, k, 40, temp=0.7, seed=3)
+        text, stats = generated(subject.model, k, 28)
+        sampled, stats_sampled = generated(subject.model, k, 28, temp=0.7, seed=3)
     # The first token follows the prompt; the first cycle's first draft follows the first token.
-    expected = expected_lengths(right, k, len(PROMPT) + 1, 40)
+    expected = expected_lengths(right, k, len(PROMPT) + 1, 28)
     assert (stats.drafted, stats.accepted) == expected
     assert (stats_sampled.drafted, stats_sampled.accepted) == expected
-    assert len(text) == len(sampled) == 40
+    assert len(text) == len(sampled) == 28
 
 
 def test_certain_draws_are_certain_and_the_text_is_the_drafts(drawn):
