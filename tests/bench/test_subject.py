@@ -259,9 +259,9 @@ def test_rates_are_the_shares_in_results_and_continue_to_fall(drawn):
     assert (rate_at([0.8], 2), rate_at([0, 0], 5), rate_at([1, 1], 9)) == (pytest.approx(0.512), 0, 1)
     subject = drawn([0.87, 0.76, 0.69])
     with subject.acceptance():
-        _, stats = generated(subject.model, 3, 400)
+        _, stats = generated(subject.model, 3, 280)
     kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
-    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # about 120 cycles
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # about 85 cycles
 
 
 def test_nothing_is_drawn_after_the_block():
