@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shutil
 
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -13,6 +14,10 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
         _cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# Files of the tests are in memory where there is room: on a disk, renames and overwrites wait for it.
+with contextlib.suppress(OSError):
+    if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 import mlx.core as mx
 import pytest

@@ -27,7 +27,7 @@ def test_text_is_the_same_for_every_number_of_drafts_and_form_of_prompt(demo):
     ids = tokenizer.encode(PROMPT)
     forms = [(prompt, None, True) for prompt in (PROMPT, ids, np.array(ids), mx.array(ids))]
     texts = {
-        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=40, num_draft_tokens=k, adaptive=adaptive)
+        mlx_mtp.generate(model, tokenizer, prompt, max_tokens=24, num_draft_tokens=k, adaptive=adaptive)
         for prompt, k, adaptive in [
             *forms,
             *sampled(
@@ -45,8 +45,8 @@ def test_tokens_equal_mlx_lms(demo):
     plain, _ = mlx_lm.load(str(demo_path()))
     plain.set_dtype(mx.float32)
     prompt = mx.array(tokenizer.encode("class Reader:\n    def __init__(self, stream):\n"))
-    theirs = [token for token, _ in mlx_lm_generate_step(prompt, plain, max_tokens=100)]
-    ours = [token for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=100)]
+    theirs = [token for token, _ in mlx_lm_generate_step(prompt, plain, max_tokens=50)]
+    ours = [token for token, _, _ in mlx_mtp.generate_step(prompt, model, max_tokens=50)]
     assert ours == theirs
 
 
@@ -73,7 +73,7 @@ def test_responses(demo):
 def test_stats_add_up(demo):
     model, tokenizer = demo
     stats = mlx_mtp.Stats(phases=True)
-    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=120, adaptive=False, stats=stats)
+    *_, last = mlx_mtp.stream_generate(model, tokenizer, PROMPT, max_tokens=60, adaptive=False, stats=stats)
     assert last.stats is stats
     assert stats.drafted == [stats.cycles] * 3
     assert stats.accepted == sorted(stats.accepted, reverse=True)

@@ -136,7 +136,7 @@ def test_no_name_is_defined_both_for_one_sequence_and_for_several():
     }  # `fail`: of `decoding.run.Member`, which texts satisfy
 
     def defined(room: str) -> set[str]:
-        trees = [ast.walk(ast.parse(file.read_text())) for file in FILES if room_of(file) == room]
+        trees = [parsed(file) for file in FILES if room_of(file) == room]
         return {node.name for tree in trees for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
     assert defined("decoding") & defined("batch") <= special

@@ -63,10 +63,10 @@ def in_columns(table) -> str:
 @pytest.mark.parametrize(
     ("command", "stdin"),
     [
-        (("generate", "-p", QUESTION, "-m", 12), ""),
-        (("generate", "-p", QUESTION, "-m", 12, "--report"), ""),
-        (("chat", "-m", 12), QUESTION),
-        (("chat", "-m", 12, "--quiet"), f"{QUESTION}\n/stats\n"),
+        (("generate", "-p", QUESTION, "-m", 6), ""),
+        (("generate", "-p", QUESTION, "-m", 6, "--report"), ""),
+        (("chat", "-m", 6), QUESTION),
+        (("chat", "-m", 6, "--quiet"), f"{QUESTION}\n/stats\n"),
     ],
 )
 def test_commands(command, stdin):
@@ -101,14 +101,14 @@ def test_the_server(caplog):
     with TestClient(app, base_url="http://localhost") as client:
         while service.engine.state == "loading":
             time.sleep(0.01)
-        user = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12}
+        user = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
         with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
             answers = [
                 client.post("/v1/chat/completions", json=user).json()["usage"],
                 client.post("/v1/chat/completions", json={**user, "n": 2}).json()["usage"],
-                client.post("/v1/completions", json={"prompt": CODE, "max_tokens": 12}).json()["usage"],
+                client.post("/v1/completions", json={"prompt": CODE, "max_tokens": 6}).json()["usage"],
                 client.post("/v1/messages", json=user).json()["usage"],
-                client.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 12}).json()["usage"],
+                client.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 6}).json()["usage"],
             ]
     service.engine.stop(0)
     service.engine.thread.join()

@@ -192,7 +192,7 @@ def test_rewinding_with_quantized_caches(tiny_models, start):
 def test_memory_is_flat_beyond_the_caches(model):
     session = make_session(model, REWRITING)
     beyond = []
-    while session.cache.offset < 2_000:
+    while session.cache.offset < 1_600:
         answer(session, "abcdefghij" * 20)
         assert len(session._snapshots) <= KEPT_SNAPSHOTS
         mx.clear_cache()

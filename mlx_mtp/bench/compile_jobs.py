@@ -1,5 +1,6 @@
 """List the jobs of `doctor --compile-only`: one for each text of the released models' kernels."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -31,21 +32,27 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
     ops: only these kernels. sample: this number of texts per kernel, in even steps. every_format: all formats that
         the kernels support, not only those of RELEASED.
     """
-    with recorded() as launched:
-        for make in groups(FORMATS if every_format else RELEASED).values():
-            for launch in make():
-                launch()
-    different: dict[LaunchText, RecordedLaunch] = {}
-    for each in launched:
-        if each.text.kernel in (ops or OPS) and each.threads >= different.get(each.text, each).threads:
-            different[each.text] = each
-    by_kernel = sorted(different.values(), key=lambda each: each.text.kernel)
+    by_kernel = [each for each in _different(every_format) if each.text.kernel in (ops or OPS)]
     parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]
     found = []
     for part in parts:
         count = min(sample or len(part), len(part))
         found += [part[i * (len(part) - 1) // max(1, count - 1)] for i in range(count)]
     return found
+
+
+@functools.cache
+def _different(every_format: bool) -> list[RecordedLaunch]:
+    """Return one launch of each different text, ordered by kernel: the one with the most threads per group."""
+    with recorded() as launched:
+        for make in groups(FORMATS if every_format else RELEASED).values():
+            for launch in make():
+                launch()
+    different: dict[LaunchText, RecordedLaunch] = {}
+    for each in launched:
+        if each.threads >= different.get(each.text, each).threads:
+            different[each.text] = each
+    return sorted(different.values(), key=lambda each: each.text.kernel)
 
 
 def job_of(launch: RecordedLaunch) -> Job:

@@ -36,12 +36,12 @@ def test_each_sequence_has_its_own_limit(model_of, name, default, adaptive):
     model = model_of(name)
     most = model.max_draft_tokens
     default = most if default == "most" else default
-    alone = [[t for t, *_ in mlx_mtp.generate_step(p, model, max_tokens=20, num_draft_tokens=0)] for p in PROMPTS]
+    alone = [[t for t, *_ in mlx_mtp.generate_step(p, model, max_tokens=14, num_draft_tokens=0)] for p in PROMPTS]
     for limits in sampled([[0, 1, None, most, most]], [[0, 1, None, most, most], [most, 0], [0, 1], [most], [None]]):
         whole, each = mlx_mtp.Stats(), [mlx_mtp.Stats() for _ in limits]
         batch = BatchGenerator(model, num_draft_tokens=default, adaptive=adaptive, stats=whole)
         n = len(limits)
-        uids = batch.insert(PROMPTS[:n], [20] * n, num_draft_tokens=limits, stats=each)
+        uids = batch.insert(PROMPTS[:n], [14] * n, num_draft_tokens=limits, stats=each)
         assert tokens_of(batch, uids) == alone[:n]
         batch.close()
         own = draft_count(default, model, None)

@@ -1,5 +1,7 @@
 """Sequences of a pool draft as a lone one does: with the LM head's kernel, lookups and p_min."""
 
+import functools
+
 import pytest
 from subjects import subjects
 from sweep import paired
@@ -21,7 +23,7 @@ def subject(tiny_models, tmp_path_factory):
     return subjects(tiny_models, tmp_path_factory)
 
 
-def together(model, n: int = 30, **options) -> tuple[list[list[int]], mlx_mtp.Stats]:
+def together(model, n: int = 24, **options) -> tuple[list[list[int]], mlx_mtp.Stats]:
     texts, stats = [[] for _ in PROMPTS], mlx_mtp.Stats()
     batch = mlx_mtp.BatchGenerator(model, adaptive=False, stats=stats, **options)
     batch.insert(PROMPTS, [n] * len(PROMPTS), seeds=[0, 1, 2])
@@ -31,11 +33,16 @@ def together(model, n: int = 30, **options) -> tuple[list[list[int]], mlx_mtp.St
     return texts, stats
 
 
-def alone(model, n: int = 30, **options) -> list[list[int]]:
-    return [
-        [t for t, *_ in mlx_mtp.generate_step(p, model, max_tokens=n, num_draft_tokens=0, seed=i, **options)]
-        for i, p in enumerate(PROMPTS)
-    ]
+@pytest.fixture(scope="module")
+def alone(subject):
+    """Return the prompts' tokens by a family's model, each decoded alone by plain steps, computed once."""
+
+    @functools.cache
+    def texts(name, **options):
+        model, options = subject(name).model, {"max_tokens": 24, "num_draft_tokens": 0, **options}
+        return [[t for t, *_ in mlx_mtp.generate_step(p, model, seed=i, **options)] for i, p in enumerate(PROMPTS)]
+
+    return texts
 
 
 @pytest.fixture
@@ -54,12 +61,12 @@ def verified(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "options"), paired(["step3p5", "qwen3_next"], [{}, {"temp": 1.0}]))
-def test_lookups_in_a_pool(subject, verified, name, options):
+def test_lookups_in_a_pool(subject, alone, verified, name, options):
     """One of the sequences repeats itself."""
     model = subject(name).model
     for k in (1, 2):
         texts, stats = together(model, num_draft_tokens=k, prompt_lookup=True, **options)
-        assert texts == alone(model, **options)
+        assert texts == alone(name, **options)
         looked_up = [drafts for plan, drafts in verified if plan.source == "lookup"]
         assert set(looked_up) <= {LOOKUP_DRAFTS}
         assert stats.lookups >= len(looked_up)
@@ -70,11 +77,11 @@ def test_lookups_in_a_pool(subject, verified, name, options):
 
 
 @pytest.mark.parametrize("p_min", [0.0001, 0.5, 1.0])
-def test_confidence_cuts_the_drafts_of_a_pool(subject, verified, p_min):
+def test_confidence_cuts_the_drafts_of_a_pool(subject, alone, verified, p_min):
     """A pass has the rows of the sequence with the most probable drafts; the others' drafts are verified too."""
     s = subject("step3p5")
     texts, _ = together(s.model, num_draft_tokens=3, draft_p_min=p_min, prompt_lookup=False)
-    assert texts == alone(s.model)
+    assert texts == alone("step3p5")
     counts = {drafts for plan, drafts in verified if plan.p_min}
     assert counts == {0.0001: {3}, 1.0: {0}}.get(p_min, counts)
     assert p_min != 0.5 or len(counts) > 1
@@ -97,10 +104,10 @@ def test_drafts_of_a_pool_are_chosen_by_the_lm_heads_kernel(subject, monkeypatch
     assert {3, 9} <= set(rows)  # drafts of three sequences, and the verify of three rows of each
 
 
-def test_plans_of_a_pool_in_any_order(subject, monkeypatch, verified):
+def test_plans_of_a_pool_in_any_order(subject, alone, monkeypatch, verified):
     """Lookups while heads are paused and while they read, after cycles with p_min."""
     s, turn = subject("eagle"), iter(range(10**6))
-    expected = alone(s.model, 60)
+    expected = alone("eagle", max_tokens=60)
     sure, plans = Plan(k=2, p_min=True), [Plan(k=2), Plan("lookup", 5), Plan(), Plan("lookup", 7), Plan()]
     plans += [sure, Plan("lookup", 1), *[Plan()] * 9, Plan("lookup", 3), Plan("lookup", 3), Plan(k=2), sure]
     monkeypatch.setattr(Fixed, "plan", lambda *_, **__: plans[next(turn) % len(plans)])
@@ -111,7 +118,7 @@ def test_plans_of_a_pool_in_any_order(subject, monkeypatch, verified):
     assert {(plan.source, plan.p_min) for plan, _ in verified} >= {("lookup", False), ("heads", True)}
 
 
-def test_a_failure_after_reading_the_confidence_is_recovered(subject, monkeypatch):
+def test_a_failure_after_reading_the_confidence_is_recovered(subject, alone, monkeypatch):
     """The drafts were evaluated and have changed the caches: all sequences are prefilled again."""
     s, real, calls = subject("step3p5"), pool_cycle.verify, []
 
@@ -124,5 +131,5 @@ def test_a_failure_after_reading_the_confidence_is_recovered(subject, monkeypatc
     monkeypatch.setattr(pool_cycle, "verify", refused)
     monkeypatch.setattr("mlx_mtp.tuning.kernel_fallback.Fallback.take", lambda *_: None)
     texts, _ = together(s.model, num_draft_tokens=2, draft_p_min=0.3, prompt_lookup=False)
-    assert texts == alone(s.model)
+    assert texts == alone("step3p5")
     assert len(calls) > 5

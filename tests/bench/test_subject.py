@@ -229,13 +229,13 @@ def test_drafts_are_accepted_as_drawn(drawn, k):
     subject = drawn([0.8, 0.6])
     right = draws([0.8, 0.6], 0).tolist()
     with subject.acceptance():
-        text, stats = generated(subject.model, k, 40)
-        sampled, stats_sampled = generated(subject.model, k, 40, temp=0.7, seed=3)
+        text, stats = generated(subject.model, k, 28)
+        sampled, stats_sampled = generated(subject.model, k, 28, temp=0.7, seed=3)
     # The first token follows the prompt; the first cycle's first draft follows the first token.
-    expected = expected_lengths(right, k, len(PROMPT) + 1, 40)
+    expected = expected_lengths(right, k, len(PROMPT) + 1, 28)
     assert (stats.drafted, stats.accepted) == expected
     assert (stats_sampled.drafted, stats_sampled.accepted) == expected
-    assert len(text) == len(sampled) == 40
+    assert len(text) == len(sampled) == 28
 
 
 def test_certain_draws_are_certain_and_the_text_is_the_drafts(drawn):
@@ -259,9 +259,9 @@ def test_rates_are_the_shares_in_results_and_continue_to_fall(drawn):
     assert (rate_at([0.8], 2), rate_at([0, 0], 5), rate_at([1, 1], 9)) == (pytest.approx(0.512), 0, 1)
     subject = drawn([0.87, 0.76, 0.69])
     with subject.acceptance():
-        _, stats = generated(subject.model, 3, 400)
+        _, stats = generated(subject.model, 3, 280)
     kept = [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True)]
-    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # about 120 cycles
+    assert kept == pytest.approx([0.87, 0.76, 0.69], abs=0.08)  # about 85 cycles
 
 
 def test_nothing_is_drawn_after_the_block():

@@ -140,11 +140,11 @@ def test_the_commands_give_the_text_of_one_run(once, tmp_path, flags):
     made = call("cache-prompt", "-p", start, "--prompt-cache-file", file, *flags)
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("Prompt: ")
-    expected = call("generate", "--quiet", "-m", 30, "-p", start + rest, *flags)
+    expected = call("generate", "--quiet", "-m", 20, "-p", start + rest, *flags)
     again = [] if flags == ["--ignore-chat-template"] else flags
     for drafts in (0, 3):
         found = call(
-            *("generate", "--quiet", "-m", 30, "-p", rest, "--prompt-cache-file", file, "--num-draft-tokens", drafts),
+            *("generate", "--quiet", "-m", 20, "-p", rest, "--prompt-cache-file", file, "--num-draft-tokens", drafts),
             *again,
         )
         assert found.stdout == expected.stdout

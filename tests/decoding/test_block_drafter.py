@@ -75,12 +75,12 @@ def test_drafts_equal_a_forward_from_scratch(made, kind, k):
     model, plain, w, config = made(kind)
     own = model.drafter
     for prompt in PROMPTS[:2]:
-        text = prompt + ours(model, prompt, 0, 60)
+        text = prompt + ours(model, prompt, 0, 44)
         at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
         forced = Forced(own.net, text, {*at.tolist()})
         set_drafter(model, forced)
         stats = mlx_mtp.Stats()
-        assert ours(model, prompt, k, 60, stats=stats, prefill_step_size=16) == text[len(prompt) :]
+        assert ours(model, prompt, k, 44, stats=stats, prefill_step_size=16) == text[len(prompt) :]
         assert stats.accepted[0] > 0
         calls = [(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls]
         check(calls, text, plain, w, config, least=4 if k > 12 else 5)
@@ -91,7 +91,7 @@ def test_drafts_equal_a_forward_from_scratch(made, kind, k):
 def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
-    texts = [p + ours(model, p, 0, 90) for p in PROMPTS]
+    texts = [p + ours(model, p, 0, n) for p, n in zip(PROMPTS, (90, 40, 40), strict=True)]
     forced = Forced(own.net, texts[0], {*range(0, 200, 5)})
     set_drafter(model, forced)
     with monkeypatch.context() as patch:
@@ -140,7 +140,7 @@ FILTERS = [{"temp": 1.0}, {"temp": 0.8, "top_k": 4}, {"temp": 1.0, "top_p": 0.7}
 def test_draws_do_not_depend_on_drafts(made, kind, options):
     model, texts = made(kind)[0], set()
     for k, replay in ((0, False), (3, True), (2, False)):
-        texts.add(tuple(ours(model, PROMPTS[2], k, 24, seed=5, compile_cycles=replay, **options)))
+        texts.add(tuple(ours(model, PROMPTS[2], k, 16, seed=5, compile_cycles=replay, **options)))
     assert len(texts) == 1
 
 
@@ -150,7 +150,7 @@ def test_drafts_have_the_noise_of_their_positions(made, monkeypatch, kind):
     model, accepted = made(kind)[0], {}
     for mode in ("coupled", "greedy"):
         stats = mlx_mtp.Stats()
-        ours(model, PROMPTS[2], 4, 100, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
+        ours(model, PROMPTS[2], 4, 60, temp=20.0, seed=1, draft_sampling=mode, stats=stats)
         accepted[mode] = stats.accepted[0] / stats.drafted[0]
     assert accepted["coupled"] > (0.9 if kind == "dflash" else 0.25)
     assert accepted["greedy"] < 0.3
@@ -163,7 +163,7 @@ def test_replayed_cycles_draft_the_same(made, kind):
         found = []
         for replay in (False, True):
             stats = mlx_mtp.Stats()
-            found.append((ours(model, PROMPTS[0], k, 40, stats=stats, compile_cycles=replay), stats.accepted))
+            found.append((ours(model, PROMPTS[0], k, 28, stats=stats, compile_cycles=replay), stats.accepted))
             assert not replay or stats.compiled_cycles > 10
         assert found[0] == found[1]
 
@@ -172,7 +172,7 @@ def test_replayed_cycles_draft_the_same(made, kind):
 def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
     (k, n), (model, plain, w, config) = stop, made("assistant")
     own, prompt = model.drafter, PROMPTS[0]
-    text = prompt + ours(model, prompt, 0, 60)
+    text = prompt + ours(model, prompt, 0, n + 12)
     cache = mlx_mtp.make_prompt_cache(model)
     first = ours(model, prompt, k, n, prompt_cache=cache)
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)

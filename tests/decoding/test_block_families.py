@@ -48,7 +48,7 @@ def drafter_for(path, kind, width, vocab):
 def texts(model, k, **options):
     def text(prompt):
         steps = mlx_mtp.generate_step(
-            prompt, model, max_tokens=20, num_draft_tokens=k, adaptive=False, prefill_step_size=7, **options
+            prompt, model, max_tokens=14, num_draft_tokens=k, adaptive=False, prefill_step_size=7, **options
         )
         return [token for token, _, _ in steps]
 
@@ -57,7 +57,7 @@ def texts(model, k, **options):
 
 def batched(model, k, **options):
     found, batch = [[] for _ in PROMPTS], mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False, **options)
-    batch.insert(PROMPTS, [20] * len(PROMPTS))
+    batch.insert(PROMPTS, [14] * len(PROMPTS))
     while responses := batch.next_generated():
         for response in responses:
             found[response.uid].append(response.token)

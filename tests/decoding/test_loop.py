@@ -41,9 +41,9 @@ def a_prompt(seed, length, vocab):
 def test_greedy_equals_cacheless_forward(tiny_models, seed, vocab, length):
     model, plain = tiny_models(seed, vocab_size=vocab)
     prompt = a_prompt(length, length, vocab)
-    expected = tiny.greedy(plain, prompt, 40)
+    expected = tiny.greedy(plain, prompt, 26)
     for k in range(4):
-        assert ours(model, prompt, 40, k)[0] == expected, f"k={k}"
+        assert ours(model, prompt, 26, k)[0] == expected, f"k={k}"
 
 
 @pytest.mark.parametrize("step", sampled([1, 8, 64], [1, 2, 3, 8, 20, 64]))
@@ -60,7 +60,7 @@ def test_prefill_chunks_of_any_size(tiny_models, step):
 def test_every_accept_length(tiny_models_for_hypothesis, data, k, length):
     model, plain, truths = tiny_models_for_hypothesis
     prompt = a_prompt(length, length, 5)
-    n = 36
+    n = 24
     if length not in truths:
         truths[length] = tiny.greedy(plain, prompt, n)
     truth = prompt + truths[length]
@@ -84,12 +84,12 @@ def tiny_models_for_hypothesis(tiny_models):
 def test_constant_accept_length(tiny_models, monkeypatch, accepted):
     model, plain = tiny_models(0)
     prompt = a_prompt(1, 6, 5)
-    truth = prompt + tiny.greedy(plain, prompt, 50)
+    truth = prompt + tiny.greedy(plain, prompt, 36)
     # A cycle that keeps `accepted` drafts yields accepted + 1 tokens; every one of those last ones was wrong.
     wrong = set(range(len(prompt) + 1 + accepted, len(truth), accepted + 1)) if accepted < 3 else set()
     monkeypatch.setattr(model, "drafter", Oracle(model, truth, wrong))
-    tokens, stats = ours(model, prompt, 40, 3)
-    assert tokens == truth[len(prompt) :][:40]
+    tokens, stats = ours(model, prompt, 28, 3)
+    assert tokens == truth[len(prompt) :][:28]
     assert stats.acceptance == [1.0] * accepted + [0.0] * (3 - accepted)
 
 
@@ -127,21 +127,21 @@ def test_heads_with_full_attention(tiny_models):
     other = {"attention_other_setting": None, "layer_types": kinds}
     model, plain = tiny_models(0, **other)
     prompt = a_prompt(5, 25, 5)
-    expected = tiny.greedy(plain, prompt, 40)
+    expected = tiny.greedy(plain, prompt, 24)
     for k in sampled((0, 3), range(4)):
-        assert ours(model, prompt, 40, k, prefill_step_size=7)[0] == expected
+        assert ours(model, prompt, 24, k, prefill_step_size=7)[0] == expected
 
 
 @pytest.mark.parametrize(("start", "bits"), sampled([(0, 4), (13, 8)], itertools.product([0, 13, 27], [4, 8])))
 def test_quantized_kv_does_not_depend_on_drafting(tiny_models, bits, start):
-    """Quantization changes the tokens; drafting must not, wherever it begins (a prompt of 19, then 40)."""
+    """Quantization changes the tokens; drafting must not, wherever it begins (a prompt of 19, then 28)."""
     model, _ = tiny_models(0, head_dim=32, vocab_size=5)
     prompt = a_prompt(3, 19, 5)
     quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
-    expected, _ = ours(model, prompt, 40, 0, **quantized)
+    expected, _ = ours(model, prompt, 28, 0, **quantized)
     for k, step in sampled([(1, 2048), (3, 5)], [(1, 5), (2, 2048), (3, 5), (3, 2048)]):
         options = {**quantized, "mtp_kv_bits": 8, "prefill_step_size": step}
-        assert ours(model, prompt, 40, k, **options)[0] == expected, (k, step)
+        assert ours(model, prompt, 28, k, **options)[0] == expected, (k, step)
 
 
 def test_quantized_kv_is_used(tiny_models):
@@ -164,17 +164,17 @@ def test_max_kv_size_is_mlx_lms(name, tmp_path):
     path, _, plain = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path)
     prompt = a_prompt(0, 9, model.vocab_size)
-    expected = [t for t, _ in generate_step(mx.array(prompt), plain, max_tokens=50, max_kv_size=9)]
-    texts = [ours(model, prompt, 50, k, **options)[0] for k, options in ((0, {}), (0, SIZE), (2, SIZE))]
+    expected = [t for t, _ in generate_step(mx.array(prompt), plain, max_tokens=30, max_kv_size=9)]
+    texts = [ours(model, prompt, 30, k, **options)[0] for k, options in ((0, {}), (0, SIZE), (2, SIZE))]
     assert texts[1:] == [expected] * 2 != texts[:1] * 2
 
 
 def test_max_kv_size_is_a_window_on_full_attention(tiny_models):
     model, _ = tiny_models(0)
     prompt = a_prompt(4, 30, 5)
-    texts = [ours(model, prompt, 40, k, max_kv_size=12)[0] for k in sampled((0, 1, 3), range(4))]
+    texts = [ours(model, prompt, 28, k, max_kv_size=12)[0] for k in sampled((0, 1, 3), range(4))]
     assert texts[1:] == texts[:1] * (len(texts) - 1)
-    assert ours(model, prompt, 40, 3, max_kv_size=10**6)[0] == ours(model, prompt, 40, 0)[0]
+    assert ours(model, prompt, 20, 3, max_kv_size=10**6)[0] == ours(model, prompt, 20, 0)[0]
 
 
 @pytest.mark.parametrize("dtype", sampled([mx.bfloat16], [mx.bfloat16, mx.float16]))

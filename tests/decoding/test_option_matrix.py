@@ -69,7 +69,7 @@ class Subjects:
             {"kv_bits": kv_bits, "sampling": sampling, "draft_vocab": False, "num_draft_tokens": 0}, Stats()
         )
 
-    def text(self, case: dict, stats: Stats, n: int = 18) -> list[int]:
+    def text(self, case: dict, stats: Stats, n: int = 14) -> list[int]:
         options = {
             **case,
             **TEMPERATURES[case["sampling"]],

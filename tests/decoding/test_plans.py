@@ -67,7 +67,7 @@ def test_heads_draft_after_a_pause_as_without_it(subject, monkeypatch, by, idle)
     plans = [PLANS["heads"]] * 2 + [PLANS[by]] * idle
     control = Listed(plans)
     follow(monkeypatch, control)
-    text = text_of(s.model, PROMPT, 3, max_tokens=3 * len(plans), prefill_step_size=7)
+    text = text_of(s.model, PROMPT, 3, max_tokens=2 * len(plans) + 8, prefill_step_size=7)
     caught_up = [c.prefilled for c in control.cycles if c.prefilled]
     assert caught_up[0] == len(PROMPT) - 1
     assert min(caught_up[1:]) >= min(idle, 24)  # the windows reach no further

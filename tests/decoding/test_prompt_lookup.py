@@ -25,7 +25,7 @@ def longest(text: list[int]) -> int:
     return max(found, default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TOKENS, st.lists(TOKENS.filter(len), max_size=6))
 def test_matches_are_those_of_a_plain_search(prompt, runs):
     text, known = TokenHistory(prompt), list(prompt)
@@ -49,7 +49,7 @@ def copies(text: list[int]) -> list[int]:
     return [-start for _, start in sorted(found)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_drafts_follow_the_first_copy_that_the_unread_tokens_continue(data):
     """All of them. Tokens behind the last accepted one do not count; a copy that reaches the end repeats itself."""

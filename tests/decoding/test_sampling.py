@@ -87,7 +87,7 @@ def test_a_users_own_sampler(tiny_models):
             PROMPT,
             model,
             max_tokens=2,
-            num_draft_tokens=2,
+            num_draft_tokens=1,
             adaptive=False,
             sampler=sampler,
             logits_processors=[lambda t, x: x],
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_text_for_every_k(tiny_models, options):
 
     def text(k, seed):
         steps = mlx_mtp.generate_step(
-            PROMPT, model, max_tokens=24, num_draft_tokens=k, adaptive=False, seed=seed, **options
+            PROMPT, model, max_tokens=18, num_draft_tokens=k, adaptive=False, seed=seed, **options
         )
         return [token for token, _, _ in steps]
 

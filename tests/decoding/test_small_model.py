@@ -80,13 +80,13 @@ def made(tmp_path_factory):
     return make
 
 
-def alone(model, prompt, k, n=20, **options):
+def alone(model, prompt, k, n=14, **options):
     options = {"adaptive": False, **options}
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
     return [token for token, _, _ in steps]
 
 
-def together(model, k, n=20, prompts=PROMPTS, **options):
+def together(model, k, n=14, prompts=PROMPTS, **options):
     texts = [[] for _ in prompts]
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False, **options)
     batch.insert(prompts, [n] * len(prompts), seeds=list(range(len(prompts))))
@@ -128,7 +128,7 @@ def test_drafts_are_those_of_a_forward_over_the_whole_text(made, monkeypatch, na
     follow(monkeypatch, Listed([Plan("heads", 3), Plan("heads", 1), Plan(), Plan(), Plan("lookup", 2)]))
     for prompt in (PROMPTS[0], PROMPTS[2]):
         watched.calls.clear()
-        found = watched.lone(prompt + alone(model, prompt, 3, 30, prompt_lookup=True))
+        found = watched.lone(prompt + alone(model, prompt, 3, 24, prompt_lookup=True))
         assert len(found) > 5
         for known, drafts in found:
             assert drafts == scratch(plain, known, len(drafts))

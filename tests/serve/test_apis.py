@@ -1,5 +1,6 @@
 """The HTTP APIs: every answer is the one of `mlx_mtp.generate`, and what is not supported is refused by its name."""
 
+import functools
 import json
 import threading
 
@@ -32,6 +33,7 @@ def truth():
 
     model, tokenizer = mlx_mtp.load(demo_path())
 
+    @functools.cache
     def answer(question, n=30, **options):
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         return mlx_mtp.generate(model, tokenizer, prompt, max_tokens=n, kv_group_size=32, **options)
@@ -42,7 +44,8 @@ def truth():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "seeded"])
 def test_the_answer_is_that_of_generate(chat, truth, options):
     ours = {"temp" if name == "temperature" else name: value for name, value in options.items()}
-    want = truth("Write a function that sorts.", **ours)
+    want = truth("Write a function that sorts.", 20, **ours)
+    options = {"max_tokens": 20, **options}
     whole = chat("Write a function that sorts.", **options).json()
     assert whole["choices"][0]["message"]["content"] == want
     streamed = chat("Write a function that sorts.", stream=True, **options)
@@ -65,10 +68,10 @@ def test_usage_counts(chat):
 
 
 def test_choices_differ_by_their_seeds(chat, truth):
-    choices = chat(n=2, temperature=1.5, seed=7).json()["choices"]
+    choices = chat(n=2, temperature=1.5, seed=7, max_tokens=16).json()["choices"]
     assert [c["index"] for c in choices] == [0, 1]
     assert [c["message"]["content"] for c in choices] == [
-        truth("What does len do?", temp=1.5, seed=seed) for seed in (7, 8)
+        truth("What does len do?", 16, temp=1.5, seed=seed) for seed in (7, 8)
     ]
 
 
@@ -130,18 +133,18 @@ def test_prefill_sends_no_events(served):
 
 def test_penalties_and_bias_change_the_answer(chat, truth):
     question = "Write a function that sorts."
-    plain = truth(question)
+    plain, chat = truth(question, 20), functools.partial(chat, max_tokens=20)
     for options in ({"logit_bias": {"5": 100}}, {"repetition_penalty": 5.0}, {"presence_penalty": 2.0}):
         assert chat(question, **options).json()["choices"][0]["message"]["content"] != plain, options
     assert chat(question, repetition_penalty=1.0).json()["choices"][0]["message"]["content"] == plain
 
 
 def test_completions(served, truth):
-    body = {"prompt": "def read_lines(path):", "max_tokens": 20}
+    body = {"prompt": "def read_lines(path):", "max_tokens": 12}
     whole = served.post("/v1/completions", json={**body, "logprobs": 2}).json()
     logprobs = whole["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == whole["choices"][0]["text"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 20
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 12
     chunks = events(served.post("/v1/completions", json={**body, "stream": True}))
     assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
     several = served.post("/v1/completions", json={**body, "prompt": [body["prompt"], [5, 6, 7]], "n": 2}).json()

@@ -126,7 +126,7 @@ PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses"
 def rest_of(served, api, content, **more):
     messages = [QUESTION, {"role": "assistant", "content": content}]
     limit = "max_output_tokens" if api == "responses" else "max_tokens"
-    body = {"input" if api == "responses" else "messages": messages, limit: 30}
+    body = {"input" if api == "responses" else "messages": messages, limit: 20}
     found = served.post(PATHS[api], json={**body, **more})
     assert found.status_code == 200, found.text
     answer = found.json()
@@ -139,11 +139,11 @@ def rest_of(served, api, content, **more):
 
 @pytest.mark.parametrize("api", PATHS)
 def test_every_api_continues_where_the_answer_was_cut(served, api):
-    body = {"messages": [QUESTION], "max_tokens": 30}
+    body = {"messages": [QUESTION], "max_tokens": 20}
     whole = served.post(PATHS["chat"], json=body).json()["choices"][0]["message"]["content"]
     tokenizer = served.service.info.tokenizer
     ids = tokenizer.encode(whole, add_special_tokens=False)
-    for cut in (1, 3, 6):
+    for cut in (1, 6):
         front = tokenizer.decode(ids[:cut])
         assert rest_of(served, api, front) == whole.removeprefix(front)
         assert rest_of(served, api, front, continue_final_message=True, add_generation_prompt=False) == (

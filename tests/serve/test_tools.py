@@ -1,5 +1,6 @@
 """Tools over HTTP: a model with a dictated answer calls one, every API returns the call, and accepts its result."""
 
+import functools
 import json
 import time
 
@@ -37,13 +38,13 @@ class Dictated:
     words = ""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.start = tokenizer, None
+        self.tokenizer = tokenizer
+        self.encoded = functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
     def __call__(self, tokens, logits):
-        words = self.tokenizer.encode(self.words, add_special_tokens=False)
-        mark = self.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+        words, mark = self.encoded(self.words), self.encoded("<|im_start|>assistant\n")
         ids = tokens.tolist()
-        start = max(i for i in range(len(ids)) if ids[i : i + len(mark)] == mark) + len(mark)
+        start = next(i for i in range(len(ids), 0, -1) if ids[i - len(mark) : i] == mark)
         done = len(ids) - start
         token = words[done] if done < len(words) else self.tokenizer.eos_token_id
         return mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -1e9)[None]
