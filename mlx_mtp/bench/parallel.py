@@ -122,7 +122,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of a result: tok/s of all sequences and of one, over mlx-lm's (else our loop's), and gaps.
+    """Return a table of a result: tok/s together and of each sequence, ratio to mlx-lm (else our loop), and gaps.
 
     Speeds are the highest and gaps the lowest of all rounds, ratios the median.
     """
