@@ -223,12 +223,12 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
     """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
 
     drafts: if empty, 1 to USUAL_DRAFTS (3) or to the number of synthetic rates, if that is more, as far as the model
-        can. Without MTP heads only mlx-lm and plain. Raises ValueError for a number that the model cannot draft.
+        can. Without heads or a drafter only mlx-lm and plain. Raises ValueError for a number that cannot be drafted.
     """
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
     if too_many := [k for k in drafts if not 0 < k <= most]:
-        allowed = f"1 to {most}" if most else "none, because it has no heads"
+        allowed = f"1 to {most}" if most else "none, because it has no heads and no drafter"
         raise ValueError(f"drafts={too_many[0]}: allowed with this model is {allowed}")
     session = Session(subject, [], rounds, cooldown)
     try:
@@ -237,7 +237,7 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
         session.left_out[MLX_LM] = str(e)
     heads_alone = {"prompt_lookup": False}
     session.loops.append(Ours(model, PLAIN, 0, heads_alone, target))
-    if model.mtp:
+    if most:
         both, fixed = target + subject.facts["head_bytes"], {"adaptive": False, **heads_alone}
         session.loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
         # With lookups too, except with synthetic acceptance.

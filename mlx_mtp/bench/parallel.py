@@ -53,7 +53,9 @@ def contenders(
         found[MLX_LM] = partial(_batch, partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
     except ValueError as e:
         missing = first_line(e)
-    drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}, **({DRAFTED: {}} if model.mtp else {})}
+    drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}}
+    if model.max_draft_tokens:
+        drafts[DRAFTED] = {}
     for replays in (False, True) if replayed else (None,):
         for name, options in drafts.items():
             ours = partial(BatchGenerator, model, prefill_step_size=step, compile_cycles=replays, **options)
