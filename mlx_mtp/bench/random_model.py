@@ -91,7 +91,8 @@ def first_layers(config: dict, layers: int) -> dict:
     text = config.get("text_config", config)
     total = text.get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:
-        raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number in config.json")
+        allowed = f"1 to {total}, the number in config.json" if total else "none, config.json lacks num_hidden_layers"
+        raise ValueError(f"layers={layers}: allowed is {allowed}")
     cut = {name: _first(name, value, layers, total) for name, value in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if "text_config" in config else cut

@@ -41,7 +41,7 @@ class Kernels:
     """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
     The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
-    `kernels` of `load`.
+    `kernels` of `load`; with "off" there are none.
     """
 
     def __init__(self, model: Any, lane: str | None):

@@ -147,7 +147,7 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(f"measured: bench {found['bench']} has no times with caches in 16 bits")
+        raise ValueError(f"measured: bench {found['bench']} has no times of several tokens with caches in 16 bits")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 
