@@ -76,7 +76,7 @@ def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
 
 
 def _ended(found: Found, tic: float) -> Found:
-    """Add the summary by kernel (unless all kernels failed), the duration and the date."""
+    """Add the summary by kernel (unless the part "kernels" failed), the duration and the date; return the report."""
     if "failed" not in found["kernels"]:
         found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
@@ -150,8 +150,9 @@ def on_gpu(
 def tried(trial: KernelTrial, timed: bool = True) -> Found:
     """Compile and check one kernel, and time it if it is right and `timed`.
 
-    wrong: what is wrong, or None. ratio: stock MLX's time over its own, None if not timed. For a kernel that may
-    split its rows, split: whether that is faster; refused: why one of the two alternatives does not run.
+    wrong: what is wrong, or None. ratio: stock MLX's time over the kernel's, None if not timed. For a kernel that may
+    split its rows, split, if timed: whether that is faster or alone runs; refused: by name, why just one of the two
+    alternatives does not run.
     """
     tic = time.perf_counter()
     for each in (trial, trial.of_split())[: 2 if trial.split else 1]:
@@ -224,7 +225,7 @@ class ExaminedModel:
     def host(self) -> Found:
         """Time a cycle's phases, waiting for each, and the host's work in between, in milliseconds per cycle.
 
-        over_the_loop: this time over that of the decoding loop, which overlaps phases.
+        over_the_loop: the time of a generation, prefill included, over that of the loop, which overlaps phases.
         """
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))

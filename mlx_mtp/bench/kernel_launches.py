@@ -99,7 +99,7 @@ def matrices(of: Format) -> Iterator[Launch]:
 
 
 def experts(of: Format) -> Iterator[Launch]:
-    """Yield launches of moe_glu, moe_relu2 and moe_down."""
+    """Yield launches of moe_route, moe_glu or moe_relu2, and moe_down, together."""
     mixtures = MIXTURES[: None if of in RELEASED else 1]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
     for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
@@ -110,7 +110,7 @@ def experts(of: Format) -> Iterator[Launch]:
 
 
 def heads(of: Format) -> Iterator[Launch]:
-    """Yield launches of verify_head and verify_head_merge."""
+    """Yield launches of verify_head with verify_head_merge."""
     widths = (4096, 4224) if of in RELEASED else (4096,)
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
         x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
@@ -128,7 +128,7 @@ def dense() -> Iterator[Launch]:
 
 
 def dense_heads() -> Iterator[Launch]:
-    """Yield launches of verify_head_dense and verify_dot."""
+    """Yield launches of verify_dot, and of verify_head_dense with verify_head_merge."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
         for k, top in itertools.product((64, 512), (1, 20)):
@@ -149,7 +149,7 @@ def routers() -> Iterator[Launch]:
 
 
 def attention(dtype: mx.Dtype) -> Iterator[Launch]:
-    """Yield launches of verify_attention and attention_merge: in chunks, with windows and sinks, quantized."""
+    """Yield launches of verify_attention with attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
     for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
@@ -181,7 +181,7 @@ def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -
 
 
 def latent() -> Iterator[Launch]:
-    """Yield launches of latent_scores and latent_values."""
+    """Yield launches of latent_scores, latent_values and attention_merge, together."""
     widths = (512, 64), (256, 32), (96, 8)
     for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
         queries = (mx.zeros((1, heads_, m, width), dtype) for width in (dv, dr))

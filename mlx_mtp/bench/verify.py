@@ -41,7 +41,7 @@ class Kernels:
     """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
     The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
-    `kernels` of `load`.
+    `kernels` of `load`; with "off" there are none.
     """
 
     def __init__(self, model: Any, lane: str | None):
@@ -189,7 +189,10 @@ def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[in
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
-    """Return a table of T(M)/T(1) of one side, a line per M, a column per curve; its first line is T(1) in ms."""
+    """Return a table of T(M)/T(1) of one side, a line per M, a column per curve; its first line is T(1) in ms.
+
+    curves: as read from JSON.
+    """
     seconds = [curve["seconds"][side] for curve in curves]  # as in JSON, with rows as strings
     table = new_table(title, "M", *map(curve_title, curves), left=0)
     table.add_row("1, ms", *(f"{1e3 * measured(of['1']).median:.3f}" for of in seconds), end_section=True)

@@ -39,8 +39,8 @@ def kernels(**flags: Any) -> None:
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
     small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
-    instead. With --op the table includes MLX's own kernel if the emulator has it. Turns are short, so there is no
-    rest before them without --cooldown.
+    instead; with --op, a second table compares it with MLX's own kernel if the emulator has that. Turns are short, so
+    there is no rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
@@ -85,8 +85,8 @@ def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
 
     No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
-    visit once, LM head, KV caches. A cost model with two constants per chip, fitted to published times of M <= 2
-    rows, predicts the times. --measured adds measured times.
+    visit once, LM head, KV caches, and recurrent states, which it also writes. A cost model with two constants per
+    chip, fitted to published times of M <= 2 rows, predicts the times. --measured adds measured times.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips

@@ -143,7 +143,10 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
 
 def _advised(path: Path) -> dict[str, Any]:
-    """Return the sampling values in a checkpoint's generation_config.json; {} without it or with do_sample false."""
+    """Return the sampling values in a checkpoint's generation_config.json by name, temperature as temp.
+
+    {} if it is missing or invalid, or do_sample is false.
+    """
     try:
         found = json.loads((path / "generation_config.json").read_text())
     except (OSError, ValueError):

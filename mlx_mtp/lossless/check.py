@@ -36,10 +36,11 @@ def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Itera
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check. drafts: maximum per cycle, 0 for none; max_tokens: per output; draws: outputs to test.
+    """What to check. drafts: the drafter's maximum per cycle; with 0 only lookups draft.
 
-    seed: of draws. adaptive, lookup, compiled: also check drafting with these options. p_min: the `draft_p_min` that
-    is checked, P_MIN for 0. diagnose: try other wirings of the heads.
+    max_tokens: per output; shorter for sampled ones. draws: number of outputs whose distribution is tested. seed: the
+    first one. adaptive, compiled (both only with drafts), lookup: also check drafting with these options. p_min: the
+    `draft_p_min` that is checked, P_MIN for 0. diagnose: try other wirings of the heads.
     """
 
     drafts: int
@@ -67,12 +68,13 @@ class Settings:
 class Verdict:
     """The result of a check.
 
-    greedy, sampled: output of each way compared with plain decoding; all ways of a sampled output share its seed.
+    greedy: the one pass, then each way, compared with plain decoding. sampled: the same of ways that sample, with
+        the plain output's seed.
     drift:     of the changes of a logprob by drafting, the greatest relative to its tolerance; None if not measured.
     fits:      tests of distributions.
-    agreement: per depth, from the first, the share of positions whose prediction is the target's token; empty without
-        heads or a small model.
-    kept:      accepted drafts with one draft per head, and the number that `agreement`'s predictions would accept.
+    agreement: per depth, from the first, the share of positions whose prediction is the target's token; empty if
+        no heads and no small model were tested.
+    kept:      accepted drafts, and the number that the predictions of `agreement` would accept, as `_kept` counts.
     better:    wirings of the heads that predict more tokens correctly, best first.
     warnings:  suspicious findings that change no output; broken: faults.
     """
@@ -90,15 +92,15 @@ class Verdict:
 
     @property
     def diverged(self) -> bool:
-        """Whether drafts change the output (near-ties excepted) or the probabilities of sampled output."""
+        """Whether a comparison, also of the one pass, found more than near-ties, or a test of draws is refused."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
 def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
     """Return the verdict on a model: drafted compared with plain output, tested draws, and its heads or small model.
 
-    With `drafts` = 0 only lookups draft, and draws and a small model are not tested. Faults are listed in the
-    verdict, not raised. progress: receives a stage, the items done and their number.
+    With `drafts` = 0 only lookups draft, and logprobs, sampled output and a small model are not tested. Faults are
+    listed in the verdict, not raised. progress: receives a stage, the items done and their number.
     """
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
@@ -188,11 +190,11 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
 
 
 def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
-    """Return (accepted drafts, the number that the heads alone predict correctly), over the same outputs.
+    """Return (accepted drafts, the number that the predictions in `own` would accept), over the same outputs.
 
-    These have as many drafts per cycle as heads, equal the plain output and are within LONGEST tokens. own: results
-    of `right` by text, in the order of `references`. fixed: comparisons of fixed numbers of drafts, from 0. modules:
-    number of heads.
+    These have as many drafts per cycle as `modules`, the number of heads, or the most in `fixed` if that is less;
+    they equal the plain output and end within LONGEST tokens. own: results of `right` by text, in the order of
+    `references`. fixed: comparisons by number of drafts; the first is not used.
     """
     k = min(len(fixed) - 1, modules)
     were = should = 0

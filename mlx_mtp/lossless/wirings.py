@@ -43,7 +43,7 @@ class Wiring:
     depths:   the index of the head used at each depth.
     lm_heads: for each head, the index of the head whose LM head it uses; None is the target's.
     norms:    a regex of norms' paths in a head, and the value added to their weights.
-    hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, but
+    hidden:   offset, in positions, of the target's hidden states that the heads read; `on` does not apply it, but
         `Known.shifted` does.
     """
 
@@ -115,7 +115,7 @@ def alternatives(model: Any) -> list[Wiring]:
 
 
 def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[int, int], None]) -> list[Better]:
-    """Return the wirings that predict clearly more tokens of these texts than the `own` one, best first.
+    """Return a Better per wiring that predicts clearly more tokens of these texts than the `own` one, best first.
 
     own: `right` of each text with the model's wiring, which is restored. progress: called before each wiring with its
     index and their number.
@@ -131,7 +131,7 @@ def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[in
 
 
 def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better | None:
-    """Return the gain of the active wiring over the `own` one; None if it is not clearly better.
+    """Compare the active wiring with the `own` one; return None if it is not clearly better.
 
     It stops at the first text after which it is clearly worse.
     """

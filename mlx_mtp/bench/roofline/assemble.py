@@ -41,8 +41,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
     """Return the operations of a released model (by default Step-3.5-Flash), the demo, a checkpoint or a config.json.
 
     name: one of MODELS, "demo", or a checkpoint's directory. Weights are not read.
-    on_chip: unquantized weights and caches are counted in 16 bits, as on a Mac; otherwise as on this machine.
-    Raises a one-line ValueError for anything else.
+    on_chip: of a checkpoint or config.json, count unquantized weights and caches in 16 bits, as on a Mac; otherwise
+    in the type that they have on this machine. Raises a one-line ValueError for any other name, or name and config.
     """
     width = 2 if on_chip else None
     if config is not None:
@@ -138,7 +138,8 @@ def times(found: Found) -> list[Found]:
     """Return the times in a result of `bench decode`, `verify` or `profile`, one line each.
 
     A line has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
-    For short prompts the context is about the middle of a text. Raises ValueError for a result without times.
+    For short prompts the context is about the middle of a text. Raises ValueError for a result of another command, or
+    without times.
     """
     taken = TAKEN.get(found["bench"])
     if taken is None:
@@ -146,12 +147,15 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(f"measured: bench {found['bench']} has no times with caches in 16 bits")
+        raise ValueError(f"measured: bench {found['bench']} has no times of several tokens with caches in 16 bits")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 
 def _of_loops(found: Found) -> Iterator[Time]:
-    """Yield whole plain steps and cycles of loops with unquantized caches, host included."""
+    """Yield whole plain steps, ours and mlx-lm's, and cycles of fixed numbers of drafts, host included.
+
+    Only of settings with unquantized caches.
+    """
     for setting in settings(found):
         entries = [e for e in found["entries"] if e["context"] == setting[0]]
         length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)

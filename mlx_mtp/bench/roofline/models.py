@@ -103,7 +103,7 @@ def _shape(module: Any) -> tuple[int, int, int]:
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
-    """Return the bits of a weight, and the group size that matches the bytes of scales; None: not quantized."""
+    """Return (fewest bits of a weight, the group size that explains all other bytes; None: not quantized)."""
     quantized = [module.bits for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
