@@ -23,6 +23,7 @@ from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
+from ..layers.scaled import scale_outputs
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
 from ..models.config.normalize import normalize
@@ -34,6 +35,9 @@ from .check_files import check_complete
 from .files import MAX_LAYERS, Header, dequantized, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
+from .packed.arrays import read_arrays
+from .packed.contents import with_packed
+from .packed.sanitize import sanitized
 from .parameters import check_numbers, expected, named, origin, same
 from .quant_methods import packed_by
 from .read_parts import read_parts
@@ -102,7 +106,7 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     """
     args = read_args(port, path, config)
     normalize(config).warn(path / "config.json", stacklevel=5)
-    contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
+    contents = with_packed(sort_tensors(port, path, args.num_hidden_layers, drafting), path, config)
     if reason := packed_by(path, config, contents.heads | ({} if contents.alone else contents.trunk)):
         raise ValueError(reason)
     check_types(contents.heads)
@@ -178,12 +182,20 @@ def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dic
 
     weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
     """
-    header = {} if contents.alone else contents.trunk
-    stored = read_tensors(header | contents.heads)  # no name is in both
-    trunk = dequantized({name: stored[name] for name in header}, header)
-    heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
+    made = {name for module, weight in contents.packed.items() for name in weight.header(module)}
+    parts = ({} if contents.alone else contents.trunk, contents.heads)
+    plain = [{name: tensor for name, tensor in part.items() if name not in made} for part in parts]
+    stored = read_tensors(plain[0] | plain[1])  # no name is in both
+    trunk, heads = (dequantized({name: stored[name] for name in part}, part) for part in plain)
+    packed, shift = read_arrays(contents.packed), {"shift_trunk": raw[0], "shift_heads": raw[1]}
+
+    def call(found: dict[str, mx.array]) -> dict[str, mx.array]:
+        of_heads = {name: w for name, w in found.items() if name in contents.heads}
+        of_trunk = {name: w for name, w in found.items() if name not in of_heads}
+        return model.sanitized(trunk | of_trunk, heads | of_heads, **shift)
+
     try:
-        return model.sanitized(trunk, heads, shift_trunk=raw[0], shift_heads=raw[1])
+        return sanitized(call, packed, model, trunk | heads)
     except KeyError as e:  # mlx-lm does not check the tensors that it stacks or splits
         ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
         raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
@@ -196,7 +208,9 @@ def _load_checked(
 
     The message names file and tensor. note: the end of the message about a wrong shape; no other message has it.
     """
-    parameters, found = _stored(model, contents), dict(weights)
+    found = dict(weights)
+    scale_outputs(model, found)
+    parameters = _stored(model, contents)
     for name, array in parameters.items():
         if name not in found:
             ((file, raw),) = expected(model, contents, path, [name])

@@ -94,7 +94,7 @@ def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
     stored = contents.trunk | contents.heads
     for raw, tensor in stored.items():
         if name in model.renamed(raw):
-            return str(tensor.file), raw
+            return str(tensor.file), tensor.stored or raw
     return str(stored[name].file) if name in stored else "checkpoint", name
 
 
