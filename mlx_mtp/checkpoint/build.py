@@ -32,13 +32,12 @@ from ..ranks.group import Ranks
 from ..ranks.split import split
 from .block_drafter import attach_block
 from .check_files import check_complete
-from .files import MAX_LAYERS, Header, dequantized, fill_model, read_header, read_tensors, resolve
+from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
-from .packed.arrays import read_arrays
 from .packed.contents import with_packed
-from .packed.sanitize import sanitized
-from .parameters import check_numbers, expected, named, origin, same
+from .parameters import check_codes, check_numbers, expected, named, origin, same
+from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import lm_heads, make_report
@@ -46,7 +45,6 @@ from .separate_heads import is_split
 from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
-Raw = tuple[bool, bool]  # whether the trunk's norms are stored zero-centred, and whether the heads' are
 NO_MODEL = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
@@ -81,6 +79,7 @@ def load_port(
         if ranks:
             read_parts(model, contents, ranks, stored)
         check_numbers(stored, partial(origin, model, contents))
+        check_codes(model, partial(origin, model, contents), heads=False)
         model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
@@ -158,7 +157,7 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
         check_types(contents.trunk)
         check_experts(path, contents.trunk)
     _check_names(model, contents)
-    model.sanitize = partial(_sanitize, model, contents, path, raw)
+    model.sanitize = partial(parameters_of, model, contents, path, raw)
     model.load_weights = partial(_load_checked, model, contents, path)
     return model
 
@@ -175,30 +174,6 @@ def _check_names(model: Any, contents: Contents) -> None:
             layers = model.args.num_hidden_layers
             expects = f"config.json expects {layers} layers, and MTP heads {model.spec.place(layers)}"
             raise ValueError(f"{tensor.file}: tensor {name} is not part of the model; {expects}")
-
-
-def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
-
-    weights: mlx-lm's argument, ignored. ValueError if a tensor that the port stacks or splits is missing.
-    """
-    made = {name for module, weight in contents.packed.items() for name in weight.header(module)}
-    parts = ({} if contents.alone else contents.trunk, contents.heads)
-    plain = [{name: tensor for name, tensor in part.items() if name not in made} for part in parts]
-    stored = read_tensors(plain[0] | plain[1])  # no name is in both
-    trunk, heads = (dequantized({name: stored[name] for name in part}, part) for part in plain)
-    packed, shift = read_arrays(contents.packed), {"shift_trunk": raw[0], "shift_heads": raw[1]}
-
-    def call(found: dict[str, mx.array]) -> dict[str, mx.array]:
-        of_heads = {name: w for name, w in found.items() if name in contents.heads}
-        of_trunk = {name: w for name, w in found.items() if name not in of_heads}
-        return model.sanitized(trunk | of_trunk, heads | of_heads, **shift)
-
-    try:
-        return sanitized(call, packed, model, trunk | heads)
-    except KeyError as e:  # mlx-lm does not check the tensors that it stacks or splits
-        ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
-        raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
 
 
 def _load_checked(
@@ -243,6 +218,7 @@ def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     Updates the report's size and LM heads. Errors and warnings are those of `check_numbers`.
     """
     check_numbers(stored, partial(origin, model, contents))
+    check_codes(model, partial(origin, model, contents), heads=True)
     _tie(model)
     model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
 

@@ -16,6 +16,7 @@ from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..layers.scaled import SCALE, ScaledLinear, ScaledSwitchLinear, dequantized_weight
 from .parameters import named
 
 MODES = {  # MLX's group sizes and bits, the default first
@@ -33,8 +34,10 @@ WIDE = "kernel_projection|hidden_projection|markov_w1|markov_head.gate_proj|join
 KEPT = re.compile(rf"(^|\.)(eh_proj|fc|gate|shared_expert_gate|{WIDE})$")
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
+    ScaledLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
+    ScaledSwitchLinear: SwitchLinear,
     QuantizedMultiLinear: MultiLinear,
 }
 
@@ -188,7 +191,7 @@ def _dequantize(model: nn.Module) -> None:
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:
             raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be dequantized")
-        weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
+        weight = dequantized_weight(m)
         plain = kind(*[1] * weight.ndim)
         plain.weight = weight
         plain.pop("bias", None)
@@ -199,7 +202,8 @@ def _dequantize(model: nn.Module) -> None:
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    """Cast floating-point parameters, except those whose type the family's `cast_predicate` keeps."""
+    """Cast floating-point parameters, except output scales and what the family's `cast_predicate` excludes."""
     chosen = getattr(model, "cast_predicate", None) or (lambda path: True)
-    floats = [(path, w) for path, w in named(model).items() if mx.issubdtype(w.dtype, mx.floating)]
+    parameters = {path: w for path, w in named(model).items() if not path.endswith(f".{SCALE}")}
+    floats = [(path, w) for path, w in parameters.items() if mx.issubdtype(w.dtype, mx.floating)]
     model.load_weights([(path, w.astype(dtype)) for path, w in floats if chosen(path)], strict=False)

@@ -32,6 +32,8 @@ from .build import check_vectors, is_drafter, open_drafter, read_args
 from .files import Header, read_config, read_header
 from .load import load_model
 from .norm_conventions import conventions, mean
+from .packed.contents import recognize
+from .packed.find import replaced
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
@@ -215,7 +217,8 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     if contents.spec.topology == "recycle":
         depths = min(depths, 1)
     model = port.Model(read_args(port, path, config), depths, contents.spec)
-    found = {parameter for name in contents.heads for parameter in model.renamed(name)}
+    packed = recognize(path, config, contents.heads, None)
+    found = {parameter for name in replaced(contents.heads, packed) for parameter in model.renamed(name)}
     lacking = [path for path in named(model) if path.startswith("mtp.") and path not in found]
     experts = [name for name, _, _ in islice(missing_experts(contents.heads), MAX_MISSING_EXPERTS)]
     others = [name for _, name in expected(model, contents, path, lacking)] if lacking else []

@@ -23,8 +23,8 @@ from .files import fill_model, read_tensors
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
 from .packed.modules import Packed
-from .packed.sanitize import sanitized
-from .parameters import check_numbers, named
+from .packed.sanitize import Tensors, sanitized
+from .parameters import check_codes, check_numbers, named
 from .quant_methods import packed_by
 from .report import make_report
 from .sort_tensors import OF_ACTIVATIONS, Drafting
@@ -80,6 +80,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
+            check_codes(model, lambda name: (path, name), heads=False)
     source = f"model_type {name!r} has no MTP port"
     model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
@@ -132,8 +133,13 @@ def _sanitize(
     unused = OF_ACTIVATIONS if packed else ()
     plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}
     weights = read_tensors(plain)
-    own = type(model).sanitize if hasattr(type(model), "sanitize") else lambda model, weights: weights
-    return sanitized(lambda found: own(model, weights | found), read_arrays(packed), model, weights)
+    return sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+
+
+def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:
+    """Return the result of mlx-lm's `sanitize` of the family, if there is one."""
+    weights = plain | packed
+    return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
 
 def _load_weights(

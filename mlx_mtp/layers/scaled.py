@@ -1,6 +1,6 @@
 """Quantized layers whose output is multiplied by a scale of the weight tensor, as NVFP4's format requires.
 
-`output_scale` is float32: one number, or one per output row [N]; of stacked experts [E] or [E, N]. Scaling the product
+`output_scale` is float32: [1], or one per output row [N]; of stacked experts [E] or [E, N]. Scaling the product
 instead of the weights keeps the stored integers and group scales, and rounds once more.
 """
 
@@ -15,29 +15,28 @@ from .expert_rows import row_numbers
 SCALE = "output_scale"
 
 
-def _times(y: mx.array, scale: mx.array, x: mx.array) -> mx.array:
-    """Return the products y times a scale, computed in float32, in the type of x."""
-    return (y * scale).astype(x.dtype)
-
-
-def _wide(x: mx.array) -> mx.array:
+def widened(x: mx.array) -> mx.array:
     """Return x, but float16 as float32: products with weights before scaling exceed float16's range."""
     return x.astype(mx.float32) if x.dtype == mx.float16 else x
 
 
-def _product(module: Any, x: mx.array) -> mx.array:
-    """Return x times the transposed weights of a quantized module with an output scale."""
-    form = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    parts = module["weight"], module["scales"], module.get("biases")
-    return _times(mx.quantized_matmul(_wide(x), *parts, transpose=True, **form), module[SCALE], x)
+def finished(module: Any, y: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return a linear layer's output from its products y [..., N]: in `dtype`, times its output scale, plus its bias.
+
+    Without a scale, y keeps its type.
+    """
+    if (scale := module.get(SCALE)) is not None:
+        y = (y * scale).astype(dtype)
+    return y if (bias := module.get("bias")) is None else y + bias
 
 
 class ScaledLinear(nn.QuantizedLinear):
     """A quantized linear layer with an output scale, which is applied before the bias."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _product(self, x)
-        return y + self["bias"] if "bias" in self else y
+        form = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        parts = self["weight"], self["scales"], self.get("biases")
+        return finished(self, mx.quantized_matmul(widened(x), *parts, transpose=True, **form), x.dtype)
 
 
 class ScaledSwitchLinear(QuantizedSwitchLinear):
@@ -47,7 +46,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
         """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N]."""
         form = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         y = mx.gather_qmm(
-            _wide(x),
+            widened(x),
             self["weight"],
             self["scales"],
             self.get("biases"),
@@ -58,7 +57,8 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
             **form,
         )
         scale = self[SCALE][indices]
-        y = _times(y, mx.expand_dims(scale, -2) if self[SCALE].ndim > 1 else scale[..., None, None], x)
+        scale = mx.expand_dims(scale, -2) if self[SCALE].ndim > 1 else scale[..., None, None]
+        y = (y * scale).astype(x.dtype)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 

@@ -188,7 +188,7 @@ Pack = Callable[[np.ndarray], Weight]
 
 
 def repack(weights: dict[str, np.ndarray], choose: Callable[[str], Pack | None]) -> tuple[dict, dict]:
-    """Return (a checkpoint's tensors with the chosen matrices packed, the same with the packed numbers in float32)."""
+    """Return (a checkpoint's tensors with chosen matrices packed, the same with the packed numbers in float32)."""
     stored, numbers = {}, {}
     for name, w in weights.items():
         pack = choose(name.removesuffix(".weight")) if name.endswith(".weight") else None

@@ -1,5 +1,6 @@
 """Convert packed weights to the arrays of MLX's quantized layers, lazily: the integers and groups' scales stay."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,7 +38,7 @@ class Arrays:
         return (weight * factor).astype(dtype)
 
 
-def read_arrays(packed: dict[str, Packed]) -> dict[str, Arrays]:
+def read_arrays(packed: Mapping[str, Packed]) -> dict[str, Arrays]:
     """Return packed weights by module; nothing is read now."""
     stored = read_tensors({name: tensor for m, weight in packed.items() for name, tensor in weight.raw(m).items()})
     convert = {"nvfp4": _fp4, "mxfp4": _fp4, "mxfp8": _fp8, "int": _pack_quantized, "awq": _awq, "gptq": _gptq}

@@ -1,7 +1,6 @@
 """Recognize the packed weights of a sorted checkpoint, and check the few values that decide how they are read."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -10,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..files import Header, Tensor, read_tensors
+from ..files import Header, read_tensors
 from ..quant_methods import Settings, settings_of
 from ..sort_tensors import OF_ACTIVATIONS, Contents
 from ..weight_files import Stored
@@ -36,39 +35,34 @@ def with_packed(contents: Contents, path: Path, config: dict[str, Any]) -> Conte
 def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored | None) -> dict[str, Packed]:
     """Return the packed weights among a checkpoint's tensors by module; ValueError as `with_packed`.
 
-    Read are the order of GPTQ's groups, and float32 scales that should be powers of two; weights with other scales are
-    left out.
+    This reads the order of GPTQ's groups, and float32 scales that should be powers of two; weights with other scales
+    are left out.
     """
-    settings = _settings(path, config)
-
-    def absent(names: list[str]) -> str | None:
-        return next((stored.missing(name) for name in names if name in stored.absent), None) if stored else None
-
     used = {name: tensor for name, tensor in header.items() if not name.endswith(OF_ACTIVATIONS)}
-    packed = find_packed(path, used, settings, absent)
+    settings = {
+        folder: _settings(path, config, folder) for folder in {tensor.file.parent for tensor in used.values()}
+    }
+    packed = find_packed(path, used, settings, stored)
     checks = {module: check for module, weight in packed.items() if (check := _check(weight, module)) is not None}
     mx.eval(list(checks.values()))
     failed = {module for module, check in checks.items() if not check.item()}
     for module in failed:
         if (order := next((name for name in ORDERS if name in packed[module].parts), None)) is not None:
             reason = f"tensor {module}.{order} puts columns into groups out of order (act-order, desc_act)"
-            raise Found(path, module, packed[module].parts, settings(packed[module].tensor)).refuse(reason)
+            raise Found(path, module, packed[module].parts, settings[packed[module].tensor.file.parent]).refuse(
+                reason
+            )
     return {module: weight for module, weight in packed.items() if module not in failed}
 
 
-def _settings(path: Path, config: dict[str, Any]) -> Callable[[Tensor], Settings]:
-    """Return a function of a tensor that returns its checkpoint's settings: another one for heads from elsewhere."""
-
-    @cache
-    def of_folder(folder: Path) -> Settings:
-        if folder.is_relative_to(path):
-            return settings_of(path, config)
-        found: Any = {}
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads((folder / "config.json").read_text())
-        return settings_of(folder, found if isinstance(found, dict) else {})
-
-    return lambda tensor: of_folder(tensor.file.parent)
+def _settings(path: Path, config: dict[str, Any], folder: Path) -> Settings:
+    """Return the quantization settings of weight files in a folder, which may be another checkpoint's."""
+    if folder.is_relative_to(path):
+        return settings_of(path, config)
+    found: Any = {}
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / "config.json").read_text())
+    return settings_of(folder, found if isinstance(found, dict) else {})
 
 
 def _check(weight: Packed, module: str) -> mx.array | None:

@@ -1,10 +1,10 @@
 """Find the packed weights among a checkpoint's tensors."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from ..files import Header, Tensor
+from ..files import Header
 from ..quant_methods import PLAIN, Settings
+from ..weight_files import Stored
 from .floats import fp4, fp8, is_fp4
 from .integers import pack_quantized, qweight
 from .modules import Found, Packed
@@ -16,12 +16,12 @@ METHODS = (None, *PLAIN, "modelopt", "compressed-tensors", "awq", "gptq")
 
 
 def find_packed(
-    path: Path, header: Header, settings: Callable[[Tensor], Settings], absent: Callable[[list[str]], str | None]
+    path: Path, header: Header, settings: dict[Path, Settings], stored: Stored | None
 ) -> dict[str, Packed]:
     """Return the packed weights by module; ValueError for incomplete ones, and for unsupported variants of a method.
 
-    Weights of other methods are not found. settings: returns those of the checkpoint that contains a tensor. absent:
-    returns a message if the shard index lists one of these tensors; it replaces that of an incomplete weight.
+    Weights of other methods are not found. settings: of the checkpoint, by folder of a weight file. stored: the
+    weight files; if the shard index lists an incomplete weight's other tensors, the error is about their file.
     """
     modules: dict[str, Header] = {}
     for name, tensor in header.items():
@@ -33,10 +33,11 @@ def find_packed(
         if parts.keys() <= {"weight", "scales"}:
             continue
         try:
-            packed = _read(Found(path, module, parts, settings(next(iter(parts.values())))))
+            packed = _read(Found(path, module, parts, settings[next(iter(parts.values())).file.parent]))
         except ValueError as e:
-            names = [f"{module}.{suffix}" for suffix in (*CODES, "weight", *OTHERS) if suffix not in parts]
-            raise ValueError(absent(names) or str(e)) from None
+            names = (f"{module}.{suffix}" for suffix in (*CODES, "weight", *OTHERS))
+            absent = (stored.missing(name) for name in names if stored and name in stored.absent)
+            raise ValueError(next(absent, str(e))) from None
         if packed is not None:
             found[module] = packed
     return found

@@ -21,12 +21,12 @@ def qweight(found: Found) -> Packed:
 
 def awq(found: Found) -> Packed:
     """Return AWQ's integers of 4 bits [columns, rows / 8], in the layout "gemm"."""
-    values, name = found.settings.values, found.settings.name() or "AWQ (awq)"
+    values = found.settings.values
     version, bits = values.get("version", "gemm"), values.get("bits", values.get("w_bit", 4))
-    if str(version).lower() != "gemm" or bits != 4:  # noqa: PLR2004
-        raise found.refuse(f"its version is {version!r} with {bits!r} bits; supported is 'gemm' with 4", name)
+    if str(version).lower() != "gemm" or bits != 4:
+        raise found.refuse(f"its version is {version!r} with {bits!r} bits; supported is 'gemm' with 4")
     columns, width = _two(found, "qweight")
-    rows, groups = 8 * width, _groups(found, columns, found.matrix("scales")[0], name)
+    rows, groups = 8 * width, _groups(found, columns, found.matrix("scales")[0])
     found.expect("scales", (groups, rows), FLOATS)
     found.expect("qweight", (columns, width), INTEGERS)
     if "qzeros" in found.parts:
@@ -36,13 +36,13 @@ def awq(found: Found) -> Packed:
 
 def gptq(found: Found) -> Packed:
     """Return GPTQ's integers [columns * bits / 32, rows]; their groups' order is checked when they are read."""
-    values, name = found.settings.values, found.settings.name() or "GPTQ (gptq)"
+    values = found.settings.values
     height, rows = _two(found, "qweight")
     bits, form = values.get("bits", 4), values.get("checkpoint_format", "gptq")
     if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2", None) or height * WORD % bits:
-        raise found.refuse(f"{bits!r} bits in the format {form!r}; supported are 2, 3, 4 and 8 in 'gptq'", name)
+        raise found.refuse(f"{bits!r} bits in the format {form!r}; supported are 2, 3, 4 and 8 in 'gptq'")
     columns = height * WORD // bits
-    groups = _groups(found, columns, found.matrix("scales")[0], name)
+    groups = _groups(found, columns, found.matrix("scales")[0])
     found.expect("scales", (groups, rows), FLOATS)
     found.expect("qweight", (height, rows), INTEGERS)
     found.expect("qzeros", (groups, rows * bits // WORD), INTEGERS)
@@ -74,12 +74,12 @@ def pack_quantized(found: Found) -> Packed:
 
 def _two(found: Found, suffix: str) -> tuple[int, int]:
     shape = found.matrix(suffix)
-    if len(shape) != 2:  # noqa: PLR2004
+    if len(shape) != 2:
         raise found.refuse(f"{found.stored(suffix)}; expected a matrix")
     return shape[0], shape[1]
 
 
-def _groups(found: Found, columns: int, groups: int, name: str | None = None) -> int:
+def _groups(found: Found, columns: int, groups: int) -> int:
     """Return the number of a row's groups; ValueError unless they are whole groups of MLX's, or contain such."""
     size = found.settings.values.get("group_size", found.settings.values.get("q_group_size"))
     stated = columns if size == ALL else size
@@ -87,7 +87,7 @@ def _groups(found: Found, columns: int, groups: int, name: str | None = None) ->
     stated = weights.get("group_size") or stated
     if columns % groups or (columns // groups) % GROUPS[-1] or stated not in (None, columns // groups, ALL):
         sizes = f"{groups} groups for rows of {columns} numbers"
-        raise found.refuse(f"tensor {found.module} has {sizes}; expected groups of a multiple of 32", name)
+        raise found.refuse(f"tensor {found.module} has {sizes}; expected groups of a multiple of 32")
     return groups
 
 

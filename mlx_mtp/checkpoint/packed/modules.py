@@ -15,10 +15,11 @@ FLOAT_KINDS = ("nvfp4", "mxfp4", "mxfp8")
 class Packed:
     """One module's packed weight [(E,) rows, columns].
 
-    kind: "nvfp4", "mxfp4", "mxfp8", "int" (compressed-tensors' pack-quantized), "awq" or "gptq". parts: its tensors by
-    suffix. codes, scales: suffixes of the tensors with the numbers and the groups' scales. group_size: of MLX's format.
-    block: rows and columns that share a scale. offset: the number to add to stored zero points. act_order: whether
-    config.json states that columns are in another order than their groups.
+    kind: "nvfp4", "mxfp4", "mxfp8", "int" (compressed-tensors' pack-quantized), "awq" or "gptq".
+    parts: its tensors by suffix. codes, scales: suffixes of the tensors with the numbers and the groups' scales.
+    group_size: of MLX's format. block: rows and columns that share a scale.
+    offset: the number to add to stored zero points. act_order: whether config.json states that columns are in another
+        order than their groups.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Packed:
         *lead, rows, columns = self.shape
         words, groups = (*lead, rows, columns * self.bits // WORD), (*lead, rows, columns // self.group_size)
         kind = "U8" if self.kind in FLOAT_KINDS else self.parts[self.scales].dtype
+        entries: dict[str, tuple[str, tuple[int, ...], str]]
         entries = {"weight": (self.codes, words, "U32"), "scales": (self.scales, groups, kind)}
         zeros = next((name for name in ("qzeros", "weight_zero_point") if name in self.parts), None)
         if zeros is not None:
@@ -53,7 +55,9 @@ class Packed:
         if self.factor is not None:
             entries["output_scale"] = self.factor, self.parts[self.factor].shape, "F32"
         return {
-            f"{module}.{name}": replace(self.parts[suffix], shape=shape, dtype=kind, stored=self.stored(module, suffix))
+            f"{module}.{name}": replace(
+                self.parts[suffix], shape=shape, dtype=kind, stored=self.stored(module, suffix)
+            )
             for name, (suffix, shape, kind) in entries.items()
         }
 
@@ -75,9 +79,10 @@ class Found:
     parts: Header
     settings: Settings
 
-    def refuse(self, found: str, name: str | None = None) -> ValueError:
+    def refuse(self, found: str) -> ValueError:
+        """Return the error that the method's variant is not supported; found: the reason."""
         names = {f"{self.module}.{suffix}": tensor for suffix, tensor in self.parts.items()}
-        return ValueError(refusal(self.path, name or self.settings.name(self.module), found, names))
+        return ValueError(refusal(self.path, self.settings.name(self.module), found, names))
 
     def stored(self, suffix: str) -> str:
         """Describe a tensor for a message: its name, type and shape."""

@@ -1,4 +1,4 @@
-"""Pass packed weights through a family's `sanitize`, which handles unquantized weights: it may rename, stack and split.
+"""Pass packed weights through a family's `sanitize`, which may rename, stack and split unquantized weights.
 
 `sanitize` is called for the words, for the groups' scales, for the biases, and first for numbers of rows in place of
 weights: they show which weight each row of a parameter comes from, and so which factor multiplies it.
@@ -24,9 +24,8 @@ def sanitized(
 ) -> Tensors:
     """Return the parameters of `call(weights)`, with scales, biases and output scales of quantized modules; lazy.
 
-    call: sanitizes all tensors of the checkpoint, of which `weights` are those of the packed modules. plain: the other
-    tensors. Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to
-    the type of the norms. If groups have float16 scales, bfloat16 becomes float16, as in mlx-lm: MLX would otherwise
+    call: sanitizes all tensors of the checkpoint, of which `weights` are the packed modules'. plain: the other ones. Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to
+    the type of the norms. If groups have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX would
     compute in float32.
     """
     if not packed:
@@ -36,13 +35,10 @@ def sanitized(
     quantized = {module for numbers in origins.values() for module in _modules(numbers, factors)}
     dtype = next((w.dtype for name, w in plain.items() if name.endswith("norm.weight")), mx.bfloat16)
     whole = {f"{m}.weight": a.dequantized(dtype) for m, a in packed.items() if m not in quantized}
-
-    def parts(kind: Callable[[Arrays], Any]) -> Tensors:
-        return call({f"{m}.weight": kind(packed[m]) for m in quantized} | whole)
-
-    found = parts(lambda a: a.words)
-    scales = parts(lambda a: a.scales)
-    biases = parts(lambda a: a.scales if a.biases is None else a.biases)
+    kept = {f"{m}.weight": packed[m] for m in sorted(quantized)}
+    found = call({name: a.words for name, a in kept.items()} | whole)
+    scales = call({name: a.scales for name, a in kept.items()} | whole)
+    biases = call({name: a.scales if a.biases is None else a.biases for name, a in kept.items()} | whole)
     for path, numbers in origins.items():
         module = path.removesuffix(".weight")
         found[f"{module}.scales"] = scales[path]
@@ -84,7 +80,7 @@ def _origins(
 
 
 def _is_quantizable(path: str, numbers: np.ndarray, modules: dict[str, Any], packed: dict, factors: list) -> bool:
-    """Return whether a parameter consists of rows of packed weights of one format, and its module can be quantized."""
+    """Return whether a parameter is rows of packed weights of one format, and its module can be quantized."""
     module, _, kind = path.rpartition(".")
     if kind != "weight" or numbers.shape[-1:] != (1,) or not hasattr(modules.get(module), "to_quantized"):
         return False
@@ -99,9 +95,9 @@ def _modules(numbers: np.ndarray, factors: list[tuple[str, int]]) -> set[str]:
 
 
 def _output_scale(numbers: np.ndarray, factors: list[tuple[str, int]], packed: dict[str, Arrays]) -> mx.array:
-    """Return the factor of each row [..., rows], or [...] if all rows of a matrix have the same."""
+    """Return the factor of each row [(E,) rows], or, if all rows of a matrix have the same, [1] or [E]."""
     if (numbers == numbers[..., :1]).all():
-        numbers = numbers[..., 0]
+        numbers = numbers[..., 0].reshape(-1)
     used, places = np.unique(numbers, return_inverse=True)
     values = [(packed[m].factor, i) for m, i in (factors[n] for n in used)]
     found = mx.concatenate([mx.ones(1) if factor is None else factor[i : i + 1] for factor, i in values])
