@@ -39,19 +39,17 @@ def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored
     are left out.
     """
     used = {name: tensor for name, tensor in header.items() if not name.endswith(OF_ACTIVATIONS)}
-    settings = {
-        folder: _settings(path, config, folder) for folder in {tensor.file.parent for tensor in used.values()}
-    }
+    folders = {tensor.file.parent for tensor in used.values()}
+    settings = {folder: _settings(path, config, folder) for folder in folders}
     packed = find_packed(path, used, settings, stored)
     checks = {module: check for module, weight in packed.items() if (check := _check(weight, module)) is not None}
     mx.eval(list(checks.values()))
     failed = {module for module, check in checks.items() if not check.item()}
     for module in failed:
-        if (order := next((name for name in ORDERS if name in packed[module].parts), None)) is not None:
-            reason = f"tensor {module}.{order} puts columns into groups out of order (act-order, desc_act)"
-            raise Found(path, module, packed[module].parts, settings[packed[module].tensor.file.parent]).refuse(
-                reason
-            )
+        weight = packed[module]
+        if (order := next((name for name in ORDERS if name in weight.parts), None)) is not None:
+            found = Found(path, module, weight.parts, settings[weight.tensor.file.parent])
+            raise found.refuse(f"tensor {module}.{order} puts columns into groups out of order (act-order, desc_act)")
     return {module: weight for module, weight in packed.items() if module not in failed}
 
 
