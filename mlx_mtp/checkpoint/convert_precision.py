@@ -88,7 +88,7 @@ class Precision:
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
-            _dequantize(model)
+            _dequantize(model, getattr(mx, dtype) if dtype in DTYPES else mx.bfloat16)
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
@@ -183,15 +183,18 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
     return len(formats(module)) - before
 
 
-def _dequantize(model: nn.Module) -> None:
-    """Replace quantized modules by ordinary ones in the type of their scales; ValueError for an unsupported kind."""
+def _dequantize(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace quantized modules by ordinary ones in the type of their scales; ValueError for an unsupported kind.
+
+    dtype: of modules with 8-bit scales.
+    """
     ordinary, modules = [], dict(model.named_modules())
     for path in formats(model):
         m: Any = modules[path]
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:
             raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}, which cannot be dequantized")
-        weight = dequantized_weight(m)
+        weight = dequantized_weight(m, dtype)
         plain = kind(*[1] * weight.ndim)
         plain.weight = weight
         plain.pop("bias", None)

@@ -78,11 +78,12 @@ def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
             module.freeze()
 
 
-def dequantized_weight(module: Any) -> mx.array:
-    """Return a quantized module's weights, times its output scale: bfloat16 or, of affine ones, the scales' type."""
+def dequantized_weight(module: Any, dtype: mx.Dtype) -> mx.array:
+    """Return a quantized module's weights, times its output scale: in `dtype` or, of affine ones, the scales' type."""
     form = module.group_size, module.bits, module.mode
-    if (scale := module.get(SCALE)) is None:
-        return mx.dequantize(module.weight, module.scales, module.get("biases"), *form)
-    weight = mx.dequantize(module.weight, module.scales, module.get("biases"), *form, dtype=mx.float32)
-    scale = scale.reshape(*scale.shape, *[1] * (weight.ndim - scale.ndim))
-    return (weight * scale).astype(mx.bfloat16)
+    if module.mode == "affine":
+        return mx.dequantize(module.weight, module.scales, module.biases, *form)
+    weight = mx.dequantize(module.weight, module.scales, None, *form, dtype=mx.float32)
+    if (scale := module.get(SCALE)) is not None:
+        weight = weight * scale.reshape(*scale.shape, *[1] * (weight.ndim - scale.ndim))
+    return weight.astype(dtype)

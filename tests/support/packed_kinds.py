@@ -46,52 +46,26 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules"
 UE8M0 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+NVFP4, MXFP8, INT4 = "4-bit nvfp4 g16", "8-bit mxfp8 g32", "4-bit affine g32"
+NV, CT = partial(files.nvfp4, reciprocal=False), partial(files.nvfp4, reciprocal=True)
+ROWS, E8M0 = partial(files.mxfp8, block=(1, 32), dtype="U8"), partial(files.mxfp8, block=(32, 32), dtype="F8_E8M0")
+V31, GPTQ_8 = partial(files.mxfp8, block=(128, 128), dtype="F32"), partial(files.gptq, bits=8, v2=True, zeros=True)
+V2 = {"bits": 8, "checkpoint_format": "gptq_v2"}
+INT8 = partial(files.pack_quantized, bits=8, zeros=True)
 KINDS = {
-    "modelopt": Kind(partial(files.nvfp4, reciprocal=False), 16, 1, MODELOPT, "4-bit nvfp4 g16"),
-    "compressed": Kind(
-        partial(files.nvfp4, reciprocal=True),
-        16,
-        1,
-        compressed("nvfp4-pack-quantized", **FP4_GROUP),
-        "4-bit nvfp4 g16",
-    ),
+    "modelopt": Kind(NV, 16, 1, MODELOPT, NVFP4),
+    "compressed": Kind(CT, 16, 1, compressed("nvfp4-pack-quantized", **FP4_GROUP), NVFP4),
     "mxfp4": Kind(files.mxfp4, 32, 1, compressed("mxfp4-pack-quantized"), "4-bit mxfp4 g32"),
-    "mxfp8": Kind(
-        partial(files.mxfp8, block=(1, 32), dtype="U8"), 32, 1, {"quant_method": "mxfp8"}, "8-bit mxfp8 g32"
-    ),
-    "ue8m0 32": Kind(
-        partial(files.mxfp8, block=(32, 32), dtype="F8_E8M0"),
-        32,
-        1,
-        UE8M0 | {"weight_block_size": [32, 32]},
-        "8-bit mxfp8 g32",
-    ),
-    "ue8m0 128": Kind(
-        partial(files.mxfp8, block=(128, 128), dtype="F32"),
-        32,
-        1,
-        UE8M0 | {"weight_block_size": [128, 128]},
-        "8-bit mxfp8 g32",
-    ),
-    "awq": Kind(files.awq, 32, 8, AWQ, "4-bit affine g32"),
-    "gptq": Kind(files.gptq, 32, 8, GPTQ, "4-bit affine g32"),
-    "gptq asymmetric": Kind(partial(files.gptq, zeros=True), 32, 8, GPTQ | {"sym": False}, "4-bit affine g32"),
-    "gptq v2": Kind(
-        partial(files.gptq, bits=8, v2=True, zeros=True),
-        32,
-        4,
-        GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
-        "8-bit affine g32",
-    ),
+    "mxfp8": Kind(ROWS, 32, 1, {"quant_method": "mxfp8"}, MXFP8),
+    "ue8m0 32": Kind(E8M0, 32, 1, UE8M0 | {"weight_block_size": [32, 32]}, MXFP8),
+    "ue8m0 128": Kind(V31, 32, 1, UE8M0 | {"weight_block_size": [128, 128]}, MXFP8),
+    "awq": Kind(files.awq, 32, 8, AWQ, INT4),
+    "gptq": Kind(files.gptq, 32, 8, GPTQ, INT4),
+    "gptq asymmetric": Kind(partial(files.gptq, zeros=True), 32, 8, GPTQ | {"sym": False}, INT4),
+    "gptq v2": Kind(GPTQ_8, 32, 4, GPTQ | V2, "8-bit affine g32"),
     "gptq 3": Kind(partial(files.gptq, bits=3), 32, 32, GPTQ | {"bits": 3}, "3-bit affine g32"),
-    "int4": Kind(files.pack_quantized, 32, 1, compressed("pack-quantized", num_bits=4), "4-bit affine g32"),
-    "int8": Kind(
-        partial(files.pack_quantized, bits=8, zeros=True),
-        32,
-        1,
-        compressed("pack-quantized", num_bits=8),
-        "8-bit affine g32",
-    ),
+    "int4": Kind(files.pack_quantized, 32, 1, compressed("pack-quantized", num_bits=4), INT4),
+    "int8": Kind(INT8, 32, 1, compressed("pack-quantized", num_bits=8), "8-bit affine g32"),
 }
 
 
@@ -119,9 +93,11 @@ def write(
 
 def linears(kind: Kind) -> Callable[[str, np.ndarray], files.Pack | None]:
     """Choose the projections that a format can pack, but not the matrix that fuses a head's inputs."""
-    return lambda module, w: (
-        kind.pack if module.endswith("_proj") and "eh_proj" not in module and kind.packs(w) else None
-    )
+    return partial(_projection, kind)
+
+
+def _projection(kind: Kind, module: str, w: np.ndarray) -> files.Pack | None:
+    return kind.pack if module.endswith("_proj") and "eh_proj" not in module and kind.packs(w) else None
 
 
 def logits(model: Any, tokens: list[int]) -> mx.array:

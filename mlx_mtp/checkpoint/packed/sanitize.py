@@ -25,8 +25,8 @@ def sanitized(
     """Return the parameters of `call(weights)`, with scales, biases and output scales of quantized modules; lazy.
 
     call: sanitizes all tensors of the checkpoint, of which `weights` are the packed modules'. plain: the other ones.
-    Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to the type of
-    the norms. If groups have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX would compute in
+    Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to the type
+    of the norms. If groups have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX would compute in
     float32.
     """
     if not packed:
