@@ -94,7 +94,7 @@ def settings_of(path: Path, config: dict[str, Any]) -> Settings:
     if not stored and (path / MODELOPT).is_file():
         file = path / MODELOPT
         with one_line(f"{file}: not valid JSON, or not modelopt's", (ValueError, OSError, TypeError, AttributeError)):
-            stored = {"quant_method": "modelopt"} | json.loads(file.read_text())["quantization"]
+            stored = {"quant_method": "modelopt"} | (json.loads(file.read_text()).get("quantization") or {})
     stored = stored or {}
     method = stored.get("quant_method")
     if method is None and any(stored.get(key) for key in ("load_in_4bit", "load_in_8bit")):

@@ -79,7 +79,7 @@ def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
 
 
 def dequantized_weight(module: Any, dtype: mx.Dtype) -> mx.array:
-    """Return a quantized module's weights, times its output scale: in `dtype` or, of affine ones, the scales' type."""
+    """Return a quantized module's weights, times its output scale: in `dtype`, or affine ones in the scales' type."""
     form = module.group_size, module.bits, module.mode
     if module.mode == "affine":
         return mx.dequantize(module.weight, module.scales, module.biases, *form)

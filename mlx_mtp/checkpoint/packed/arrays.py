@@ -53,6 +53,7 @@ def _fp4(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
     if weight.factor is not None:
         factor = parts[weight.factor].astype(mx.float32).reshape(-1)
         factor = 1 / factor if weight.factor == "weight_global_scale" else factor
+        factor = mx.where(mx.isinf(factor), mx.nan, factor)  # which is refused as damage
     words = parts[weight.codes].view(mx.uint32)
     return Arrays(words, parts[weight.scales], None, factor, weight.group_size, 4, weight.kind)
 
