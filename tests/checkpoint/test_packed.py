@@ -9,7 +9,7 @@ import packed_files as files
 import pytest
 import tiny
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 from packed_kinds import KINDS, Kind, compressed, groups, linears, logits, write
 from portless import CONFIGS
 from sweep import paired, sampled
@@ -166,33 +166,6 @@ def test_factors_follow_the_rows_of_fused_split_and_stacked_weights():
         assert np.array_equal(numbers(model[name]), np.array(expected[f"{name}.weight"])), name
     assert type(model["mla"]) is nn.Linear
     assert np.array_equal(np.array(model["mla"].weight), plain["mla"].T)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("scales", ["one", "rows"])
-def test_scaled_layers_multiply_by_their_numbers(dtype, scales):
-    """Also where the products before scaling exceed float16's range; the bias is added after scaling."""
-    rng = np.random.default_rng(1)
-    found, w = arrays(rng, 8, 512)
-    x = mx.array(rng.standard_normal((3, 512)) * 40).astype(dtype)
-    linear = nn.Linear(512, 8).to_quantized(16, 4, "nvfp4")
-    linear.__class__ = ScaledLinear
-    scale = found.factor if scales == "one" else mx.array(rng.uniform(1, 2, 8).astype(np.float32)) * found.factor
-    linear[SCALE] = scale
-    linear.update({"weight": found.words, "scales": found.scales, "bias": mx.ones(8, dtype)})
-    numbers_of_rows = mx.array(w) if scales == "one" else mx.array(w) / found.factor * scale[:, None]
-    expected = x.astype(mx.float32) @ numbers_of_rows.T + 1
-    assert linear(x).dtype == dtype
-    rounding = {mx.float32: 1e-5, mx.bfloat16: 2e-2, mx.float16: 2e-3}[dtype]
-    assert mx.abs(linear(x) - expected).max() < rounding * mx.abs(expected).max()
-    experts = QuantizedSwitchLinear(512, 8, 1, True, 16, 4, "nvfp4")
-    experts.__class__ = ScaledSwitchLinear
-    stacked = {"weight": found.words[None], "scales": found.scales[None], "bias": mx.ones((1, 8), dtype)}
-    experts[SCALE] = scale if scales == "one" else scale[None]
-    experts.update(stacked)
-    chosen = mx.zeros((3, 1), mx.uint32)
-    assert mx.array_equal(experts(x[:, None, None], chosen)[:, 0, 0], linear(x))
-    assert mx.array_equal(experts(x[:, None], chosen[:, 0], sorted_indices=True)[:, 0], linear(x))
 
 
 def test_mixed_groups_are_chosen_by_target_patterns(tmp_path):

@@ -1,6 +1,6 @@
 """Recognize packed floating-point weights: NVFP4, MXFP4, and 8-bit floats with powers of two as scales."""
 
-from .modules import Found, Packed
+from .modules import MATRICES, Found, Packed
 
 E8M0 = ("U8", "F8_E8M0")
 POWERS = "expected powers of two for whole groups of 32 numbers in a row"
@@ -10,7 +10,7 @@ def is_fp4(found: Found) -> bool:
     """Return whether the module's "weight" contains pairs of 4-bit floats, as modelopt writes them."""
     parts = found.parts
     weight, scale = parts.get("weight"), parts.get("weight_scale")
-    if weight is None or weight.dtype != "U8":
+    if weight is None or weight.dtype != "U8" or len(weight.shape) not in MATRICES:
         return False
     if "weight_scale_2" in parts or scale is None:
         return "weight_scale_2" in parts
@@ -44,6 +44,8 @@ def fp8(found: Found) -> Packed | None:
     if suffix is None or "weight" not in parts or parts["weight"].dtype not in ("F8_E4M3", "U8"):
         return None
     scale, stated = parts[suffix], values.get("weight_block_size")
+    if len(parts["weight"].shape) not in MATRICES or 0 in parts["weight"].shape:
+        return None
     if scale.dtype not in E8M0 and not (values.get("scale_fmt") == "ue8m0" and scale.dtype == "F32"):
         return None
     *lead, rows, columns = found.matrix("weight")

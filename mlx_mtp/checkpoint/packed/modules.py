@@ -8,6 +8,7 @@ from ..files import FLOATS, Header, Tensor
 from ..quant_methods import Settings, refusal
 
 WORD = 32  # bits of the integers that contain packed ones
+MATRICES = (2, 3)  # dimensions of a matrix, and of a stack
 FLOAT_KINDS = ("nvfp4", "mxfp4", "mxfp8")
 
 
@@ -105,7 +106,7 @@ class Found:
     def matrix(self, suffix: str) -> tuple[int, ...]:
         """Return the shape of a matrix or a stack of matrices; ValueError for another tensor."""
         shape = self.parts[suffix].shape
-        if len(shape) not in (2, 3) or 0 in shape:
+        if len(shape) not in MATRICES or 0 in shape:
             raise self.refuse(f"{self.stored(suffix)}; expected a matrix, or a stack of matrices")
         return shape
 
