@@ -9,6 +9,7 @@ from exact import same_bits
 from metal_cases import linux_only
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
+from sweep import paired
 
 from mlx_mtp import emulator
 from mlx_mtp.kernels import verify_qmm
