@@ -36,6 +36,7 @@ from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, re
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .packed.contents import with_packed
+from .packed.find import without_scales
 from .parameters import check_codes, check_numbers, expected, named, origin, same
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
@@ -109,7 +110,8 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     if reason := packed_by(path, config, contents.heads | ({} if contents.alone else contents.trunk)):
         raise ValueError(reason)
     check_types(contents.heads)
-    raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
+    named_as_stored = (without_scales(part, contents.packed) for part in (contents.trunk, contents.heads))
+    raw = conventions(port.Model.ZERO_CENTRED, *named_as_stored, alone=contents.alone)
     make = partial(_build, port, path, contents, raw, config)
     with one_line(f"{path}: cannot be loaded", keep=True):
         return fill_model(path, config | contents.overrides(config), make, args), contents, raw

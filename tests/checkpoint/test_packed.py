@@ -88,10 +88,16 @@ def test_memory_is_the_files(tmp_path, name):
 
 
 def test_heads_and_experts_of_stacked_matrices(tmp_path):
-    """Step-3.5 stores experts as one tensor; modelopt writes one scale for all, or one for each."""
+    """Step-3.5 stores experts as one tensor; modelopt writes one scale for all, or one for each.
+
+    The norms' convention, which names such as ".scales" decide, is that of the unpacked checkpoint.
+    """
     weights = {name: np.array(w) for name, w in tiny.random_weights(tiny.CONFIG).items()}
     expected, stored = dict(weights), {name: files.plain(w) for name, w in weights.items()}
     for name, w in weights.items():
+        if w.ndim == 2 and name.endswith(("_proj.weight", "shared_head.output.weight")) and "eh_proj" not in name:
+            found, expected[name] = files.nvfp4(w, reciprocal=False)
+            stored |= {name.removesuffix("weight") + kind: t for kind, t in found.items()}
         if w.ndim == 3 and w.shape[2] % 16 == 0:
             found = [files.nvfp4(e, reciprocal=False) for e in w]
             if one := "up_proj" in name:
@@ -111,6 +117,11 @@ def test_heads_and_experts_of_stacked_matrices(tmp_path):
     plain = files.save(tmp_path / "plain", tiny.CONFIG, {name: files.plain(w) for name, w in expected.items()})
     packed, model = mlx_mtp.load_model(path), mlx_mtp.load_model(plain)
     assert any(type(m) is ScaledSwitchLinear for m in packed.modules())
+    assert type(packed.mtp[2].head) is ScaledLinear
+    facts = inspect_checkpoint(path)
+    assert (facts.zero_centred, facts.missing, facts.problems) == (inspect_checkpoint(plain).zero_centred, (), ())
+    norms = [[w for name, w in tree_flatten(m.parameters()) if "norm" in name] for m in (packed, model)]
+    assert all(map(mx.array_equal, *norms))
     tokens = [t % 5 for t in TOKENS]
     assert close(logits(packed, tokens), logits(model, tokens))
 
@@ -254,6 +265,8 @@ def test_heads_of_a_packed_release_for_another_target(tmp_path):
     kind = KINDS["gptq asymmetric"]
     packed, plain = write(tmp_path, "glm4_moe", linears(kind), kind.config)
     model = mlx_mtp.load_model(plain, mtp_path=packed)
+    parameters = tree_flatten(model.parameters())
+    assert all(w.dtype == mx.float32 for name, w in parameters if not name.startswith("mtp."))
     assert model.report.head_quantization.startswith(kind.formats)
     assert model.report.target_quantization.startswith("not quantized")
     extract_heads(packed, tmp_path / "heads.safetensors")

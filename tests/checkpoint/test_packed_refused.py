@@ -82,6 +82,13 @@ def test_a_tensor_of_another_shape(tmp_path, name, suffix):
     refused(path, f"{MODULE}.")
 
 
+@pytest.mark.parametrize("name", sampled(["modelopt"], KINDS))
+def test_weights_of_other_widths_than_config_jsons(tmp_path, name):
+    path, config, tensors = packed(tmp_path, name)
+    files.save(path, config | {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8}, tensors)
+    refused(path, "model.safetensors: tensor ", "expects")
+
+
 NAN = [("modelopt", "weight_scale", 127), ("modelopt", "weight_scale", 255), ("modelopt", "weight_scale_2", 255)]
 NAN += [("compressed", "weight_global_scale", 255), ("mxfp8", "weight_scale_inv", 255), ("mxfp8", "weight", 127)]
 NAN += [("mxfp4", "weight_scale", 255), ("gptq", "scales", 255)]

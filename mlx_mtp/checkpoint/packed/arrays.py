@@ -1,7 +1,7 @@
 """Convert packed weights to the arrays of MLX's quantized layers, lazily: the integers and groups' scales stay."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
@@ -16,7 +16,7 @@ EXPONENT = 23  # bits after float32's exponent
 class Arrays:
     """One weight in MLX's format: words [(E,) rows, columns * bits / 32], and scales and biases of its groups.
 
-    factor: float32 [1] or [E], which multiplies the whole weight; None is 1.
+    factor: float32 [1] or [E], which multiplies the whole weight; None is 1. place: file and tensor, for messages.
     """
 
     words: mx.array
@@ -26,6 +26,11 @@ class Arrays:
     group_size: int
     bits: int
     mode: str
+    place: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.words.shape[:-1], self.words.shape[-1] * WORD // self.bits)
 
     def dequantized(self, dtype: mx.Dtype) -> mx.array:
         """Return the numbers, computed in float32."""
@@ -42,10 +47,11 @@ def read_arrays(packed: Mapping[str, Packed]) -> dict[str, Arrays]:
     """Return packed weights by module; nothing is read now."""
     stored = read_tensors({name: tensor for m, weight in packed.items() for name, tensor in weight.raw(m).items()})
     convert = {"nvfp4": _fp4, "mxfp4": _fp4, "mxfp8": _fp8, "int": _pack_quantized, "awq": _awq, "gptq": _gptq}
-    return {
-        module: convert[weight.kind](weight, {suffix: stored[f"{module}.{suffix}"] for suffix in weight.parts})
-        for module, weight in packed.items()
-    }
+    found = {}
+    for module, weight in packed.items():
+        made = convert[weight.kind](weight, {suffix: stored[f"{module}.{suffix}"] for suffix in weight.parts})
+        found[module] = replace(made, place=f"{weight.tensor.file}: tensor {weight.stored(module, weight.codes)}")
+    return found
 
 
 def _fp4(weight: Packed, parts: dict[str, mx.array]) -> Arrays:

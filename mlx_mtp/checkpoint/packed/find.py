@@ -1,5 +1,6 @@
 """Find the packed weights among a checkpoint's tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..files import Header
@@ -70,3 +71,9 @@ def replaced(header: Header, packed: dict[str, Packed]) -> Header:
         if any(f"{module}.{suffix}" in header for suffix in weight.parts):
             kept |= weight.header(module)
     return kept
+
+
+def without_scales(header: Header, packed: Mapping[str, Packed]) -> Header:
+    """Return a header without the scales of packed weights, whose names are those of MLX's quantized weights."""
+    kept = ("weight", "bias", *CODES)
+    return {n: t for n, t in header.items() if n.rpartition(".")[0] not in packed or n.rpartition(".")[2] in kept}

@@ -39,7 +39,9 @@ def sanitized(
     kept = {f"{m}.weight": packed[m] for m in sorted(quantized)}
     found = call({name: a.words for name, a in kept.items()} | whole)
     scales = call({name: a.scales for name, a in kept.items()} | whole)
-    biases = call({name: a.scales if a.biases is None else a.biases for name, a in kept.items()} | whole)
+    affine = any(a.biases is not None for a in kept.values())
+    parts = {name: a.scales if a.biases is None else a.biases for name, a in kept.items()}
+    biases = call(parts | whole) if affine else {}
     for path, numbers in origins.items():
         module = path.removesuffix(".weight")
         found[f"{module}.scales"] = scales[path]
@@ -47,7 +49,7 @@ def sanitized(
             found[f"{module}.biases"] = biases[path]
         if any(packed[m].factor is not None for m in _modules(numbers, factors)):
             found[f"{module}.{SCALE}"] = _output_scale(numbers, factors, packed)
-    if any(a.biases is not None and a.scales.dtype == mx.float16 for a in packed.values()):
+    if any(scales[path].dtype == mx.float16 for path in origins if not path.startswith("mtp.")):
         return {name: w.astype(mx.float16) if w.dtype == mx.bfloat16 else w for name, w in found.items()}
     return found
 
@@ -81,14 +83,21 @@ def _origins(
 
 
 def _is_quantizable(path: str, numbers: np.ndarray, modules: dict[str, Any], packed: dict, factors: list) -> bool:
-    """Return whether a parameter is rows of packed weights of one format, and its module can be quantized."""
+    """Return whether a parameter is rows of packed weights of one format, and its module can be quantized.
+
+    ValueError if the weights have another shape than the module's.
+    """
     module, _, kind = path.rpartition(".")
     if kind != "weight" or numbers.shape[-1:] != (1,) or not hasattr(modules.get(module), "to_quantized"):
         return False
     weights = [packed[name] for name in _modules(numbers, factors)]
     scaled = any(weight.factor is not None for weight in weights)
-    same = len({(w.mode, w.bits, w.group_size) for w in weights}) == 1
-    return same and (not scaled or type(modules[module]) in (Linear, SwitchLinear))
+    if len({(w.mode, w.bits, w.group_size) for w in weights}) > 1:
+        return False
+    expected, shape = modules[module].weight.shape, (*numbers.shape[:-1], weights[0].shape[-1])
+    if shape != expected:
+        raise ValueError(f"{weights[0].place} makes {path} of shape {shape}; config.json expects {expected}")
+    return not scaled or type(modules[module]) in (Linear, SwitchLinear)
 
 
 def _modules(numbers: np.ndarray, factors: list[tuple[str, int]]) -> set[str]:
