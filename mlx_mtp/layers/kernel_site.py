@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import Quantized, served
+from .scaled import SCALE
 
 VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
 TOGETHER_ROWS = tuple(range(9, 17))  # rows of a verify of several sequences in one pass
@@ -23,10 +24,13 @@ def format_of(module: Any) -> str:
     return f"{module.bits}-bit {module.mode} g{module.group_size}"
 
 
-def known_format(module: Any) -> bool:
-    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale."""
+def known_format(module: Any, *, scaled: bool = False) -> bool:
+    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale.
+
+    scaled: whether an output scale is supported.
+    """
     form = "scales" not in module or served(module.mode, module.bits, module.group_size)
-    return form and module.get("global_scale") is None
+    return form and module.get("global_scale") is None and (scaled or module.get(SCALE) is None)
 
 
 def rows_of(x: mx.array) -> int:

@@ -24,7 +24,7 @@ from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, KernelTrial, compile_kernel
-from .kernel_sites import place, tied
+from .kernel_sites import LINEARS, place, tied
 from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
 from .verdict_file import Found, Key, RememberedVerdicts
@@ -305,7 +305,7 @@ def others_not_exact(model: Any) -> Lines:
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
     found = {
-        FORMATS: any(type(m) in (nn.QuantizedLinear, nn.QQLinear) or tied(model, m) for m in modules),
+        FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
         "the choice of sparse attention": any(isinstance(m, SparseMLA) for m in modules),
         "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
