@@ -310,6 +310,6 @@ def others_not_exact(model: Any) -> Lines:
         "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
-        "adapters": any("lora_a" in m for m in modules),
+        "adapters": bool(model.runtime.adapters.names) or any("lora_a" in m for m in modules),
     }
     return tuple(name for name, present in found.items() if present)
