@@ -192,6 +192,10 @@ class BatchGenerator:
         stats.note_peak_memory()
         return progress, responses
 
+    def hide(self) -> None:
+        """Mark the next cycle as not timed, because other work is computed before it ends."""
+        self._places.hide()
+
     def _collect_failed(self, sequences: list[Sequence]) -> None:
         """Move the errors of sequences to the list to raise: an error's traceback refers to its sequence."""
         for sequence in sequences:

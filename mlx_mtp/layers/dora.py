@@ -10,7 +10,7 @@ from .adapters import shape_of
 
 
 class DoRA(nn.Module):
-    """mlx-lm's `DoRALinear`: W x + scale * (x A) B, times m / |W + scale * A B| per output; then the bias of W is added.
+    """mlx-lm's `DoRALinear`: W x + scale * (x A) B, times m / |W + scale * A B| per output, plus the bias of W.
 
     m: the magnitudes [N]; `finish` divides them by the norms. The product with W is the linear layer's own, so that
     quantized weights stay quantized.
