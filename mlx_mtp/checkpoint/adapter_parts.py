@@ -42,9 +42,8 @@ def combined(adapters: Sequence[Adapter]) -> list[Part]:
     LoRA layers of one module are put around each other. ValueError if a module has two changes of other kinds.
     """
     for one, other in combinations(adapters, 2):
-        if both := _replaced(one).keys() & _replaced(other).keys():
-            path = _replaced(one)[min(both)]
-            why = f"both have DoRA or whole weights for {path}, which cannot be added; give one of them"
+        if both := _replaced(one) & _replaced(other):
+            why = f"both have DoRA or whole weights for {min(both)}, which cannot be added; give one of them"
             raise ValueError(f"adapter_path={one.name} and {other.name}: {why}")
     parts = [part for adapter in adapters for part in adapter.parts]
     found: dict[tuple[int, Any], Part] = {}
@@ -56,12 +55,9 @@ def combined(adapters: Sequence[Adapter]) -> list[Part]:
     return list(found.values())
 
 
-def _replaced(adapter: Adapter) -> dict[int, str]:
-    """Return the paths of the modules whose output an adapter does not only add to, by the id of the module."""
-    replaced: dict[int, str] = {}
-    for part in adapter.parts:
-        if isinstance(part.after, mx.array):
-            replaced[id(part.parent)] = part.path.rpartition(".")[0]
-        elif not isinstance(part.after, ADDED):
-            replaced[id(part.before)] = part.path
-    return replaced
+def _replaced(adapter: Adapter) -> set[str]:
+    """Return the paths of the modules whose output an adapter does not only add to."""
+    paths = (
+        part.path.rpartition(".")[0] if isinstance(part.after, mx.array) else part.path for part in adapter.parts
+    )
+    return {path for path, part in zip(paths, adapter.parts, strict=True) if not isinstance(part.after, ADDED)}

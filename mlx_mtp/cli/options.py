@@ -152,8 +152,8 @@ model_options = options(
     option(
         "--adapter-path",
         multiple=True,
-        help="Directory of LoRA adapters of mlx-lm or PEFT; repeatable: `serve` uses the one that a request names, other"
-        " commands add them up.",
+        help="Directory of LoRA adapters of mlx-lm or PEFT; repeatable: `serve` uses the one that a request names, "
+        "other commands add them up.",
     ),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(

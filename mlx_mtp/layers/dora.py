@@ -22,7 +22,7 @@ class DoRA(nn.Module):
         size, width = shape_of(self.linear)
         rank = layer.lora_b.shape[0]
         self.lora_a, self.lora_b = mx.zeros((width, rank)), mx.zeros((rank, size))
-        self.m = mx.ones((size,))
+        self.m = mx.linalg.norm(weight_of(self.linear), axis=1)
 
     def finish(self) -> None:
         """Divide the magnitudes by the norms of the adapted weights, once all tensors are loaded."""
