@@ -24,14 +24,14 @@ class BatchDecoder:
 
     options: keyword arguments of `stream_generate` for all jobs. step: size of a prefill chunk.
     all: this decoder and those of the model's other adapters, each with a batch of its own and the adapter that was
-    selected when it was created. beside: one of the others.
+    selected when it was created. other: one of those.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, options: dict[str, Any], step: int, beside: "BatchDecoder | None" = None
+        self, model: Any, tokenizer: Any, options: dict[str, Any], step: int, other: "BatchDecoder | None" = None
     ):
         self.model, self.tokenizer, self.options, self.chunk = model, tokenizer, options, step
-        self.all: list[BatchDecoder] = beside.all if beside else []
+        self.all: list[BatchDecoder] = other.all if other else []
         self.all.append(self)
         self._adapted = adapters_now(model)
         self._batch: BatchGenerator | None = None

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import version
@@ -64,7 +64,7 @@ class PrefixTree:
     """The prefix cache; the least recently used leaves are evicted first.
 
     blank: an empty prompt cache with the layout of all. limit: maximum bytes; 0 disables the tree.
-    trees: this tree and those of the model's other adapters, which share the limits. beside: one of the others.
+    trees: this tree and those of the model's other adapters, which share the limits. other: one of those.
     adapted: selects the adapter that was selected when the tree was created.
     decoded: whether rows computed by decoding may be stored; None (as False) until `comparisons` has ended.
     is_stateless: all layers store rows, so that sequences can continue at any position.
@@ -78,11 +78,11 @@ class PrefixTree:
         chunking: Chunking,
         limit: int,
         max_buffers: int = MAX_BUFFERS,
-        beside: "PrefixTree | None" = None,
+        other: "PrefixTree | None" = None,
     ):
         self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
         self.root, self.size = Chunk(), Size()
-        self.trees: list[PrefixTree] = beside.trees if beside else []
+        self.trees: list[PrefixTree] = other.trees if other else []
         self.trees.append(self)
         self.adapted = adapters_now(blank.model)
         self._now = 0.0
@@ -307,7 +307,7 @@ def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
     return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
-def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
+def comparisons(model: Target, blank: PromptCache, rows: int) -> Generator[bool, None, None]:
     """Compare the rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
 
     Yields False after each forward pass except the last, then the result: whether a chunk's rows differ from those of

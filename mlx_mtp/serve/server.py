@@ -152,8 +152,8 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     served = Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames, apart)
     for name in adapters.names if adapters.selected is None else ():
         with adapters.using(name):
-            own = PrefixTree(blank.like_new(), chunking, tree.limit, beside=tree)
-            more = BatchDecoder(model, tokenizer, options, step, beside=batch)
+            own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
+            more = BatchDecoder(model, tokenizer, options, step, other=batch)
         apart[name] = served._replace(tree=own, batch=more)
     for each in tree.trees if tree.limit and not ranks and not blank.is_mlx_lm else ():
         each.decoded = None  # not with ranks: their engines are not idle at the same time
