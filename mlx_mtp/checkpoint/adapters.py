@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -172,6 +172,9 @@ def _put_on(model: Any, config: dict[str, Any], tensors: dict[str, mx.array]) ->
             linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"], use_dora=kind == "dora")
         except Exception as e:
             raise ValueError(f"{CONFIG}: {with_type(e)}") from e
+        for path, m in model.named_modules():
+            if isinstance(m, DoRAEmbedding) and "scales" in m.embedding:
+                raise ValueError(f"{CONFIG}: DoRA of {path}, a quantized embedding, is not supported")
         dora = [(path, DoRA(m)) for path, m in model.named_modules() if isinstance(m, DoRALinear)]
         model.update_modules(tree_unflatten(dora))
     places = {n: w for n, w in named(model).items() if kind == "full" or n.rpartition(".")[2] in LEAVES}

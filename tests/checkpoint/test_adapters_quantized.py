@@ -161,6 +161,23 @@ def test_adapters_by_name_leave_the_model_alone(tmp_path):
         model.runtime.adapters.select("two")
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_quantized_embedding(tmp_path, kind):
+    """mlx-lm has no DoRA of one."""
+    path, weights = quantized(tmp_path, "affine", 6, 32)
+    a, b = draw(1, len(weights["model.embed_tokens.weight"]), 2), draw(2, 2, 64)
+    name, keys = "model.embed_tokens", {"keys": ["model.embed_tokens"]}
+    tensors = {f"{name}.lora_a": a, f"{name}.lora_b": b}
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": {**DORA, **keys}}
+    adapter = save(tmp_path / "adapter", config, "adapters.safetensors", tensors)
+    if kind == "dora":
+        with pytest.raises(ValueError, match=f"DoRA of {name}, a quantized embedding, is not supported"):
+            _adapted(load_model(path), adapter)
+        return
+    expected = merged(tmp_path / "merged", weights, {name: 1.5 * a @ b})(TOKENS)
+    assert mx.allclose(_adapted(load_model(path), adapter)(TOKENS), expected, rtol=1e-3, atol=2e-3)
+
+
 def whole(path, weights, name):
     return save(
         path, {"fine_tune_type": "full"}, "adapters.safetensors", {f"{name}.weight": weights[f"{name}.weight"]}
