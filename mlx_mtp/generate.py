@@ -30,6 +30,7 @@ from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
+from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
@@ -107,7 +108,7 @@ def generate_step(
     agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, compiled)
     generated = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)))
+    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)), adapters_now(model))
 
 
 def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:

@@ -271,7 +271,8 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, and its config.json.
+    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, its config.json, and
+    the whole content of the selected adapter.
     heads=True: those of the drafter or MTP heads, and their layout, without their LM heads, on which no state
     depends. Of a split model all ranks return the same hash and must call together.
     """
@@ -283,6 +284,8 @@ def fingerprint(model: Any, *, heads: bool) -> str:
         facts.append(str(getattr(model, "spec", None)))
     elif is_dataclass(args := getattr(model, "args", None)):
         facts.append(asdict(args))  # type: ignore[arg-type] - an instance, not a class
+    if not heads and (adapter := model.runtime.adapters.fingerprint):
+        facts.append(adapter)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     if chosen:
         digest.update(np.array(mx.concatenate([_sample(array) for _, array in chosen])).tobytes())

@@ -152,7 +152,12 @@ checkpoint_options = options(
 model_options = options(
     checkpoint_options,
     *gguf_options,
-    option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
+    option(
+        "--adapter-path",
+        multiple=True,
+        help="Directory of LoRA adapters of mlx-lm or PEFT; repeatable: `serve` uses the one that a request names, "
+        "other commands add them up.",
+    ),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
         "--draft-model",

@@ -67,6 +67,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     generation_config.json.
     """
     try:
+        from ..checkpoint.adapters import by_name
         from ..serve.engine import Limits
         from ..serve.follow import follow
         from ..serve.guard import Rules
@@ -80,6 +81,8 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         raise click.UsageError(
             f"--host {flags['host']} can be reached from other machines; give --api-key or --no-auth"
         )
+    if len(flags["adapter_path"]) > 1:
+        flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
