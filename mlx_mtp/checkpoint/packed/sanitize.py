@@ -1,6 +1,6 @@
 """Pass packed weights through a family's `sanitize`, which may rename, stack and split unquantized weights.
 
-`sanitize` is called for the words, for the groups' scales, for the biases, and first for numbers of rows in place of
+`sanitize` is called for the words, for the groups' scales, for the biases, and first for numbers of rows instead of
 weights: they show which weight each row of a parameter comes from, and so which factor multiplies it.
 """
 
