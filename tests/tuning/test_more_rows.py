@@ -78,7 +78,7 @@ def test_in_a_lane_an_answer_decides_on_them_once(load, decided, lane):
 
 @pytest.mark.parametrize("earlier", [True, False])
 def test_by_trial_they_come_last(load, decided, earlier):
-    """Stored verdicts are asked for, without trials while others are left; later trials include them."""
+    """Stored verdicts are used at once; nothing is timed while other trials are left, and later trials include these."""
     model = load(None)
     found = model.runtime.trials
     if not earlier:
