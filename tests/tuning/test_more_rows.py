@@ -12,6 +12,7 @@ from quantized_models import STEP, quantized
 
 import mlx_mtp
 from mlx_mtp.batch.control import MOST_ON_GPU, Controls
+from mlx_mtp.bench import verify
 from mlx_mtp.layers.kernel_site import TOGETHER_ROWS
 from mlx_mtp.tuning import kernel_switch
 from mlx_mtp.tuning.kernel_switch import switch_on_for_batches, switch_on_for_drafts
@@ -78,7 +79,7 @@ def test_in_a_lane_an_answer_decides_on_them_once(load, decided, lane):
 
 @pytest.mark.parametrize("earlier", [True, False])
 def test_by_trial_they_come_last(load, decided, earlier):
-    """Stored verdicts are used at once; nothing is timed while other trials are left, and later trials include these."""
+    """Stored verdicts are used at once; others are timed if no trial of fewer rows is left, or in idle time."""
     model = load(None)
     found = model.runtime.trials
     if not earlier:
@@ -135,6 +136,15 @@ def test_an_answer_asks_for_its_longest_drafts(monkeypatch, checkpoint, options,
     monkeypatch.setattr(module, "switch_on_for_drafts", lambda model, drafts: asked.append(drafts))
     mlx_mtp.generate_step([1, 2, 3], model, max_tokens=1, **options)
     assert asked == [most]
+
+
+@pytest.mark.parametrize(("most", "counts"), [(8, EIGHT), (16, EIGHT | MORE)])
+def test_a_benchmark_tries_those_that_it_measures(monkeypatch, checkpoint, most, counts):
+    tried = []
+    monkeypatch.setattr(verify, "on_metal", lambda: True)
+    monkeypatch.setattr(verify, "decide", lambda trials, lane: tried.extend(trials) or {})
+    verify.Kernels(mlx_mtp.load_model(checkpoint, lazy=True, kernels="off"), "exact", most)
+    assert {trial.rows for trial in tried} == counts
 
 
 def test_sequences_of_a_pool_share_sixteen_rows_on_a_gpu(monkeypatch):
