@@ -20,7 +20,7 @@ from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
 from ..tuning.ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
 from ..tuning.kernel_fallback import failed_kernels
-from ..tuning.kernel_switch import trials
+from ..tuning.kernel_switch import more_trials, trials
 from ..tuning.kernel_trials import check_split, faster
 from ..tuning.kernel_verdict import SPLIT, TOGETHER
 from . import decode, emulated_check, profile, result, verify
@@ -35,6 +35,7 @@ from .timing import measured, ratio
 
 FORMAT = 1
 ROWS = tuple(range(1, 9))
+LONG = (12, 16)  # rows of long drafts whose kernels are checked, the maximum of each compiled count
 CONTEXT, ROUNDS, DRAFTS = 128, 3, 3
 CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
 OPS = tuple(SMALL)
@@ -136,7 +137,8 @@ def on_gpu(
     name: of the shape, for reports. A failure is a line with "failed".
     """
     try:
-        made = trials(build(), dtype)
+        sites = build()
+        made = [*trials(sites, dtype), *(t for t in more_trials(sites, dtype) if t.rows in LONG)]
     except Exception as e:
         yield {"of": name, "op": op, "failed": with_type(e)}
         return

@@ -85,9 +85,7 @@ def products(of: Format) -> Iterator[Launch]:
             yield partial(kernels.verify_qmm, x, replace(w, bias=bias))
         if k == 4096:
             yield partial(kernels.verify_glu, x, weights(of, 64, k, dtype, ends=(32, 64)))
-    for dtype, (n, k, first), m in itertools.product(
-        DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS[:5]
-    ):
+    for dtype, (n, k, first), m in itertools.product(DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS):
         heads = weights(of, n, k, dtype, 2)
         yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
 
@@ -152,7 +150,7 @@ def attention(dtype: mx.Dtype) -> Iterator[Launch]:
     """Yield launches of verify_attention with attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
-    for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
+    for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS):
         for size in (64,) if bits is None or (d, group) != (128, 8) else (32, 64, 128):
             q = mx.zeros((1, 2 * group, m, d), dtype)
             k, v = (cached((1, 2, 64, width), dtype, bits, size) for width in (d, dv))

@@ -180,7 +180,7 @@ def verify(**flags: Any) -> None:
     rounds = flags["rounds"] or (5 if flags["quick"] else 11)
     plan = CurvePlan(rows, flags["contexts"] or CONTEXTS[flags["quick"]], rounds, flags["cooldown"] or 0.0)
     subject = shared.subject_of({**flags, "kernels": "off"})
-    kernels = Kernels(subject.model, flags["kernels"])
+    kernels = Kernels(subject.model, flags["kernels"], rows[-1])
     text, curves = text_of(subject, max(plan.contexts)), []
     with shared.bar() as progress:
         progress("caches", 0, 0)

@@ -1,16 +1,17 @@
 """Define the interface of a site, a place in a model where a kernel may run, for trials and reports."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 
+from ..cache.ring import MAX_ROWS
 from ..kernels import Quantized, served
 from .scaled import SCALE
 
-VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
-TOGETHER_ROWS = tuple(range(9, 17))  # rows of a verify of several sequences in one pass
+VERIFY_ROWS = range(2, 9)  # rows of a verify of up to seven drafts
+TOGETHER_ROWS = tuple(range(9, MAX_ROWS + 1))  # rows of a verify of more drafts, or of several sequences in one pass
 
 
 def quantized(module: Any) -> Quantized:
@@ -48,7 +49,7 @@ class Site:
 
     op: name of the kernel. shape: description of everything else that decides which is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
-    together: further row counts, tried once several sequences share a pass.
+    together: further row counts, tried once a cycle may have more than seven drafts or several sequences.
     rows_of_context: `rows` by context length, for an attention whose speed depends on it.
     kind: the part of the shape that the compiled kernel depends on, "" for all of it. Of an op's sites of one kind
         the one with the most weights is timed for all. weights_read: approximate number of weights read by a call.
@@ -68,7 +69,7 @@ class Site:
     width: int
 
     candidates: tuple[int, ...] = (1, *VERIFY_ROWS)
-    together: tuple[int, ...] = ()
+    together: tuple[int, ...] = TOGETHER_ROWS
     kind: str = ""
     weights_read: int = 1
     asked: bool = True
@@ -76,6 +77,11 @@ class Site:
     split: frozenset[int] = frozenset()
     rows_of_context: Mapping[int, frozenset[int]] = MappingProxyType({})
     tried: Any = None  # inputs that a trial has created
+
+    @property
+    def every_count(self) -> tuple[int, ...]:
+        """All row counts that the kernel may serve."""
+        return *self.candidates, *self.together
 
     @property
     def rows(self) -> frozenset[int]:
@@ -102,12 +108,15 @@ class Site:
         raise NotImplementedError
 
 
-def inexact_rows(site: Site) -> set[int]:
-    """Return the row counts at which a row's bits may depend on other rows, with the kernel on for `site.rows`."""
+def inexact_rows(site: Site, more: Collection[int] = ()) -> set[int]:
+    """Return the row counts at which a row's bits may depend on other rows, with the kernel on for `site.rows`.
+
+    more: the row counts of `together` that occur as well.
+    """
     if not getattr(site, "bits", True):
         return set(site.rows)
     own_bits = getattr(site, "own_bits", False)
     if getattr(site, "stock_exact", False) and not (own_bits and site.rows):
         return set()
     rows = site.rows.intersection(*getattr(site, "rows_of_context", {}).values())
-    return set(site.candidates if own_bits else VERIFY_ROWS) - rows
+    return {*(site.candidates if own_bits else VERIFY_ROWS), *more} - rows

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
-from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
+from .kernel_site import Site, format_of, known_format, quantized, rows_of
 from .scaled import SCALE, ScaledLinear
 
 Top = tuple[mx.array, mx.array, mx.array]
@@ -24,7 +24,6 @@ class LMHeadSite(Site):
 
     op = "verify_head"
     own_bits = stock_exact = True  # its greedy choice is MLX's; its sums for a draw are not
-    together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
         self.module, w = module, module.weight

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, splits, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .kernel_site import TOGETHER_ROWS, VERIFY_ROWS, Site, format_of, rows_of
+from .kernel_site import VERIFY_ROWS, Site, format_of, rows_of
 from .scaled import SCALE, finished, widened
 
 
@@ -25,7 +25,6 @@ class Stack(Site):
     """
 
     op = "verify_qmm"
-    together = TOGETHER_ROWS
 
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.matrix_rows = list(modules), frozenset()
@@ -118,7 +117,6 @@ class Matrices(Site):
 
     op = "verify_qmm_mma"
     candidates = (5, 6, 7, 8)
-    together = TOGETHER_ROWS
     bits = False
 
     def __init__(self, stack: Stack):
@@ -151,7 +149,6 @@ class GLU(Site):
 
     op = "verify_glu"
     stock_exact = True
-    together = TOGETHER_ROWS
 
     def __init__(self, mlp: Any):
         self.mlp, self.stack = mlp, mlp.gate_proj.site
@@ -194,7 +191,6 @@ class Dense(Site):
 
     op = "verify_gemv"
     candidates = tuple(VERIFY_ROWS)
-    together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
         self.module = module

@@ -17,7 +17,6 @@ from .block_choice import BlockChoice
 from .drafter import Drafter, Frame
 
 MOST = 15  # maximum drafts per cycle: with the newest token a ring can take back 16 rows
-USUAL = 7  # default maximum: on a GPU kernels keep the bits of 8 rows; the controller chooses fewer where those pay
 
 
 class Block(Drafter):
@@ -32,7 +31,7 @@ class Block(Drafter):
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape
         self.most, self.reads = min(MOST, shape.drafts), shape.taps
-        self.usual = min(USUAL, self.most)
+        self.usual = self.most  # the controller drafts fewer where that is faster
         self.windows = tuple(reach.before for reach in shape.reaches)
 
     @property
