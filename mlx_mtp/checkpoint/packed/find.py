@@ -60,7 +60,7 @@ def _read(found: Found) -> Packed | None:
     return fp4(found, "weight") if is_fp4(found) else fp8(found)
 
 
-def replaced(header: Header, packed: dict[str, Packed]) -> Header:
+def replaced(header: Header, packed: Mapping[str, Packed]) -> Header:
     """Return a header with the packed weights as they will be in MLX's formats; their entries name stored tensors."""
     kept = {}
     for name, tensor in header.items():
