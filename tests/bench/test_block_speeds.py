@@ -74,7 +74,7 @@ def test_the_command_predicts_with_given_or_published_acceptance(tmp_path):
     out = tmp_path / "out.json"
     shown = call("bench", "model", "--model", "qwen3.6-27b", "--quick", "--block-rates", "1", "--out", out)
     assert shown.returncode == 0, shown.stderr
-    assert "predicted, not measured: Qwen3.6-27B" in shown.stdout
+    assert "predicted, not measured: tokens/s of Qwen3.6-27B" in shown.stdout
     found = json.loads(out.read_text())["drafters"]
     assert [line["tokens"] for line in found["lines"] if line["drafter"] == "DFlash2"] == [4, 8]
     assert found["assumed"]["heads"] == list(block.Assumed.heads)
