@@ -12,7 +12,6 @@ from mlx_mtp.layers.block_mask import Reach
 
 from .models import HEADS, SIZES, WIDTH
 
-LAYERS = 5
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": {"conv": (2, 16), "selector": (32, 16)},
@@ -20,14 +19,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def set_block_drafter(model: Any, kind: str) -> Block:
-    """Set a quantized drafter of a kind of KINDS as the model's, without its MTP heads; return it."""
+def set_block_drafter(model: Any, kind: str, layers: int = 5) -> Block:
+    """Set a quantized drafter of a kind of KINDS as the model's, without its MTP heads; return it.
+
+    It reads the target after as many layers as it has itself, two or more.
+    """
     shape = BlockShape(
         **{"hidden_size": WIDTH, "captured": WIDTH, "intermediate_size": SIZES["intermediate_size"]},
         **{"heads": HEADS["num_attention_heads"], "kv_heads": 2, "head_dim": HEADS["head_dim"], "eps": 1e-5},
         **{"vocab": SIZES["vocab_size"], "draft_vocab": SIZES["vocab_size"], "drafts": 15, "mask_token": 5},
-        taps=tuple(1 + i * (len(model.layers) - 2) // (LAYERS - 1) for i in range(LAYERS)),
-        reaches=(Reach(2047),) * (LAYERS - 1) + (Reach(),),
+        taps=tuple(1 + i * (len(model.layers) - 2) // (layers - 1) for i in range(layers)),
+        reaches=(Reach(2047),) * (layers - 1) + (Reach(),),
         **{"rope_theta": 1e4, "rope": None, "positions": 2048},
         **KINDS[kind],
     )

@@ -70,8 +70,8 @@ class BlockShape:
 class BlockPlace(NamedTuple):
     """Where the rows of a pass are: the block begins at `position`, int32 [n].
 
-    context: context rows [n, R, H] that are appended before it, or None. order: for each position from the first of
-    these on, the row that it gets, of the context's and then the block's, int32 [n, R + b, 1]: the block's rows replace
+    context: context rows [n, R, H] that are appended before it, or None. order: the row that each position from the
+    first of these on gets, of the context's followed by the block's, int32 [n, R + b, 1]: the block's rows replace
     rejected ones. masks: those of this pass, by reach and number of slots.
     """
 
@@ -129,7 +129,7 @@ class BlockAttention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
     def _by_head(self, x: mx.array) -> mx.array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
+        return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
 
 
 class BlockMLP(nn.Module):
