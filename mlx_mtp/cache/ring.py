@@ -10,8 +10,8 @@ from .growing import LinearKVCache, QuantizedStorage, round_up
 from .layer_cache import Parts
 
 MAX_ROWS = 16  # maximum rows of a verify
-# Maximum rows of one call: drafters append a verify's rows, and their drafts' or their block's, see `Ring`.
-CALL_ROWS = 2 * MAX_ROWS
+# Maximum rows of one call: MTP heads read a verify's rows and up to eight drafts (see `Ring`)
+CALL_ROWS = MAX_ROWS + 8
 
 
 class Ring:
@@ -24,7 +24,7 @@ class Ring:
     replaced the position one turn of the ring earlier, and a mask takes it for that one, which is outside the window
     of a query at q if p <= q + 2 * MAX_ROWS. This always holds. A generation can stop at the first row of a verify
     after that verify and the next have written MAX_ROWS rows each. Drafters read a verify's rows one cycle later, so
-    only one of their steps is rolled back, of at most CALL_ROWS rows.
+    only one of their steps is rolled back: CALL_ROWS rows of MTP heads, at most 2 * MAX_ROWS of other drafters.
     """
 
     def __init__(self, window: int, keep: int = 0):

@@ -66,6 +66,7 @@ def test_launches_of_a_block_drafter_are_those_of_its_graph(k):
     width = WIDTH * (1 + len(model.taps))
     shapes = ((1, k + 1, width), mx.bfloat16), ((1, k + 1), mx.int32), (1, mx.int32)
     counted = launches(run, lambda: [mx.zeros(*shape) for shape in shapes]).total()
+    counted -= 2 * block.LAYERS  # tests run in a mode that fuses nothing: swiglu is three operations
     head, at = models.MODELS["Qwen3.6-27B"].head, PassShape(k + 1, ALL)
     assert block.of_block(WIDTH, head, k, at, FITTED["M3 Ultra"]).launches == pytest.approx(counted, abs=2)
 

@@ -58,7 +58,7 @@ def of_block(h: int, lm_head: LinearOp, k: int, at: PassShape, chip: Chip) -> Pa
     """Return the costs of k drafts of a DFlash2 drafter after a verify of k + 1 rows; `at.m` is ignored.
 
     h: hidden size. Its sizes are those of a published header in proportion: five layers, MLPs of 3 h, 8 KV heads of
-    128; the number of query heads, 32, is a guess.
+    128; 32 query heads are assumed.
     """
     rows, work = k + 1, list[tuple[int, Op, int]]()
     context = _stored([LinearOp("fc", h, TAPS * h), *(LinearOp(n, 8 * 128, h) for n in "kv" for _ in range(LAYERS))])

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.prompt_cache import PromptCache
+from ...cache.ring import CALL_ROWS
 from ...layers.block_drafter import BlockNetwork
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
@@ -45,15 +46,17 @@ class Block(Drafter):
 
         The block begins at the target's position, after the accepted rows; rejected rows from there on are masked.
         """
-        model, cache = frame.model, frame.cache
-        context, drafts = self.context(model, run.hidden), NO_DRAFTS
-        if k == 0:
+        model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
+        context = self.context(model, run.hidden)
+        if k == 0 or run.size + k + 1 > CALL_ROWS:  # else one call writes context and block
             self.net.append(context, cache.heads)
-        else:
+            cache.heads_follow()
+            context = None
+        if k:
             rows = self.rows(model, cache.heads, run.newest(), k, context, run.last)
             first, sure = cache.layers[0].offset + 1, bool(frame.plan.p_min)
             drafts = BlockChoice(model, self.net, frame.members, run.newest(), first, confidence=sure)(rows)
-        cache.heads_follow()
+            cache.heads_follow()
         return drafts
 
     def rows(
