@@ -15,6 +15,7 @@ from ..documents import MODEL, documents
 from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
+from .block import ASSUMED, BLOCK_DRAFTS, HEADS_SOURCE, Assumed, by_drafts
 from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
 from .links import over_links
 from .models import MODELS, of_port
@@ -92,12 +93,15 @@ def bench_model(
     rows: Iterable[int] = ROWS,
     results: Sequence[Found] = (),
     ranks: int = 1,
+    assumed: Assumed | None = None,
+    drafts: Iterable[int] = BLOCK_DRAFTS,
 ) -> Found:
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
     ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
     ranks: number of ranks that share the model; above 1, the messages between them are added.
+    assumed, drafts: acceptance and numbers of drafts for which the speeds of drafters are predicted; None: no speeds.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -115,9 +119,30 @@ def bench_model(
         found |= {"predicted": predicted(model, chip, context, rows), "kernels": kernels(model, chip, context)}
     if ranks > 1:
         found["links"] = over_links(model, ranks, rows)
+    if assumed:
+        found["drafters"] = {
+            "assumed": {"block": list(assumed.block), "heads": list(assumed.heads), "source": assumed.source},
+            "lines": by_drafts(model, assumed, fitted_chips(), context, drafts),
+        }
     found["measured"] = [line for other in results for line in nearest(other, context)]
     found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
+
+
+def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
+    """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
+
+    block, heads: rates to assume instead of the published ones. Raises ValueError for rates with such a model.
+    """
+    found = ASSUMED.get(subject.name)
+    if (block or heads) and found is None:
+        raise ValueError(f"model={subject.name}: drafters are predicted only for {', '.join(ASSUMED)}")
+    if wrong := [rate for rate in (*block, *heads) if not 0 <= rate <= 1]:
+        raise ValueError(f"rate {wrong[0]:g} of accepted drafts; allowed are 0 to 1")
+    if found is None:
+        return None
+    sources = "DFlash2: as given" if block else found.source, "MTP heads: as given" if heads else HEADS_SOURCE
+    return Assumed(found.hidden, block or found.block, "; ".join(sources), heads or found.heads)
 
 
 def nearest(found: Found, context: int) -> list[Found]:

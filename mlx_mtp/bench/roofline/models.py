@@ -190,6 +190,11 @@ MODELS = {
         ("qwen delta experts", 30, delta(2048, 16, 32), moe(2048, 512, 256, 8)),
         ("qwen attention experts", 10, gqa(2048, 16, 2, 256, gate=16 * 256), moe(2048, 512, 256, 8)),
     ),
+    "GLM-4.7-Flash": released(
+        LinearOp("lm_head", 154880, 2048),
+        ("deepseek dense", 1, mla(2048, 20, 768, 512, 64, 192, 256), mlp(2048, 10240)),
+        ("deepseek experts", 46, mla(2048, 20, 768, 512, 64, 192, 256), moe(2048, 1536, 64, 4)),
+    ),
     "DeepSeek-V3": released(
         LinearOp("lm_head", 129280, 7168),
         ("deepseek dense", 3, mla(7168, 128, 1536, 512, 64, 128, 128), mlp(7168, 18432)),
