@@ -60,7 +60,7 @@ class PooledKV(LayerCache):
     """
 
     def __init__(self, ring: Ring | None = None):
-        self.ring, self.window = ring, ring and ring.window
+        self.ring, self.window, self.keep = ring, ring and ring.window, ring.keep if ring else 0
         self.limit, self.starts = 0, []
         self.parts: Parts = ()
         self.offset: Any = None
