@@ -208,7 +208,7 @@ def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
 
 
 def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
-    """Return the rows at `index` of old [n, ...] (None if there are none), followed by the new arrays [1, ...]."""
+    """Concatenate old [n, ...], which may be None, and new arrays [1, ...]; return the result's rows at `index`."""
     rows = [*([] if old is None else [old]), *new]
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
 

@@ -17,9 +17,10 @@ from .kernel_site import TOGETHER_ROWS, VERIFY_ROWS, Site, format_of, rows_of
 
 
 class Stack(Site):
-    """Quantized linear layers that read the same x, stacked along N. Their own weights become views of the stack.
+    """One quantized linear layer, or several that read the same x, stacked along N.
 
-    Biases are stacked too if each layer has one of the same type; otherwise they are added to the products.
+    The weights of several become views of the stack. Biases are stacked too if each layer has one of the same type;
+    otherwise they are added to the products.
     """
 
     op = "verify_qmm"
@@ -93,7 +94,7 @@ class Stack(Site):
         return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Return layer `index`'s product; the others are kept until each was read with the same x, or x changes."""
+        """Return layer `index`'s product; the others are kept until each was read with this array x, or x changes."""
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
@@ -130,7 +131,7 @@ class Matrices(Site):
         return self.stack.biased(verify_qmm_mma(x, self.stack.weights))
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        """Run the Stack's kernel, with MLX's bits; a trial requires more speed than it and half its accuracy."""
+        """Run the Stack's kernel, with MLX's bits; a trial requires more speed, and at most twice its error."""
         return self.stack.biased(verify_qmm(x, self.stack.weights, split=rows_of(x) in self.stack.split))
 
     def truth(self, x: mx.array) -> list[mx.array]:
