@@ -140,7 +140,7 @@ def test_closing_a_stream_leaves_the_cache_usable(demo):
         ({"max_tokens": 0}, r"^max_tokens=0: allowed is 1 or more"),
         ({"prompt_cache": [1]}, r"^prompt_cache: a list; expected one from"),
         ({"sampler": lambda x: x, "temp": 1.0}, r"^sampler: give either"),
-        ({"kv_bits": 8, "kv_group_size": 64}, r"^kv_group_size=64: allowed are divisors of the head size 32"),
+        ({"kv_bits": 8, "kv_group_size": 64}, r"^kv_group_size=64: allowed for the head size 32 are 32"),
     ],
 )
 def test_options_out_of_range_are_refused(demo, options, message):

@@ -18,7 +18,8 @@ def is_absorbing(model: Any) -> bool:
 def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
     """Return the number of last rows that heads read after a pause: the sum of their windows, at most AT_FIRST.
 
-    None if they read all rows: if a head has no window, or the drafter absorbs rows or reads tokens only.
+    0 without heads. None if it is not limited: if a head has no window, or the drafter absorbs rows or reads tokens
+    only.
     """
     if is_absorbing(model) or not reads_hidden(model) or not all(isinstance(window, int) for window in windows):
         return None
@@ -26,7 +27,10 @@ def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
 
 
 def most_unread(cache: Any) -> int | None:
-    """Return the maximum number of pending rows that a prompt cache keeps; None if it keeps all rows of a pause."""
+    """Return the maximum number of pending rows that a prompt cache needs; None if it needs all rows of a pause.
+
+    It may store a few more, which are dropped together.
+    """
     return MOST_UNREAD if is_absorbing(cache.model) else cache.reach
 
 

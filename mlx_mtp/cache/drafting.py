@@ -43,7 +43,8 @@ def pending(model: Any, hidden: mx.array) -> mx.array:
 def drafting_part(model: Any) -> Any:
     """Return the module whose `NO_KV_BITS` and `head_dim` describe the drafter's keys and values.
 
-    The drafter's network, or the first MTP head, or the model itself if it has neither.
+    The drafter's network; the drafter itself if it has no `net`; without a drafter the first MTP head, or the model
+    itself if it has none.
     """
     drafter = getattr(model, "drafter", None)
     return getattr(drafter, "net", drafter) or (model.mtp[0] if model.mtp else model)

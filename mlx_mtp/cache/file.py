@@ -93,7 +93,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
                 f"{file}: made with another model, or in another precision; load that one, or make it again"
             )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
-            raise ValueError(f"{file}: made with other MTP heads; load those, or make it again")
+            raise ValueError(f"{file}: made with other MTP heads or drafter; load those, or make it again")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
@@ -125,7 +125,7 @@ def saved_prefix(file: str | Path) -> PromptPrefix | None:
 
 
 def _state(cache: PromptCache) -> dict[str, Any]:
-    """Return everything in a cache that is not an array, as JSON values."""
+    """Return what the file of a cache, between generations, stores besides its arrays, as JSON values."""
     return {
         "format": FORMAT,
         "tokens": cache.tokens,
@@ -147,7 +147,7 @@ def _own_file(file: str | Path, model: Any) -> Path:
 
 
 def _part(model: Any) -> list[int]:
-    """Return this process's rank and the number of ranks of the model; WHOLE if it is not split."""
+    """Return a list of this process's rank and the number of ranks of the model; WHOLE if it is not split."""
     return [model.ranks.rank, model.ranks.size] if model.ranks else WHOLE
 
 
@@ -159,7 +159,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     layers, heads = state["layers"], state["heads"] if model.head_windows() else []
     numbers = [state["primed"], state["reach"]] + [c.get(name) for c in (*layers, *heads) for name in NUMBERS]
     if not all(value is None or (type(value) is int and value >= 0) for value in numbers):
-        raise ValueError("one of its positions or sizes is not a number")
+        raise ValueError("one of its positions or sizes is not an integer of at least 0")
     caches = from_configs([*layers, *heads])
     for i, c in enumerate(caches):
         names = itertools.takewhile(arrays.__contains__, (f"cache.{i}.{j}" for j in itertools.count()))
@@ -187,7 +187,10 @@ def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
 
 
 def _check(cache: PromptCache) -> None:
-    """Raise ValueError for values that no cache of this model has; a checksum does not prove who wrote a file."""
+    """Raise ValueError if tokens, kinds of layers or positions do not fit the model, or arrays the positions.
+
+    A checksum does not prove who wrote a file.
+    """
     model = cache.model
     if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
         raise ValueError("its tokens are not the model's")
@@ -271,10 +274,10 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, its config.json, and
-    the whole content of the selected adapter.
-    heads=True: those of the drafter or MTP heads, and their layout, without their LM heads, on which no state
-    depends. Of a split model all ranks return the same hash and must call together.
+    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, its `args`, and the
+    whole content of the selected adapter. heads=True: those of the drafter or MTP heads, and their layout, without
+    MTP heads' own LM heads and d2t, on which no state depends. Of a split model all ranks return the same hash and
+    must call together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")

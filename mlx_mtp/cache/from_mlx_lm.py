@@ -10,11 +10,11 @@ from .prompt_cache import PromptCache, make_prompt_cache
 
 
 def from_mlx_lm(model: CachedModel, given: Any) -> Any:
-    """Return a PromptCache for `given`, the prompt_cache argument of mlx-lm's functions.
+    """Return a PromptCache for `given`, the prompt_cache argument of mlx-lm's functions, or `given` itself.
 
-    A list of mlx-lm's empty caches: a new one, which replaces the list's members; a rotating cache sets max_kv_size.
-    A list that holds a PromptCache: that one. Anything else is returned unchanged. Raises ValueError for caches that
-    hold tokens, which no MTP head has read, or have another number of layers.
+    A list of mlx-lm's empty caches: a new one, which replaces the list's members; rotating caches of layers without
+    a window set max_kv_size. A list that starts with a PromptCache: that one. Anything else: itself. ValueError for
+    caches that hold tokens, which no MTP head has read, or, if the model has a port, for another number of them.
     """
     if isinstance(given, list) and given and isinstance(given[0], PromptCache):
         return given[0]

@@ -23,7 +23,7 @@ def round_up(n: int) -> int:
 
 
 class LinearKVCache(LayerCache):
-    """Keys, values and any other rows of all positions of one sequence (B = 1), with mlx-lm's methods of a cache.
+    """Keys, values and any other rows of all positions of one sequence (B = 1), for mlx-lm's attention modules.
 
     Buffers grow by at least an eighth. `start`: the first position with contents (an MTP head of depth j has none
     before position j).
@@ -80,8 +80,8 @@ class LinearKVCache(LayerCache):
     def update_and_fetch(self, *arrays: mx.array):
         """Append L rows of keys, values and others, [B, H, L, D] each; return the arrays that they attend to.
 
-        If the device counts positions, these have more rows, which the mask hides. A quantized cache returns two
-        tuples (packed, scales, biases), of the keys and of the values.
+        If the device counts positions, these have further rows, which the mask hides. A quantized cache returns two
+        tuples (packed, scales, biases), one of the keys and one of the values.
         """
         rows = arrays[0].shape[2]
         new = self._encode(*arrays)

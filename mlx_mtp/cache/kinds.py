@@ -35,7 +35,7 @@ def make_cache(
 
 
 def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **quantization: Any) -> list[Any]:
-    """Return one cache per layer of a sequence; layers with the same window share one Ring.
+    """Return an empty cache per layer of a sequence; layers with the same window share one Ring.
 
     starts: each layer's first position with contents, above 0 for later MTP heads of a chain. quantization: `bits`
     and `group_size` of `make_cache`.
@@ -47,7 +47,7 @@ def make_caches(windows: Sequence[CacheKind | Ring], *, starts: list[int], **qua
 def from_configs(configs: list[dict[str, Any]]) -> list[LayerCache]:
     """Return the caches of one sequence, without arrays, from one `config` per layer.
 
-    Caches with the same window share one Ring; all share one `once`.
+    Caches with the same window and `keep` share one Ring; all share one `once`.
     """
     rings: dict[tuple[int, int], Ring] = {}
     caches: list[Any] = []
@@ -80,7 +80,8 @@ def check_layout(
             raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
         head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
         if head_dim % kv_group_size:
-            raise ValueError(f"kv_group_size={kv_group_size}: allowed are divisors of the head size {head_dim}")
+            fits = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0) or f"none; leave out {name}"
+            raise ValueError(f"kv_group_size={kv_group_size}: allowed for the head size {head_dim} are {fits}")
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
     if max_kv_size is not None and MlxLmCaches in model.windows():
@@ -90,7 +91,7 @@ def check_layout(
 def group_size_for(model: CachedModel) -> int:
     """Return the default kv_group_size: 64, or 32 if the model's head size is a multiple of 32 but not of 64.
 
-    Also 64 for a head size that neither divides, which `check_layout` then refuses.
+    Also 64 for a head size that neither divides; `check_layout` then refuses to quantize.
     """
     head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)

@@ -38,7 +38,7 @@ class LayerCache:
     parts:  the arrays; () before the first row.
     start:  the first position with contents; int32 [1] in a recorded cycle.
     window: number of positions held, None for all: the first `keep` and the last ones.
-    config: arguments of `kinds.from_configs` that create this cache without its `parts`; stored in files as JSON.
+    config: entry for this cache in `kinds.from_configs`, which creates it without its `parts`; in files as JSON.
     once:   shared with the sequence's other layers.
     context: the largest of CONTEXTS that the sequence had reached when its answer began. It chooses the kernels, so
         that all rows of an answer have the same ones; `limit` cannot, because it depends on drafts.
@@ -81,7 +81,7 @@ class LayerCache:
         return parts
 
     def reserve(self, rows: int) -> None:
-        """Note that `rows` positions are expected in all: the next growth of the buffers reaches at least these."""
+        """Note that `rows` positions are expected in all: the next growth of growing buffers reaches these."""
 
     def hold(self, rows: int) -> None:
         """Make room for `rows` positions in all now; nothing happens before the first row."""
@@ -95,7 +95,7 @@ class LayerCache:
         return self.parts
 
     def check(self) -> None:
-        """Raise ValueError if `parts`, read from a file, do not match `offset`."""
+        """Raise ValueError if `parts`, read from a file, have too few rows for `offset`, or not a ring's size."""
 
     def fits(self, parts: Parts) -> bool:
         """Return whether `parts`, read from a file, have the shapes and types of this cache, which is not empty."""
@@ -118,7 +118,7 @@ class CachedModel(Protocol):
     """What caches need from their model.
 
     mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: why keys and values cannot be
-    quantized.
+    quantized, None if they can.
     """
 
     mtp: Sequence[Any]

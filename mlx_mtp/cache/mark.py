@@ -19,10 +19,10 @@ class Mark:
     """A recorded state of a PromptCache; references to arrays, nothing is copied.
 
     length: number of tokens held. primed, kept, backlog, quantizing: those fields of the PromptCache.
-    held:   (cache, parts, start) of recurrent states and, between generations, of wrapped windows: a lower offset
-        does not restore these. The first later write to such a window copies it.
+    held:   (cache, parts, start) of the target's recurrent states; in a snapshot of all recurrent states and rings:
+        a lower offset does not restore these. The first later write to such a ring copies it.
     caches: (cache, offset, limit, parts) of all caches, which then are not written in place. None in a snapshot and
-        after `release`: a restore leaves keys, values and positions as they are.
+        after `release`: a restore leaves positions, and all keys and values that are not in `held`, as they are.
     """
 
     length: int

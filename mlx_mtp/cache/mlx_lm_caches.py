@@ -32,7 +32,7 @@ class MlxLmCaches(LayerCache):
         Raises ValueError if an earlier read was interrupted, or `seek` could not set the position.
         """
         if not self.whole:
-            raise ValueError("prompt_cache: it was interrupted in the middle of a step; make a new one")
+            raise ValueError("prompt_cache: interrupted in the middle of a step, or not trimmable; make a new one")
         self.whole = False
         if not self.caches:
             self.caches = mlx_lm_caches.make_prompt_cache(model)
@@ -113,7 +113,7 @@ class ListOfOne:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "prompt_cache: mlx_mtp's, with MTP heads; use mlx_mtp.save_prompt_cache and mlx_mtp.generate"
+            "prompt_cache: mlx_mtp's, which mlx_lm cannot read; use mlx_mtp.save_prompt_cache and mlx_mtp.generate"
         )
 
     state = property(_refuse)  # read by mlx_lm's functions that save or evaluate caches

@@ -105,8 +105,8 @@ def buffers(arrays: Iterable[mx.array]) -> int:
 def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: list[int], room: int) -> PromptCache:
     """Return a cache that holds `tokens`, made of consecutive pieces of `cut` from position 0 on.
 
-    blank: an empty cache of the same layout. at: the checkpoint after the last piece, at position len(tokens). room:
-    number of positions for which buffers have room.
+    blank: a cache of the same layout, which stays as it is. at: the checkpoint after the last piece, at position
+    len(tokens). room: least number of positions for which buffers have room.
     """
     cache = blank.like_new()
     for i, c in enumerate(cache.caches):
@@ -122,7 +122,7 @@ def join(blank: PromptCache, pieces: list[list[Parts]], at: Checkpoint, tokens: 
 
 
 def check_piece(rows: list[Parts], at: Checkpoint | None, like: PromptCache, tokens: int, primed: int) -> None:
-    """Raise ValueError if a piece, read from a file, does not have the shapes of `like`, a non-empty cache.
+    """Raise ValueError if a piece, read from a file, does not fit the shapes and types of `like`, a non-empty cache.
 
     at: the checkpoint at its end, None without one. tokens, primed: number of positions in the piece, of the target
     and of the heads.
@@ -136,7 +136,7 @@ def check_piece(rows: list[Parts], at: Checkpoint | None, like: PromptCache, tok
         pending, unread = sum(rows.shape[1] for rows in at.backlog), at.length - at.primed
         right.append(not like.heads or pending == unread or (like.reach or unread) <= pending < unread)
     if not all(right):
-        raise ValueError("its arrays do not have the shapes of this model's caches")
+        raise ValueError("its arrays do not fit this model's caches")
 
 
 def _suits(parts: Parts, like: LayerCache, span: int) -> bool:

@@ -70,7 +70,7 @@ class Pool(StepCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays, for `mx.eval`."""
+        """Arrays of the target's caches and, with `has_heads`, of the heads' and `kept`; for `mx.eval`."""
         return [part for c in self.caches for part in c.parts] + (self.kept if self.has_heads else [])
 
     @property
@@ -114,7 +114,7 @@ class Pool(StepCache):
             self._copy_out_heads(mark, cache, slot, row, base)
 
     def pause_heads(self, sequences: Sequence[tuple[int, int, int, PromptCache]]) -> None:
-        """Copy each sequence's heads, and the rows they missed, to its own cache; the pool has no heads then.
+        """Copy each sequence's heads, `kept` and missed rows to its own cache; the pool has no heads then.
 
         sequences: (row, slot, position of the last pass's first row, own cache) of each.
         """
@@ -138,7 +138,8 @@ class Pool(StepCache):
         """Change the sequences of the next pass: assign rows to slots and copy newcomers into the pool.
 
         order: for each slot of the span its row in the last pass; numbers from the row count on are newcomers'.
-        newcomers: (slot, own cache) of each, between generations; the heads have read all but its last position.
+        newcomers: (slot, own cache) of each, between generations; with `has_heads` its heads must have read all
+        positions but the last.
         """
         self.span, index = span, mx.array(list(order))
         self._regroup(self.layers, [(slot, c.layers, c.offset) for slot, c in newcomers], order, index)

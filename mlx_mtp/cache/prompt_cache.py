@@ -54,8 +54,8 @@ class PromptCache(StepCache, ListOfOne):
 
     primed:  number of positions that the heads have read.
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
-    backlog: the target's hidden rows [1, r, H] that the heads have not read, up to the last position held.
-    kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1.
+    backlog: `drafting.pending` rows that the heads have not read and need, up to the last position held.
+    kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; else a drafter's own.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
@@ -108,7 +108,7 @@ class PromptCache(StepCache, ListOfOne):
 
     @property
     def layout(self) -> dict[str, int | None]:
-        """The kv_bits, mtp_kv_bits, kv_group_size and max_kv_size for which `make_prompt_cache` gives this layout."""
+        """This layout's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, as `make_prompt_cache` takes them."""
         due = self.quantizing
         target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (self.layers, self.heads))
         pairs = zip(self.model.windows(), self.layers, strict=True)
@@ -165,7 +165,7 @@ class PromptCache(StepCache, ListOfOne):
         return sum(rows.shape[1] for rows in self.backlog)
 
     def resume_heads(self, base: int) -> None:
-        """Let the drafter follow the target from now on; it must have read all positions before `base`."""
+        """Let the drafter, which has read all positions before `base`, follow; positions move to the device."""
         self.to_device()
         if not self.live:
             assert self.primed == base or not self.heads, "the drafter has not read all rows"
@@ -228,8 +228,8 @@ class PromptCache(StepCache, ListOfOne):
     def restore(self, mark: Mark) -> None:
         """Return to a mark.
 
-        After its `release`, and to a snapshot, only states and the heads' fields return: the caller then sets
-        positions (`settle`), and later rows stay in the buffers to be overwritten.
+        After its `release`, and to a snapshot, only `held` and the heads' fields return: the caller then sets
+        positions (`settle`), and later rows stay in the buffers to be overwritten. `tokens` never change here.
         """
         self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
         self.restore_states(mark)
@@ -240,7 +240,7 @@ class PromptCache(StepCache, ListOfOne):
             self.layers, self.quantizing = [c for c, *_ in mark.caches[: len(self.layers)]], mark.quantizing
 
     def restore_states(self, mark: Mark) -> None:
-        """Restore the recurrent states and wrapped windows of a mark, nothing else."""
+        """Restore the recurrent states and rings that a mark holds (`held`), nothing else."""
         for c, parts, start in mark.held:
             c.parts, c.start = parts, start
 
@@ -251,7 +251,7 @@ class PromptCache(StepCache, ListOfOne):
         self.settle(self.tokens[: to.length])
 
     def is_trimmable(self) -> bool:
-        """Return whether `trim` can drop any tokens; False with a recurrent state or a wrapped window."""
+        """Return whether `trim` can drop any tokens; False with a recurrent state or a ring that may have wrapped."""
         return all(c.trims for c in self.caches)
 
     @in_turn()
@@ -323,7 +323,7 @@ def make_prompt_cache(
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; caches are
         quantized exactly there, whatever is drafted.
     max_kv_size: full-attention layers keep this many positions, the first SINKS and the last ones, as mlx_lm's
-        rotating cache when it decodes; MLX reads such a cache, no kernel does. Raises ValueError on a bad value.
+        rotating cache when it decodes; MLX reads such a cache, no kernel does. A bad argument raises ValueError.
     """
     kv_group_size = group_size_for(model) if kv_group_size is None else kv_group_size
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)

@@ -48,7 +48,7 @@ class RecurrentCache(LayerCache):
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """Return the state at `offset`, None at the start; after a verify the accepted rows of the tape are applied.
+        """Return the state at `offset`, None at the start: with a tape that after its accepted rows, not stored here.
 
         replay(state, mask [1, T], *tape): returns the state after the tape rows that are true in the mask.
         """
@@ -70,7 +70,7 @@ class RecurrentCache(LayerCache):
 
     @property
     def committed(self) -> mx.array | None:
-        """The state before the tape, None at the start."""
+        """The stored state: before the tape, if there is one; None at the start."""
         return self.parts[1] if self.parts else None
 
     @property

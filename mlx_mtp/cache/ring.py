@@ -18,7 +18,7 @@ class Ring:
     """Geometry of a ring: keys and values of `window` positions in `window + 2 * MAX_ROWS` slots.
 
     The first `keep` of the window's positions are never overwritten; later positions share the other slots in turn.
-    All layers of a model share one Ring, so that functions of the position are computed once per forward pass.
+    Layers of a sequence with the same window share one, so that a pass computes functions of the position once.
 
     A rollback only lowers the position: rejected rows stay until they are overwritten. Such a row, at position p, has
     replaced the position one turn of the ring earlier, and a mask takes it for that one, which is outside the window
@@ -77,7 +77,7 @@ class Ring:
         return (positions <= queries) & (near | (positions < self.keep) if self.keep else near)
 
     def mask_of_one(self, positions: range, visible: int) -> mx.array:
-        """Return the mask [1, visible] of one row, made on the host: true for `positions` and the kept ones.
+        """Return the mask [1, visible] of one row, made on the host: true at the slots of `positions` and kept ones.
 
         positions: consecutive ones after the kept ones, the last of which is the row's own.
         """

@@ -60,7 +60,7 @@ class PooledKV(LayerCache):
     """
 
     def __init__(self, ring: Ring | None = None):
-        self.ring, self.window = ring, ring and ring.window
+        self.ring, self.window, self.keep = ring, ring and ring.window, ring.keep if ring else 0
         self.limit, self.starts = 0, []
         self.parts: Parts = ()
         self.offset: Any = None
@@ -208,7 +208,7 @@ def _with_tape(parts: Parts, rows: int, like: Parts) -> Parts:
 
 
 def gather(old: mx.array | None, new: Sequence[mx.array], index: mx.array) -> mx.array:
-    """Return the rows at `index` of old [n, ...] (None if there are none), followed by the new arrays [1, ...]."""
+    """Concatenate old [n, ...], which may be None, and new arrays [1, ...]; return the result's rows at `index`."""
     rows = [*([] if old is None else [old]), *new]
     return mx.take(mx.concatenate(rows) if len(rows) > 1 else rows[0], index, axis=0)
 

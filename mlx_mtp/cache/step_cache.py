@@ -10,7 +10,7 @@ from .layer_cache import CachedModel
 class CacheArrays(NamedTuple):
     """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
-    ends: position of the target, and of the drafter if it follows: int32 [n], or an int while the host counts.
+    ends: position of the target, and of the drafter or None: int32 [n], or an int while the host counts.
     """
 
     ends: tuple[Any, Any]
@@ -32,7 +32,7 @@ class StepCache(Protocol):
     layers: the target's, all at the same positions. heads: the drafter's own.
     kept:   arrays that a drafter passes from one step to the next besides its caches, [n, 1, H] each.
     live:   the drafter is in the step: it reads the last run's rows, and its caches follow the target.
-    starts: the first position with contents of each cache in the step, as inputs of a recorded step.
+    starts: first positions with contents, as inputs of a recorded step: of all caches in it, or of heads only.
     """
 
     layers: list[Any]
@@ -52,7 +52,7 @@ class StepCache(Protocol):
         return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [])
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
-        """Set the arrays that `unload` or a step returned, and upper bounds of the target and drafter positions."""
+        """Set the positions and arrays that `unload` or a step returned, and the positions' upper bounds."""
         parts = iter(arrays.parts)
         for c in self.layers:
             c.seek(arrays.ends[0], limit)
@@ -67,7 +67,7 @@ class StepCache(Protocol):
         seek(self.layers, self.layers[0].offset - n, self.layers[0].limit)
 
     def heads_follow(self) -> None:
-        """Set the position of the drafter's caches to the target's, which overwrites later rows in the next call."""
+        """Set the position of the drafter's caches to the target's; the next call overwrites their later rows."""
         seek(self.heads, self.layers[0].offset, self.layers[0].limit)
 
     def mark(self) -> Any:

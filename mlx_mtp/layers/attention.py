@@ -40,7 +40,7 @@ class CachedAttention(Site):
     SHORTER, LONGER = 4, 10  # factors for trials of short and of long contexts
     _read: Callable[..., mx.array]
     _before: Callable[[mx.Dtype], Any]
-    varies = True  # whether the speed depends on the context length
+    varies = True  # whether a short and a long context are tried, too
     reference: Callable[..., mx.array]
 
     def serves_rows(self, rows: int, cache: Any) -> bool:
@@ -54,7 +54,10 @@ class CachedAttention(Site):
 
     @cached_property
     def at_contexts(self) -> "dict[int, CachedAttention]":
-        """Copies of the site for trials, by short and long context; empty if the length makes no difference."""
+        """Copies of the site for trials at a short and a long context, by the first and last of CONTEXTS.
+
+        Empty unless `varies`.
+        """
         if not self.varies:
             return {}
         shorter, longer = copy.copy(self), copy.copy(self)
@@ -76,9 +79,10 @@ class CachedAttention(Site):
 
 
 class Attention(CachedAttention):
-    """A module's attention after its projections, on caches of one format; `quantized`: the sites of other formats.
+    """A module's attention of rotated queries, with its gate, on caches of one format.
 
-    `make_cache` creates a cache of the module's window and of that format. Its x are queries.
+    `quantized`: the sites of the quantized formats. `make_cache` creates a cache of the module's window and of this
+    site's format. Its x are queries.
     """
 
     reference = staticmethod(verify_attention_ref)
@@ -119,9 +123,10 @@ class Attention(CachedAttention):
     def fused(
         self, q: mx.array, cache: Any, offset: Offset, gate: mx.array | None, op: Callable | None = None
     ) -> mx.array:
-        """Attend queries [N, Hq, L, D] at positions from `offset` on to all rows of `cache`: [N, L, Hq * Dv].
+        """Attend queries [N, Hq, L, D] at positions from `offset` on to rows of `cache`: [N, L, Hq * Dv].
 
-        For N sequences offset is int32 [N] and the cache has one slot for each.
+        A query reads the positions up to its own that are in the cache's window; they have been written. For several
+        sequences offset is int32 [N], and the cache is a pool whose pass has N slots.
         gate: logits [N, L, Hq] or [N, L, Hq, Dv] that gate the output, or None. op: replaces the kernel.
         """
         op = partial(verify_attention, split=q.shape[2] in self.split) if op is None else op
@@ -157,7 +162,10 @@ class Attention(CachedAttention):
         return x.reshape(1, len(x), self.form.heads, -1).swapaxes(1, 2)
 
     def _before(self, dtype: mx.Dtype) -> Any:
-        """Return random keys and values for all positions that a trial's rows may read, and a mask per row count."""
+        """Return (a cache's parts with random keys and values, masks by row count), which the first call creates.
+
+        dtype: of the parts at the first call, before they are quantized; ignored later.
+        """
         if self.tried is None:
             cache = self.make_cache()
             slots = cache.ring.slots if cache.window else self.SLOTS
@@ -188,7 +196,8 @@ class Attention(CachedAttention):
 class VerifyAttention:
     """Mixin for an attention with separate projections for queries, keys and values.
 
-    It replaces `__call__` where a site is on: `placing` (norms and RoPE) or `attention` (everything after them).
+    It replaces `__call__` if the cache is this package's and a site is on: `placing` (norms and RoPE) or `attention`
+    (from there to the gated output).
     """
 
     attention: Attention

@@ -110,9 +110,9 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(D, shape.eps), nn.RMSNorm(D, shape.eps)
 
     def append(self, x: mx.array, kv: Any, rope: Any) -> tuple[Any, Any]:
-        """Write keys and values of rows x [n, L, H] at the position of cache `kv`; return those of all its slots.
+        """Write keys and values of rows x [n, L, H] at the position of cache `kv`, which advances by L.
 
-        rope: rotates the keys to their positions. The pair is that of `kv.update_and_fetch`.
+        Returns the pair that `kv.update_and_fetch` returns. rope: rotates the keys to their positions.
         """
         keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
@@ -230,5 +230,5 @@ class BlockNetwork(nn.Module):
         return self.norm(x)
 
     def token(self: Any, row: mx.array) -> mx.array:
-        """Translate row indices of its LM head to the target's tokens; unchanged unless its vocabulary is reduced."""
+        """Translate row indices of its LM head to the target's tokens; unchanged if it has no `d2t`."""
         return row + mx.take(self.d2t, row) if "d2t" in self else row

@@ -10,8 +10,8 @@ class Reach(NamedTuple):
 
     before: a row at T + j reads the context from T + j - before on; None: all of it.
     from_anchor: every row reads the context from T - before on.
-    causal: rows read no later row of the block. bounded: rows of the block that are further apart than `before` do
-    not read each other.
+    causal: rows read no later row of the block. bounded: a row reads no row of the block more than `before` later
+    and, unless from_anchor, none more than `before` earlier.
     """
 
     before: int | None = None
@@ -23,8 +23,8 @@ class Reach(NamedTuple):
 def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach) -> mx.array:
     """Return a boolean [n, 1, rows, slots]: the slots that each row of the block attends to within its reach.
 
-    The block begins at `position`, int32 [n] or [1].
-    Slots of rejected rows and of positions after the block are masked: they hold no context.
+    It is [n, 1, 1, slots] if all rows attend to the same. The block begins at `position`, int32 [n] or [1]. Slots are
+    masked that have no position from `kv.start` to the block's end, as those of rejected rows.
     """
     first = position.reshape(-1, 1, 1, 1)
     end = first + rows
@@ -42,6 +42,9 @@ def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach)
 
 
 def _positions(kv: Any, end: mx.array, slots: int) -> mx.array:
-    """Return each slot's position: its index [slots], or in a ring [n, 1, 1, slots], negative if never written."""
+    """Return each slot's position: its index [slots], or in a ring the newest before `end`, [n, 1, 1, slots].
+
+    In a ring it is negative if there is none.
+    """
     index, ring = mx.arange(slots), getattr(kv, "ring", None)
     return index if ring is None else (end - 1) - ((end - 1) - index) % ring.turn

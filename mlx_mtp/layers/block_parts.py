@@ -11,9 +11,10 @@ import mlx.nn as nn
 
 
 class DynamicConv(nn.Module):
-    """Two causal convolutions along the block, before and behind a sub-layer, with kernels computed from its input.
+    """Two causal convolutions along the block, before and behind a sub-layer.
 
-    Row i reads rows i, i-1, .. of its own block, zeros before row 0; `group` channels share a dynamic kernel.
+    Each kernel is a fixed part of every channel plus a part, shared by `group` channels, that is computed from x, the
+    first one's input. Row i reads rows i, i-1, .. of its own block, zeros before row 0.
     """
 
     def __init__(self, width: int, taps: int, group: int):
@@ -53,7 +54,10 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return tokens of the greatest logits per row, int32 [n, b, top], unordered, and these logits in float32."""
+        """Return tokens of the greatest logits per row, int32 [n, b, top], unordered, and these logits in float32.
+
+        There are fewer than `top` if the logits are fewer.
+        """
         top = min(self.top, logits.shape[-1])
         tokens = mx.argpartition(-logits, top - 1, axis=-1)[..., :top]
         values = mx.take_along_axis(logits, tokens, axis=-1)
@@ -71,7 +75,8 @@ class CandidateSelector(nn.Module):
 class MarkovHead(nn.Module):
     """A bias of each row's logits, given the token before: markov_w2(f(markov_w1[before])).
 
-    kind: "vanilla": f is the identity; "gated": a gate by the row; "rnn": a state along the block.
+    kind: "vanilla": f is the identity; "gated": f multiplies by a gate of row and token; "rnn": f also reads the row
+    and a state that passes along the block.
     """
 
     KINDS = ("vanilla", "gated", "rnn")
@@ -87,9 +92,10 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def __call__(self, before: mx.array, row: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """Return the bias [n, V] and the next state, for `markov_w1` of the tokens before [n, r] and rows [n, H].
+        """Return (bias [n, draft_vocab], next state) of rows [n, H].
 
-        The state is None except for kind "rnn", whose first one is zeros.
+        before: `markov_w1` of the tokens before, [n, r]. The state is [n, r] for kind "rnn", where None stands for
+        zeros; the other kinds return it unchanged.
         """
         if self.kind == "gated":
             before = mx.sigmoid(self.gate_proj(mx.concatenate([row, before], axis=-1))) * before
@@ -103,7 +109,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The probability that the target accepts a row's draft, from the row and, with a rank, `markov_w1` before it."""
+    """The probability that the target accepts a row's draft, from the row and, with a rank above 0, a second input.
+
+    That is `markov_w1` of the token before, of `rank` values.
+    """
 
     def __init__(self, width: int, rank: int):
         super().__init__()
@@ -111,6 +120,6 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(width + rank, 1)
 
     def __call__(self, row: mx.array, before: mx.array | None) -> mx.array:
-        """Return probabilities, float32 [n, 1], for rows [n, H] and, if read, `markov_w1` of the tokens before."""
+        """Return probabilities, float32 [n, 1], for rows [n, H]; before: the second input [n, rank], or None."""
         features = row if before is None or not self.with_markov else mx.concatenate([row, before], axis=-1)
         return mx.sigmoid(self.proj(features).astype(mx.float32))

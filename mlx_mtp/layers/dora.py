@@ -7,6 +7,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from .adapters import shape_of
+from .scaled import dequantized_weight
 
 
 class DoRA(nn.Module):
@@ -43,5 +44,4 @@ def weight_of(linear: Any) -> mx.array:
     """Return the weights of a linear layer in float32, dequantized if they are quantized."""
     if "scales" not in linear:
         return linear.weight.astype(mx.float32)
-    form = linear.group_size, linear.bits, linear.mode
-    return mx.dequantize(linear.weight, linear.scales, linear.get("biases"), *form, dtype=mx.float32)
+    return dequantized_weight(linear, mx.float32).astype(mx.float32)

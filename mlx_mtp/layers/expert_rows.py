@@ -27,7 +27,7 @@ def row_numbers(x: tuple[int, ...], chosen: tuple[int, ...]) -> mx.array:
 
 
 class NumberedRows(QuantizedSwitchLinear):
-    """`QuantizedSwitchLinear` without biases that passes row indices to MLX."""
+    """`QuantizedSwitchLinear` without `bias` that passes row indices to MLX."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N]."""
@@ -49,7 +49,7 @@ class NumberedRows(QuantizedSwitchLinear):
 
 
 def number_rows(modules: Sequence[nn.Module]) -> None:
-    """Turn each `QuantizedSwitchLinear` without biases into `NumberedRows`, in place."""
+    """Turn each `QuantizedSwitchLinear` without `bias` into `NumberedRows`, in place."""
     for module in modules:
         if type(module) is QuantizedSwitchLinear and "bias" not in module:
             module.__class__ = NumberedRows
@@ -58,8 +58,8 @@ def number_rows(modules: Sequence[nn.Module]) -> None:
 class InPieces:
     """Mixin for a mixture of experts: x [n, L, H] of n sequences and their choices [n, L, top_k].
 
-    It splits the batch where mlx-lm would sort its rows, because the kernels for sorted rows have other bits than a
-    single sequence gets.
+    It splits the batch of several sequences where mlx-lm would sort its rows, because the kernels for sorted rows
+    have other bits than a single sequence gets.
     """
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -75,7 +75,7 @@ CUT = {kind: type(kind.__name__, (InPieces, kind), {}) for kind in (SwitchGLU, S
 
 
 def cut_experts(model: nn.Module) -> None:
-    """Add `InPieces` to a model's mixtures of experts, in place."""
+    """Add `InPieces` to each SwitchGLU and SwitchMLP of a model, not to their subclasses, in place."""
     for module in model.modules():
         if type(module) in CUT:
             module.__class__ = CUT[type(module)]

@@ -21,7 +21,7 @@ SHARED = ("shared_experts", "share_expert", "shared_expert")
 def routing_of(block: Any) -> Routing:
     """Return the `Routing` of a block's router: softmax if `gate` is a linear layer, else sigmoid.
 
-    Step-3.5 and MiMo add 1e-20 to the denominator. The other families do not, but differ only where it is 0.
+    For sigmoid 1e-20 is added to the denominator; families that do not add it differ only where it is 0.
     """
     gate = block.gate
     if not hasattr(gate, "routed_scaling_factor"):  # a linear layer, or an adapter around one
@@ -32,7 +32,7 @@ def routing_of(block: Any) -> Routing:
 
 
 def expert_counts(modules: Iterable[Any]) -> tuple[int, int] | None:
-    """Return (experts, experts per token) of the first mixture among a model's modules; None if either is missing."""
+    """Return (experts, experts per token), each the first among a model's modules; None if either is missing."""
     modules = list(modules)
     experts = next((m.num_experts for m in modules if isinstance(m, SWITCHES)), None)
     used = next((n for m in modules for name in PER_TOKEN if isinstance(n := getattr(m, name, None), int)), None)
@@ -47,7 +47,8 @@ def projections(switch: Any) -> tuple[str, ...]:
 def servable(block: Any) -> bool:
     """Return whether the kernels support the block's experts.
 
-    They must be quantized, without biases, SwiGLUs with gate and up in one format or squared ReLUs.
+    They must be quantized in supported formats, have no `bias`, and be SwiGLUs, with gate and up in one format, or
+    squared ReLUs.
     """
     switch = block.switch_mlp
     linears = [switch[name] for name in projections(switch)]

@@ -24,7 +24,7 @@ class GatedDelta:
     A port whose module projects differently overrides `inputs` and, if needed, `grouped`.
     verify_rows: row counts at which kernels (`fused`) replace mlx-lm's functions (`plain`) between the projections.
     A tape holds k, v, a, b of its rows and the gates g and beta, or the state after each row; both paths read both.
-    Submodules are read by key, because an attribute lookup costs 0.4 us more.
+    Most submodules are read by key, because an attribute lookup costs 0.4 us more.
     Shapes: C channels of the convolution, Hk and Hv key and value heads, of Dk and Dv values.
     """
 
@@ -51,7 +51,10 @@ class GatedDelta:
         return self["out_proj"](y.reshape(B, S, -1))
 
     def plain(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
-        """Return the gated output of the recurrence [1, S, Hv, Dv] of `inputs` by mlx-lm's ops; advance the cache."""
+        """Return the recurrence's output [B, S, Hv, Dv] for `inputs`, normed and gated, and advance the cache.
+
+        The arithmetic is that of mlx-lm's functions.
+        """
         rows = cache.convolved(qkv, self.conv_kernel_size)
         qk, v = mx.split(nn.silu(self["conv1d"](rows)), [2 * self.key_dim], axis=-1)
         q, k = self._normed(qk.reshape(*qk.shape[:2], 2 * self.num_k_heads, self.head_k_dim))
@@ -68,7 +71,8 @@ class GatedDelta:
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
         """Return the output of `plain` for the arrays of `grouped`, in three launches, and advance the cache.
 
-        The second launch also replays the tape. The rows of B sequences follow each other: [1, B * S, Hv, Dv].
+        The second launch also replays a tape that has to be; from a tape of states MLX takes one before. The rows of
+        B sequences follow each other: [1, B * S, Hv, Dv].
         """
         accepted, tape = cache.accepted, None
         earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv
@@ -91,13 +95,13 @@ class GatedDelta:
         return gated_norm(y, z, self.norm.weight, self.norm.eps)
 
     def _normed(self: Any, qk: mx.array) -> list[mx.array]:
-        """Norm and scale q and k, side by side [1, S, 2 Hk, Dk], as mlx-lm's `normalize_qk`: [1, S, Hk, Dk] each."""
+        """Norm and scale q and k, side by side [B, S, 2 Hk, Dk], as mlx-lm's `normalize_qk`: [B, S, Hk, Dk] each."""
         scale = self.head_k_dim**-0.5
         q, k = mx.split(mx.fast.rms_norm(qk, None, 1e-6 * scale**2), 2, axis=2)
         return [q * scale**2, k * scale]
 
     def _gates(self: Any, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the decay g and the rate beta, [1, S, Hv], for a and b from `inputs`."""
+        """Return the decay g and the rate beta, [B, S, Hv], for a and b from `inputs`."""
         return compute_g(self["A_log"], a, self["dt_bias"]), mx.sigmoid(b)
 
     def _replay(
@@ -109,9 +113,10 @@ class GatedDelta:
     def _update(
         self: Any, q: Any, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: Any, mask: Any = None
     ):
-        """Return (outputs, state, states per row) of mlx-lm's recurrence: as `row_by_row`, or by its kernel on Metal.
+        """Return (outputs, state, states per row) of mlx-lm's recurrence, as `row_by_row` does.
 
-        The kernel's states per row are None. Without q the outputs are unusable: None, or the kernel's with k as q.
+        On Metal mlx-lm's kernel runs if Dk is a multiple of 32; then states per row are None. Without q the outputs
+        are unusable: None, or the kernel's with k as q.
         """
         if state is None:
             state = mx.zeros((1, self.num_v_heads, self.head_v_dim, self.head_k_dim))
@@ -207,7 +212,11 @@ class Recurrence(Site):
         return path(qkv, z, b, a, cache).reshape(len(x), -1)
 
     def _cache(self, x: mx.array, *, tape: bool) -> Any:
-        """Copy a cache that holds a few rows: those of a partly accepted tape, or all added one at a time."""
+        """Return a copy of a cache that holds PROMPT + ACCEPTED rows.
+
+        With `tape` they are a prompt and a tape of TAPE rows, of which ACCEPTED are accepted; else they were added
+        one at a time.
+        """
         if not self.before:
             rows = mx.random.normal((self.PROMPT + self.TAPE, self.width), x.dtype, key=mx.random.key(0))
             end = self.PROMPT + self.ACCEPTED

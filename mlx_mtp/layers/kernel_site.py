@@ -50,9 +50,10 @@ class Site:
     op: name of the kernel. shape: description of everything else that decides which is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
     together: further row counts, tried once a cycle may have more than seven drafts or several sequences.
-    rows_of_context: `rows` by context length, for an attention whose speed depends on it.
+    rows_of_context: `rows` by member of CONTEXTS, for those tried in addition; `rows` hold for the others.
     kind: the part of the shape that the compiled kernel depends on, "" for all of it. Of an op's sites of one kind
-        the one with the most weights is timed for all. weights_read: approximate number of weights read by a call.
+        the one with the most weights is timed for all. weights_read: a measure of those by which sites of a kind
+        compare, as the number of weights or of their rows.
     split: those of `rows` that the kernel splits into fewer rows per thread, with the same bits.
     asked: False until something in use needs the site; before that it is not tried.
 
@@ -109,9 +110,9 @@ class Site:
 
 
 def inexact_rows(site: Site, more: Collection[int] = ()) -> set[int]:
-    """Return the row counts at which a row's bits may depend on other rows, with the kernel on for `site.rows`.
+    """Return the row counts at which a row's bits may differ from those at other counts, with the kernel as it is on.
 
-    more: the row counts of `together` that occur as well.
+    more: the row counts of `together` that occur as well. A kernel counts as on if it is at every context.
     """
     if not getattr(site, "bits", True):
         return set(site.rows)

@@ -90,7 +90,7 @@ class Rows:
         return draw_ref(self.head.logits(self.x), key, position, temp)
 
     def top(self, n: int) -> Top:
-        """Return each row's n greatest logits, the greatest first, as `kernels.verify_head_top` does."""
+        """Return (each row's n greatest logits, their tokens, the logsumexp of all), as `kernels.verify_head_top`."""
         if self.fused:
             return verify_head_top(self.x, self.head.weights, n, self.head.bias, split=self.split)
         return top_ref(self.head.logits(self.x), n)

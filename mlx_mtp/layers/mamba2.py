@@ -54,7 +54,10 @@ class Mamba2:
         return y
 
     def fused(self: Any, mixed: mx.array, dt: mx.array, cache: Any, rows: mx.array) -> mx.array:
-        """Return the output of `plain`, in one launch that also replays the tape, after a launch each for two dt."""
+        """Return the output of `plain` for one sequence, in one launch that also replays the tape, if there is one.
+
+        Before it the softplus of each dt, of the rows and of the tape, is a launch.
+        """
         (x, B, C), accepted, tape = self._parts(mixed), cache.accepted, None
         if accepted is not None:
             old_x, old_B, old_dt = cache.tape
@@ -76,12 +79,15 @@ class Mamba2:
         return mx.zeros((1, self.num_heads, self.head_dim, self.ssm_state_size))
 
     def _update(self: Any, state: mx.array | None, x: mx.array, B: mx.array, C: mx.array, dt: mx.array):
-        """Compute the outputs [1, S, heads, D] of rows and the state after them [1, heads, D, N]."""
+        """Compute the outputs [n, S, heads, D] of rows and the state after them [n, heads, D, N].
+
+        state: before the rows, None at the start. dt: before its softplus.
+        """
         D = self.D.astype(x.dtype)
         return ssm_update(x, self.A_log, B, C, D, dt, self.dt_bias, state, self.time_step_limit)
 
     def _stepped(self: Any, state: mx.array, *rows: mx.array, mask: mx.array | None = None):
-        """Return the result of `_update`, row by row; rows outside `mask` [1, S] leave the state unchanged."""
+        """Return the result of `_update`, row by row; rows outside `mask` [n, S] leave the state unchanged."""
         outputs = []
         for t in range(rows[0].shape[1]):
             y, after = self._update(state, *(row[:, t : t + 1] for row in rows))

@@ -114,9 +114,9 @@ class LatentAttention(CachedAttention):
         op: Callable = verify_latent_attention,
         chosen: mx.array | None = None,
     ) -> mx.array:
-        """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, D].
+        """Attend queries at positions from `offset` on to a cache's latent rows: [1, heads, L, latent width].
 
-        chosen: integers [L, C], the slots that each row attends to; None for all.
+        chosen: integers [L, C], the slots that each row attends to; None: all positions up to its own.
         """
         where = {"limit": cache.limit, "start": cache.start, "chosen": chosen}
         return op(q, q_pe, *cache.parts[:2], on_device(offset), scale=self.module.scale, **where)
@@ -133,7 +133,7 @@ class LatentAttention(CachedAttention):
         return side_by_side(self.fused(*self._queries(x), cache, offset, op, self._chosen(offset, len(x))))
 
     def _chosen(self, offset: int, rows: int) -> mx.array | None:
-        """Return the slots that a trial's rows attend to, as `fused` takes them."""
+        """Return the slots that a trial's rows attend to, as the `chosen` of `fused`."""
         return None
 
     def _queries(self, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -160,9 +160,10 @@ class AbsorbedMLA:
     placing: NormRope | None = None
 
     def __call__(self: Any, x: mx.array, mask: Mask = None, cache: Any = None) -> mx.array:
-        """Append rows x [n, L, H] to `cache`, and attend to all its rows: [n, L, H].
+        """Append rows x [n, L, H] to `cache`, and attend to those of its rows that `mask` allows: [n, L, H].
 
-        mask: boolean [L, S], or broadcast to it, or None. Without a cache mlx-lm's module runs.
+        mask: boolean, broadcast to [n, heads, L, S], or None for all. Without a cache, or for more than ABSORBED_ROWS
+        rows, mlx-lm's module runs.
         """
         if cache is None or x.shape[1] > ABSORBED_ROWS:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -181,10 +182,10 @@ class AbsorbedMLA:
         return self.output(self["unembed_out"](out))
 
     def placed(self: Any, q: mx.array, x: mx.array, offset: Offset) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Apply positions from `offset` on to rows x [1, L, H] and their queries q [1, L, heads * D].
+        """Apply positions from `offset` on to rows x [n, L, H] and their queries q [n, L, heads * D].
 
-        Returns q [1, L, heads, D], whose first values have no position; its other values, rotated [1, heads, L, D];
-        and the latent rows and rotated keys [1, 1, L, D] for the cache.
+        Returns q [n, L, heads, D], not rotated; its last qk_rope_head_dim values, rotated [n, heads, L, ..]; and the
+        latent rows and rotated keys [n, 1, L, ..] for the cache.
         """
         q = q.reshape(*x.shape[:2], self.num_heads, self.q_head_dim)
         latent, k_pe = mx.split(self["kv_a_proj_with_mqa"](x), [self.kv_lora_rank], axis=-1)
@@ -197,14 +198,14 @@ class AbsorbedMLA:
         return q, q_pe, mx.expand_dims(self["kv_a_layernorm"](latent), 1), k_pe
 
     def absorbed(self: Any, q: mx.array) -> mx.array:
-        """Multiply the unrotated values of queries [n, L, heads, D] by the heads' matrices: [n, heads, L, R]."""
+        """Multiply the first qk_nope_head_dim values of queries [n, L, heads, D] by `embed_q`: [n, heads, L, R]."""
         embed = self["embed_q"]
         if isinstance(embed, VerifyMultiLinear) and q.shape[1] in embed.site.rows:
             return embed.site.product(q)
         return embed(self.unplaced(q))
 
     def unplaced(self: Any, q: mx.array) -> mx.array:
-        """Return the unrotated values of queries [1, L, heads, D]: [1, heads, L, D]."""
+        """Return the first qk_nope_head_dim values of queries [n, L, heads, D]: [n, heads, L, ..]."""
         return q[:, :, :, : self.qk_nope_head_dim].swapaxes(1, 2)
 
     def attend(
@@ -227,7 +228,7 @@ class AbsorbedMLA:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=scores).reshape(whole)
 
     def output(self: Any, out: mx.array) -> mx.array:
-        """Project the heads' values [1, heads, L, D] to [1, L, H]."""
+        """Project the heads' values [n, heads, L, Dv] to [n, L, H]."""
         return self["o_proj"](out.transpose(0, 2, 1, 3).flatten(-2))
 
 

@@ -17,7 +17,8 @@ class MTPHead(nn.Module):
     """An MTP head around `block`, a decoder layer of the family.
 
     Its norms have the class, size and eps of `final`, the target's last norm. `mask_array`: the block needs its mask
-    as an array. A port sets `window`, the positions that the block's attention reads, unless it reads all.
+    as an array. A port sets `window`, the number of last positions that the block's attention reads, unless it reads
+    all.
     """
 
     window: int | None = None
@@ -67,9 +68,9 @@ class EagleHead(MTPHead):
 
     Its attention reads [embedding, hidden] at full width, so its projections are widened.
     captured: width of each captured hidden state. vocab, draft_vocab: tokens of the target and of the LM head.
-    window: positions that the attention reads, None for all. residual_normed: the residual is `hidden_norm`'s output,
-    not its input. parts: the optional modules present: "input_norm" (of all captured states), "fc_norm" (of each),
-    "d2t".
+    window: number of last positions that the attention reads, None for all. residual_normed: the residual is
+    `hidden_norm`'s output, not its input. parts: the optional modules present: "input_norm" (of all captured states),
+    "fc_norm" (of each), "d2t".
     """
 
     NO_KV_BITS: str | None = None  # its attention supports quantized caches even if the target's does not

@@ -77,7 +77,7 @@ class MTPSpec:
         return next(names, None)
 
     def name(self, depth: int, path: str, num_hidden_layers: int) -> str:
-        """Return the usual checkpoint name of the tensor that `locate` finds at (depth, path)."""
+        """Return the usual checkpoint name of the tensor that `locate` finds at (depth, path), which must exist."""
         return f"{self.before(None, depth, num_hidden_layers)}{self.stored(path)}"
 
     def _prefix(self, number: str) -> str:
@@ -86,7 +86,7 @@ class MTPSpec:
         return re.sub(r"\(\?:|\)\?", "", usual).replace(r"\.", ".")
 
     def may_repeat(self, module: str) -> bool:
-        """Return whether a checkpoint may lack this module of a head: the target's then serves ("shared_or_own")."""
+        """Return whether this module is "shared_or_own": the target's in checkpoints whose heads lack it."""
         return {"head": self.head, "embed_tokens": self.embedding}.get(module) == "shared_or_own"
 
     def resolve(self, paths: Collection[str]) -> "MTPSpec":

@@ -21,7 +21,7 @@ def device_offset(offset: int) -> mx.array:
 
 
 def on_device(offset: Offset) -> mx.array:
-    """Return a position as int32 [1] on the device, unchanged if it is one already."""
+    """Return a position as int32 [1] on the device; arrays, also of several positions, are returned unchanged."""
     return device_offset(offset) if isinstance(offset, int) else offset
 
 

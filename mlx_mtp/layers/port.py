@@ -198,7 +198,7 @@ class Port(HasRuntime, nn.Module):
         return [*self.drafter.windows] if self.drafter is not None else [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
-        """Return the parameter paths that checkpoint tensor `name` becomes; none if it is dropped."""
+        """Return the parameter paths that a checkpoint tensor becomes, or is a part of; a port may return none."""
         head = self.spec.locate(name, self.args.num_hidden_layers)
         names = [name if head is None else f"mtp.{head[0]}.{head[1]}"]
         if head is None and name.endswith("lm_head.weight") and getattr(self.args, "tie_word_embeddings", False):
@@ -215,11 +215,11 @@ class Port(HasRuntime, nn.Module):
         return path
 
     def sanitized(self, trunk: Tensors, heads: Tensors, *, shift_trunk: bool, shift_heads: bool) -> Tensors:
-        """Convert checkpoint tensors to parameters.
+        """Convert checkpoint tensors to parameters by path; KeyError if mlx-lm finds one missing.
 
         trunk, heads: the target's and the heads' tensors. shift_trunk, shift_heads: whether their norms are stored
         zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). It may judge
-        the heads' norms differently, so they bypass it and are shifted here.
+        the heads' norms differently, so with ZERO_CENTRED they bypass it and are shifted here.
         """
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}
@@ -234,7 +234,10 @@ class Port(HasRuntime, nn.Module):
         return SimpleNamespace(args=replace(self.args, num_hidden_layers=1))
 
     def sanitized_heads(self, heads: Tensors) -> Tensors:
-        """Apply mlx-lm's sanitizing (experts, fp8, MLA) to each depth; KeyError names a missing tensor."""
+        """Return parameters by path: each depth's tensors after mlx-lm's sanitizing (experts, fp8, MLA).
+
+        KeyError names a missing tensor.
+        """
         depths: dict[int, Tensors] = {}
         for name, w in heads.items():
             depth, path = self.spec.locate(name, self.args.num_hidden_layers)  # type: ignore[misc]

@@ -18,10 +18,10 @@ from .scaled import SCALE, finished, widened
 
 
 class Stack(Site):
-    """Quantized linear layers that read the same x, stacked along N. Their own weights become views of the stack.
+    """One quantized linear layer, or several that read the same x, stacked along N.
 
-    Biases are stacked too if each layer has one of the same type, and none an output scale; otherwise they are added
-    to the products.
+    The weights of several become views of the stack. Biases are stacked too if each layer has one of the same type,
+    and none an output scale; otherwise they are added to the products.
     """
 
     op = "verify_qmm"
@@ -100,7 +100,7 @@ class Stack(Site):
         return [finished(m, y, dtype) for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Return layer `index`'s product; the others are kept until each was read with the same x, or x changes."""
+        """Return layer `index`'s product; the others are kept until each was read with this array x, or x changes."""
         read, parts = self.read
         y = parts[index] if read is x else None
         if y is None:
@@ -136,7 +136,7 @@ class Matrices(Site):
         return self.stack.biased(verify_qmm_mma(self.stack.widened(x), self.stack.weights), x.dtype)
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        """Run the Stack's kernel, with MLX's bits; a trial requires more speed than it and half its accuracy."""
+        """Run the Stack's kernel, with MLX's bits; a trial requires more speed, and at most twice its error."""
         split = rows_of(x) in self.stack.split
         return self.stack.biased(verify_qmm(self.stack.widened(x), self.stack.weights, split=split), x.dtype)
 

@@ -22,7 +22,7 @@ class Sum(Site):
     def __call__(self, x: mx.array, r: mx.array) -> mx.array:
         """Return x + r [..., H]; if the site is on for these rows, also keep the sum's norm for the norm module.
 
-        The norm module reads it if it is called with the returned array itself before the next sum.
+        The norm module uses it if its next call, before the next sum, is with the returned array itself.
         """
         if rows_of(x) not in self.rows:
             return x + r

@@ -46,7 +46,7 @@ class Angles:
 
 
 class SharedRope:
-    """Mixin for RoPE modules with shared angles; types other than float32 use the module's own rotation."""
+    """Mixin for RoPE modules with shared angles; x that is not float32 of 4 axes has the module's own rotation."""
 
     _angles: Angles
 
@@ -66,7 +66,10 @@ SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kin
 
 
 def share_angles(model: nn.Module) -> None:
-    """Share angles among a model's RoPE modules with equal parameters, in place; traditional ones are left out."""
+    """Share angles among a model's modules `rope` with equal parameters, in place.
+
+    Only those of a class in SHARED, and no traditional ones.
+    """
     known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():
         rope = module.get("rope")

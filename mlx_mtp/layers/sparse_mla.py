@@ -29,7 +29,7 @@ class ChosenAttention(LatentAttention):
     """Attention of a module's absorbed queries to the `count` latent rows that each selects, or to all if there are
     fewer.
 
-    In a trial a row's selection is spread over all positions before it.
+    In a trial a row's selection is spread over all positions up to its own.
     """
 
     varies = False  # reads the same number of rows at any context length
@@ -76,6 +76,7 @@ class SparseMLA(AbsorbedMLA):
         """Attend the rows of sequence `index` to the positions that its indexer `keys` select or, without keys, to
         those that an earlier layer handed on.
 
+        Returns the heads' values [1, heads, L, Dv]; a selection is also written to `handed_on`, if that is not None.
         arrays: x, the normed q_a_proj(x), q, q_pe, then the sequence's latent rows, rotated keys and, with an
         indexer, its keys. cache: this sequence's own, for a kernel that reads its buffers; None for a pool.
         """

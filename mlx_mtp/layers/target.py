@@ -14,8 +14,8 @@ from .runtime import Runtime
 class Target(CachedModel, Protocol):
     """The model that verifies, with MTP heads in `mtp` that draft for it; usually a `layers.port.Port`.
 
-    Without heads `max_draft_tokens` is 0, and the methods for drafting (from `embed` on) are never called.
-    max_draft_tokens: maximum drafts of its heads in a cycle. runtime: its state other than the weights.
+    Without heads or drafter `max_draft_tokens` is 0, and the methods for drafting (from `embed` on) are not called.
+    max_draft_tokens: maximum drafts of heads or drafter in a cycle. runtime: its state other than the weights.
     taps: numbers of layers after which the residual stream is part of the hidden rows. drafter: replaces the heads.
     """
 
@@ -60,7 +60,7 @@ class Target(CachedModel, Protocol):
         ...
 
     def capture(self, hidden: mx.array) -> mx.array:
-        """Return the first head's input, [1, L, H], for the target's hidden rows."""
+        """Return the first head's input, [n, L, H], for the target's hidden rows."""
         ...
 
     def embed(self, tokens: mx.array, depth: int | None = 0) -> mx.array:

@@ -47,7 +47,7 @@ FOREIGN = ("layer_scalar", "pre_feedforward_layernorm", "attention_sink_bias", "
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None if a config.json or tensor names are a block drafter's, else what they are, for an error."""
+    """Return None if a config.json or tensor names are a block drafter's, else a phrase for the error."""
     own = {name.removeprefix("model.") for name in names}
     declared = [config.get(SPECULATORS), config.get("model_type"), *_list(config.get("architectures"))]
     named = any(
@@ -75,9 +75,10 @@ def features(header: dict[str, Any]) -> int:
 
 
 def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, overrides: dict[str, Any]) -> MTPSpec:
-    """Return a block drafter's MTPSpec; ValueError for unsupported layers, missing tensors or other overrides.
+    """Return a block drafter's MTPSpec; ValueError for unsupported layers, d2t without an LM head, other overrides.
 
-    overrides: may set capture, the numbers of layers after which the target is read, 0 to num_hidden_layers.
+    overrides: may set capture, the numbers of layers after which the target is read, 0 to num_hidden_layers; the
+    default is config.json's. ValueError for numbers out of range, TypeError for some of a wrong type.
     """
     if unknown := sorted(overrides.keys() - {"capture"}):
         raise ValueError(f"mtp_overrides: block drafters have no {unknown[0]!r}; allowed is capture")
@@ -102,9 +103,10 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
 
 
 def make_head(spec: MTPSpec, config: dict, names: Collection[str], captured: int) -> BlockNetwork:
-    """Return the network for these tensors, before loading; ValueError for a config.json that does not fit them.
+    """Return the network for these tensors, before loading.
 
-    names: of the drafter's tensors. captured: the target's hidden_size.
+    names: of the drafter's tensors. captured: the target's hidden_size. For a config.json that does not fit them
+    ValueError or, from entries that are no objects, TypeError or AttributeError.
     """
     own = {name.removeprefix("model.").partition(".")[0].replace("lm_head", "head") for name in names}
     layer = _layer_config(config)
@@ -180,7 +182,7 @@ def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]
     """Return one Reach per drafter layer, what it attends to; config.json's three forms differ.
 
     layer: config.json with the layers' keys. assistant: whether the form is that of transformers' assistants.
-    ValueError for other layer types, or a missing or too large window.
+    ValueError for other layer types, or for sliding ones with a window that is missing or not in 2 to LONGEST.
     """
     count = _number(layer, "num_hidden_layers", most=MOST_LAYERS)
     window = _option(config, "swa_window_size", layer.get("sliding_window"))
@@ -188,7 +190,8 @@ def _reaches(config: dict, layer: dict, *, assistant: bool) -> tuple[Reach, ...]
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in LAYERS for kind in kinds):
         raise ValueError(f"layer_types={kinds}: allowed are {count} of {', '.join(LAYERS)}")
     if LAYERS[1] in kinds and not (type(window) is int and 1 < window <= LONGEST):
-        raise ValueError(f"sliding_window={window!r}: allowed are 2 to {LONGEST:,}, for sliding_attention")
+        name = "sliding_window" if _option(config, "swa_window_size") is None else "swa_window_size"
+        raise ValueError(f"{name}={window!r}: allowed are 2 to {LONGEST:,}, for sliding_attention")
     causal = _option(config, "causal", _option(config, "is_causal", config.get("dflash_query_causal")))
     if assistant:
         full, sliding = Reach(), Reach(window, bounded=True)
@@ -266,7 +269,7 @@ def _number(config: dict, name: str, default: int | None = None, most: int = LAR
 def _real(config: dict, name: str, default: float | None) -> Any:
     value = _option(config, name, default)
     if value is not None and (type(value) not in (int, float) or not abs(value) < LARGEST):
-        raise ValueError(f"{name}={value!r}: allowed are numbers up to {LARGEST:,}")
+        raise ValueError(f"{name}={value!r}: allowed are numbers between -{LARGEST:,} and {LARGEST:,}")
     return value
 
 

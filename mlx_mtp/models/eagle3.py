@@ -39,7 +39,7 @@ SPEC = MTPSpec(
 
 
 def refuses(config: dict, names: Collection[str]) -> str | None:
-    """Return None if tensor names are an EAGLE-3 head's, else what they and config.json are, for an error."""
+    """Return None if tensor names are an EAGLE-3 head's, else a phrase for the error."""
     own = {name.removeprefix("model.") for name in names}
     layers = {name.split(".")[1] for name in own if name.startswith("layers.")}
     if len(layers) > 1:
@@ -63,7 +63,8 @@ def make_spec(config: dict, names: Collection[str], num_hidden_layers: int, over
     """Return a drafter's MTPSpec; ValueError for an unsupported head, d2t without an LM head, or other overrides.
 
     overrides: may set feedback, fuse, and capture, the numbers of layers after which the target is read, 0 to
-    num_hidden_layers; what they do not set is from config.json.
+    num_hidden_layers; capture and feedback are else from config.json, fuse is "eh". ValueError for numbers out of
+    range, TypeError for some of a wrong type.
     """
     if not _option(config, "use_aux_hidden_state", True):
         raise ValueError("use_aux_hidden_state=false: allowed is true, a head that reads layers of the target")

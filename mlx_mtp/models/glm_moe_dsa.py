@@ -45,11 +45,12 @@ class ModelArgs(glm_moe_dsa.ModelArgs):
         late = [max(i - self.index_skip_topk_offset + 1, 0) for i in layers]
         every = ["shared" if i % max(self.index_topk_freq, 1) else "full" for i in late]
         kinds = [KINDS.get(kind, kind) for kind in self.indexer_types or self.index_topk_pattern or every]
+        name = "indexer_types" if self.indexer_types or not self.index_topk_pattern else "index_topk_pattern"
         if len(kinds) != len(layers):
-            raise ValueError(f"indexer_types has {len(kinds)} entries; expected one for each of {len(layers)} layers")
+            raise ValueError(f"{name} has {len(kinds)} entries; expected one for each of {len(layers)} layers")
         for i, kind in enumerate(kinds):
             if kind not in (("full", "shared") if i else ("full",)):
-                raise ValueError(f"indexer_types[{i}]={kind!r}: allowed are full and, but for the first, shared")
+                raise ValueError(f"{name}[{i}]={kind!r}: allowed are full and, but for the first, shared")
         return kinds
 
 

@@ -50,7 +50,8 @@ class ModelArgs(nemotron_h.ModelArgs):
         kinds = [self._block_type_to_char.get(k, k) for k in self.mtp_layers_block_type or ("attention", "moe")]
         pattern = "".join(self.mtp_hybrid_override_pattern or kinds)
         if pattern != HEAD_PATTERN:
-            raise ValueError(f"mtp_hybrid_override_pattern: {pattern}; allowed is {HEAD_PATTERN}")
+            name = "mtp_hybrid_override_pattern" if self.mtp_hybrid_override_pattern else "mtp_layers_block_type"
+            raise ValueError(f"{name}: {pattern}; allowed is {HEAD_PATTERN}, attention and then experts")
         experts = self.mtp_n_routed_experts or self.n_routed_experts
         return replace(self, hybrid_override_pattern=list(pattern), n_routed_experts=experts)
 

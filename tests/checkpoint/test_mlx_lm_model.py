@@ -66,7 +66,7 @@ def test_an_interrupted_step_is_noticed(plain, monkeypatch):
         patch.setattr(type(model), "__call__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours(model, [1, 2, 3], 5, prompt_cache=cache)
-    with pytest.raises(ValueError, match="it was interrupted in the middle of a step; make a new one"):
+    with pytest.raises(ValueError, match="interrupted in the middle of a step, or not trimmable; make a new one"):
         ours(model, [1, 2, 3], 5, prompt_cache=cache)
 
 

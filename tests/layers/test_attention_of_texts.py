@@ -9,6 +9,8 @@ from quantized_models import STEP
 
 import mlx_mtp
 from mlx_mtp import emulator
+from mlx_mtp.cache.kinds import make_cache
+from mlx_mtp.cache.ring import Ring
 from mlx_mtp.cache.slots import Span, pooled
 from mlx_mtp.tuning import kernel_switch
 
@@ -74,3 +76,19 @@ def test_a_pool_uses_the_kernel_only_if_each_sequence_would(attentions):
         assert len(launches) == (2 if len(found) == 3 else 0)
     assert np.allclose(found[0], found[2], atol=1e-5)
     assert np.array_equal(found[0], found[1])
+
+
+def test_a_pool_that_keeps_first_rows_is_read_by_mlx(attentions):
+    """With `max_kv_size`: the kernel would read each position from another slot."""
+    module, ring = attentions[0], Ring(8, keep=3)
+    caches = [make_cache(ring) for _ in LENGTHS]
+    pool, form = pooled(caches[0], ring), module.attention.form
+    for cache, length in zip(caches, LENGTHS, strict=True):
+        cache.update_and_fetch(*mx.random.normal((2, 1, form.kv_heads, length, 32), key=mx.random.key(length)))
+    pool.regroup(Span(range(3), 3), range(3), list(zip(range(3), caches, LENGTHS, strict=True)))
+    pool.offset, pool.limit = mx.array(LENGTHS), max(LENGTHS)
+    x = mx.random.normal((3, 1, CONFIG["hidden_size"]), key=mx.random.key(3))
+    module.attention.rows = frozenset({1})
+    together = module(x, pool.make_mask(1), pool)
+    alone = [module(x[i : i + 1], cache.make_mask(1), cache) for i, cache in enumerate(caches)]
+    assert np.allclose(together, mx.concatenate(alone), atol=1e-5)

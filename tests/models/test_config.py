@@ -242,8 +242,8 @@ def test_patterns_of_layers():
     assert arguments({**exaone, "layer_types": kinds})["sliding_window_pattern"] == "LGLG"
     uneven = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     gemma = {**GQA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 6}
-    refused = normalize({**gemma, "layer_types": uneven, "sliding_window_pattern": 2})
-    assert "layer_types" in refused.unsupported[0]
+    for stated in ({"sliding_window_pattern": 2}, {"sliding_window_pattern": None}, {}):
+        assert "layer_types" in normalize({**gemma, "layer_types": uneven, **stated}).unsupported[0]
 
 
 def test_a_text_model_in_a_wrapper():

@@ -17,7 +17,7 @@ def interval(kinds: list[str]) -> int | None:
 
 
 def letters(kinds: list[str]) -> str | None:
-    """Return one letter per layer, "G" for full attention and "L" for a window; None if no layer has a window."""
+    """Return one letter per layer, "G" for full attention and "L" for any other kind; None if all have the former."""
     return "".join("G" if kind == FULL else "L" for kind in kinds) if {*kinds} - {FULL} else None
 
 
@@ -47,5 +47,6 @@ def same_layers(name: str, kinds: Any, config: dict[str, Any], read: set[str]) -
     fields = [field for field, (source, _) in PATTERNS.items() if source == name and field in read]
     if not isinstance(kinds, list):
         return False
-    held = any(PATTERNS[field][1](kinds) == config.get(field) for field in fields)
+    stated = [(config.get(field), PATTERNS[field][1](kinds)) for field in fields]
+    held = any(value is not None and value == derived for value, derived in stated)
     return held or (LETTERED in fields and letters(kinds) == config.get(LETTERED))

@@ -31,7 +31,7 @@ class Normalized:
     """A config with the names that its family reads.
 
     wrong: why the config cannot be read. unsupported: values that change logits and that the family cannot apply.
-    unread: other keys that the family does not read.
+    unread: other keys that the family does not read and that may change the model.
     """
 
     config: Config
@@ -51,7 +51,7 @@ class Normalized:
             )
 
     def warn(self, file: Path, stacklevel: int) -> None:
-        """Emit one warning that names the unread keys; none if all are read."""
+        """Emit one warning that names the keys in `unread`, if there are any."""
         if self.unread:
             family = f"the implementation of model_type {self.config['model_type']!r}"
             text = f"{file}: not read by {family}: {', '.join(self.unread)}; check that they do not change the model"
@@ -59,7 +59,7 @@ class Normalized:
 
 
 def normalize(config: Config) -> Normalized:
-    """Return a config with the names that its family reads; unchanged if the family is unknown or reading fails.
+    """Return a `Normalized` config, which is unchanged if the family is unknown or reading it fails.
 
     Errors of values are in `wrong`, not raised; only a config without model_type raises KeyError. `config` is not
     modified.
@@ -107,7 +107,10 @@ def with_overrides(config: Config, overrides: Config) -> Config:
 
 
 def _without(parameters: Config, overrides: Config) -> Config:
-    """Return rotary parameters, for all layers or per type of layer, without the values that a user overrides."""
+    """Return rotary parameters, for all layers or per type of layer, without the values that a user overrides.
+
+    Overriding rope_scaling overrides all but theta and the rotated share.
+    """
     kept = {name: value for name, value in parameters.items() if name not in overrides}
     if "rope_scaling" in overrides:
         own = ("rope_theta", "partial_rotary_factor")
@@ -133,7 +136,10 @@ def _normal(config: Config, read: set[str], args: Any) -> tuple[Config, Config]:
 
 
 def _spelled(config: Config, read: set[str]) -> Config:
-    """Return the config with each value also under the family's name for it, if only another spelling is set."""
+    """Return the config with each value also under the family's name for it, if only another spelling is set.
+
+    Values in COMMON, and the type of weights, are also under those names.
+    """
     found = dict(config)
     for group in SPELLINGS:
         ours = [name for name in group if name in read]

@@ -50,7 +50,7 @@ class Rope:
 
     @property
     def main(self) -> Config:
-        """Parameters of full-attention layers; of a model without such layers, its only parameters."""
+        """Parameters of all or of full-attention layers; if neither are stated, the first that are."""
         return self.kinds.get("") or self.kinds.get(FULL) or next(iter(self.kinds.values()))
 
     @property
@@ -59,7 +59,7 @@ class Rope:
         return self.kinds.get(SLIDING, self.main)
 
     def unread(self) -> list[str]:
-        """Return the sorted keys of the parameters, of all layer types, that no module of MLX reads."""
+        """Return the sorted keys, of all layer types, that MLX's module for the type of scaling does not read."""
         names = (name for p in self.kinds.values() for name in p if name not in ALWAYS | TYPES[p["rope_type"]])
         return sorted(set(names))
 
@@ -67,7 +67,8 @@ class Rope:
 def write(config: Config, fields: set[str]) -> tuple[Config, dict[str, Any]]:
     """Return (a config's rotary values under names in `fields`, the values, by name, that no such field can hold).
 
-    Both are empty if the config states no rotary embedding. ValueError for an unknown or contradictory scaling.
+    Both are empty if the config states no rotary embedding. ValueError as of `Rope`: for an unknown type of scaling,
+    or values of the wrong kind or that MLX's modules cannot have.
     """
     rope, found, unsupported = Rope(config), {}, {}
     if not rope.stated:
@@ -121,7 +122,8 @@ def _object(config: Config, name: str) -> Config:
 def _parameters(config: Config, given: Config, scaling: Config) -> Config:
     """Return one layer type's parameters: values inside `rope_parameters` (`given`) merged with those next to it.
 
-    scaling: `rope_scaling`. A null counts as absent. ValueError for an unknown type of scaling.
+    scaling: `rope_scaling`. A null counts as absent. ValueError for an unknown type of scaling, or factors of
+    longrope or YaRN that MLX's modules cannot have.
     """
     inside = {n: v for n, v in given.items() if v is not None and not isinstance(v, dict)}
     scaling = {n: v for n, v in scaling.items() if v is not None}
@@ -147,7 +149,10 @@ def _parameters(config: Config, given: Config, scaling: Config) -> Config:
 
 
 def _check_longrope(parameters: Config, longest: int | None) -> None:
-    """Raise ValueError unless longrope's factors are those that MLX's module derives from the two context lengths."""
+    """Raise ValueError unless longrope's factors are those that MLX's module derives from the two context lengths.
+
+    Without one of the lengths nothing is checked.
+    """
     length = parameters.get(LENGTH)
     if length and longest:
         factor = longest / length

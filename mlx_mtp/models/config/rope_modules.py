@@ -21,8 +21,8 @@ Place = tuple[nn.Module, str, Any]  # a module, the name of one of its parts, an
 def apply_rope(model: nn.Module, config: dict[str, Any]) -> None:
     """Apply the rotary scaling and partial rotation in `config` that the model's implementation ignores.
 
-    The model is modified: plain modules are replaced or rotate less; already scaled ones stay, but YaRN gets
-    unrounded bounds if `truncate` is false. Raises ValueError if a setting cannot be applied.
+    The model is modified: plain modules are replaced, if none is scaled, or rotate less; already scaled ones stay,
+    but YaRN gets unrounded bounds if `truncate` is false. Raises ValueError if a scaling cannot be applied.
     """
     text = config.get("text_config") or config
     rope = Rope(text)

@@ -28,9 +28,9 @@ def llama_config(meta: Meta) -> dict[str, Any]:
 
 
 def factors(meta: Meta, base: float) -> dict[str, Any]:
-    """Return config.json's `rope_scaling` from the tensor rope_freqs.weight, Llama 3's factors; {} without it.
+    """Return config.json's entry `rope_scaling`, from the tensor rope_freqs.weight; {} without this tensor.
 
-    base: the rope theta.
+    base: the rope theta. ValueError if the tensor's factors are not Llama 3's.
     """
     stored = meta.values.get("rope_freqs.weight")
     return {} if stored is None else {"rope_scaling": from_factors(meta, np.asarray(stored, np.float64), base)}

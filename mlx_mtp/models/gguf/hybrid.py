@@ -42,7 +42,7 @@ NEXT_BLOCK = {
 
 
 def recurrent(meta: Meta) -> dict[str, Any]:
-    """Return config.json's sizes of gated-delta layers, and n if every n-th layer has full attention (default 4)."""
+    """Return config.json's sizes of gated-delta layers, and full_attention_interval, by default 4."""
     heads = meta.size("ssm.time_step_rank")
     return {
         "linear_num_value_heads": heads,

@@ -96,7 +96,7 @@ class Meta:
         """Return a float, also for a stored integer; ValueError for NaN or infinity."""
         value = self._typed(f"{self.architecture}.{key}", float, default)
         if isinstance(value, float) and not np.isfinite(value):
-            raise ValueError(f"{self.file}: metadata {key} is {value}; expected a number")
+            raise ValueError(f"{self.file}: metadata {key} is {value}; expected a finite number")
         return value
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
@@ -111,7 +111,7 @@ class Meta:
         """Return one number per block: a stored list, or a single value repeated for every block, heads included.
 
         A list is returned as it is: it needs at least one number per layer of the target, and may lack those of the
-        heads or have more. ValueError for a missing value without `default`.
+        heads or have more. ValueError for a missing value without `default`, or one that is no finite number.
         """
         full, count = f"{self.architecture}.{key}", self.blocks
         self.read.add(full)
@@ -121,7 +121,7 @@ class Meta:
         values = value if isinstance(value, np.ndarray | list) else [value] * count
         found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
         if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
-            raise ValueError(f"{self.file}: metadata {full} has {len(values)} values; expected {count} numbers")
+            raise ValueError(f"{self.file}: metadata {full} has {len(values)} values; expected {count}, all finite")
         return found
 
     def refuse_unread(self) -> None:

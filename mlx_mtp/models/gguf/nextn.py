@@ -133,7 +133,8 @@ def _mla(meta: Meta, model_type: str) -> dict[str, Any]:
         meta.size(f"attention.{n}_length_mla", None) or meta.size(f"attention.{n}_length") for n in ("key", "value")
     )
     if key <= rope:
-        raise ValueError(f"{meta.file}: attention.key_length_mla is {key}; expected more than {rope}")
+        name = "attention.key_length" + ("_mla" if meta.has("attention.key_length_mla") else "")
+        raise ValueError(f"{meta.file}: {name} is {key}; expected more than {rope}")
     del found["head_dim"]
     return found | {
         "num_key_value_heads": found["num_attention_heads"],

@@ -18,12 +18,10 @@ def scaling(meta: Meta, **more: Any) -> dict[str, Any] | None:
     """
     kind = meta.text("rope.scaling.type", None)
     factor = meta.number("rope.scaling.factor", 0.0)
-    if kind in (None, "none") or factor in (0.0, 1.0):
-        if kind not in (None, "none", *KINDS):
-            raise ValueError(f"{meta.file}: rope.scaling.type is {kind}; supported are {', '.join(KINDS)}")
-        return None
-    if kind not in KINDS:
+    if kind not in (None, "none", *KINDS):
         raise ValueError(f"{meta.file}: rope.scaling.type is {kind}; supported are {', '.join(KINDS)}")
+    if kind in (None, "none") or factor in (0.0, 1.0):
+        return None
     found: dict[str, Any] = {"rope_type": kind, "type": kind, "factor": factor}
     if kind == "yarn":
         found["original_max_position_embeddings"] = meta.size("rope.scaling.original_context_length")
