@@ -1,7 +1,11 @@
 """Refuse damaged packed weights, and variants that are not supported, in one line that names the tensor or method."""
 
+import copy
+import functools
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import packed_files as files
@@ -20,11 +24,13 @@ HEAD = "model.mtp_layers.0.self_attn.v_proj"
 STARCODER = json.dumps(CONFIGS["starcoder2"])
 
 
-def packed(tmp_path, name: str, family: str = "mimo"):
-    """Return (a checkpoint directory, its config, its tensors)."""
+@functools.cache
+def contents(name: str, family: str) -> tuple[dict, dict[str, files.Stored]]:
+    """config.json and the tensors of a packed checkpoint."""
     kind = KINDS[name]
-    path, _ = write(tmp_path, family, linears(kind), kind.config)
-    content = (path / "model.safetensors").read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = write(Path(folder), family, linears(kind), kind.config)
+        content, config = (path / "model.safetensors").read_bytes(), json.loads((path / "config.json").read_text())
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header.pop("__metadata__")
@@ -33,7 +39,13 @@ def packed(tmp_path, name: str, family: str = "mimo"):
         begin, end = (8 + size + n for n in entry["data_offsets"])
         values = np.frombuffer(content[begin:end], f"V{files.TYPES[entry['dtype']]}").reshape(entry["shape"])
         tensors[tensor] = files.Stored(entry["dtype"], values)
-    return path, json.loads((path / "config.json").read_text()), tensors
+    return config, tensors
+
+
+def packed(tmp_path, name: str, family: str = "mimo"):
+    """Return (a checkpoint directory, its config, its tensors)."""
+    config, tensors = contents(name, family)
+    return files.save(tmp_path / "packed", config, tensors), copy.deepcopy(config), tensors
 
 
 def refused(path, *parts: str) -> None:

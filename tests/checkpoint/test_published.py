@@ -38,7 +38,9 @@ def check(model, checkpoint: published.Published) -> None:
     ignored = {n for n in checkpoint.tensors if any(n.startswith(a) or n.endswith(a) for a in port.IGNORED)}
     places = {name: model.renamed(name) for name in checkpoint.tensors.keys() - ignored}
     parameters = {path for path, _ in tree_flatten(model.parameters())}
-    assert {path for paths in places.values() for path in paths} >= parameters, "a parameter has no source"
+    made = {path for paths in places.values() for path in paths}
+    made |= {path.removesuffix("weight") + "scales" for path in made if path.endswith("weight")}  # of packed weights
+    assert made >= parameters, "a parameter has no source"
     modules, heads = {path.rpartition(".")[0] for path in parameters}, checkpoint.heads()
     scales = ("_scale", "_scale_inv")
     for name, paths in places.items():
