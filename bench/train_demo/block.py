@@ -21,11 +21,12 @@ from . import block_anchors, block_network, checkpoint, written_streams
 from .block_card import block_card
 from .block_network import DRAFTS, TAPS, Anchors, Frozen, block_config
 from .data import load_corpus
-from .optimize import Trainer
+from .optimize import Trainer, trapezoid
 from .written_streams import Streams, prompts
 
-SLOTS, HELD = 512, (32, 192)  # tokens of a stream; streams for evaluation, and their tokens
-ROWS, ANCHORS, SHORT = 12, 20, 3  # stretches of a step, anchors of a stretch, drafts in every other step
+SLOTS, WRITTEN, HELD = 512, 512, 16  # tokens of a stream; streams to train on before new ones, to evaluate
+PASSES = 3  # over the streams before new ones are written
+ROWS, ANCHORS, SHORT = 16, 20, 3  # stretches of a step, anchors of a stretch, drafts in every other step
 PEAK_LEARNING_RATE = 2.5e-3
 STREAMS = 4  # more than cores, so that other processes delay a step less
 LOG_EVERY, SAVE_EVERY = 20, 200
@@ -47,7 +48,8 @@ def train(
 ) -> None:
     """Train for `steps` steps; log the share of right drafts by depth, given the tokens before, and save."""
     loss = partial(_loss, frozen=frozen)
-    trainer = Trainer(net, loss, first=0, steps=steps, peak=PEAK_LEARNING_RATE, is_matrix=_is_matrix, streams=STREAMS)
+    options = {"is_matrix": _is_matrix, "streams": STREAMS, "schedule": trapezoid}
+    trainer = Trainer(net, loss, first=0, steps=steps, peak=PEAK_LEARNING_RATE, **options)
     start, counts = time.perf_counter(), []
     for step, batch in zip(range(1, steps + 1), data, strict=False):
         drafts = SHORT if step % 2 else DRAFTS  # later rows of a block matter less, and cost as much
@@ -74,34 +76,27 @@ def _loss(net: BlockNetwork, *arrays: mx.array, frozen: Frozen) -> tuple[mx.arra
 @click.option("--out", type=click.Path(path_type=Path), default="mlx-mtp-demo-block", show_default=True)
 @click.option("--target", type=click.Path(path_type=Path), default=demo_path(), help="The demo's checkpoint.")
 @click.option("--steps", default=2500, show_default=True, help="Updates; the schedule ends with the last one.")
-@click.option("--streams", default=1024, show_default=True, help=f"Streams of {SLOTS} tokens that the target writes.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights, the prompts and their order.")
-def main(out: Path, target: Path, steps: int, streams: int, seed: int) -> None:
+def main(out: Path, target: Path, steps: int, seed: int) -> None:
     """Train a block drafter on text that the demo writes, and write it as a DSpark checkpoint to OUT."""
     mx.set_default_device(mx.cpu)
     start, cpu = time.perf_counter(), time.process_time()
     corpus, tokenizer = load_corpus(), Tokenizer.from_file(str(target / "tokenizer.json"))
     unseen = {"docs": corpus["held_docs"], "code": corpus["held_code"]}
     model, theirs = checkpoint.load(target), json.loads((target / "config.json").read_text())
-    if cached := __import__("os").environ.get("CACHED"):
-        held, written = (Streams(**np.load(f"{cached}/{n}.npz")) for n in "hw")
-    else:
-        held, written = (
-            written_streams.write(model, prompts(texts, tokenizer, seed), TAPS, streams=count, slots=slots)
-            for texts, (count, slots) in ((unseen, HELD), (corpus, (streams, SLOTS)))
-        )
-    click.echo(f"{written.written.sum()} tokens written, {time.perf_counter() - start:.0f} s")
+    held = written_streams.write(model, prompts(unseen, tokenizer, seed), TAPS, streams=HELD, slots=SLOTS)
+    given = prompts(corpus, tokenizer, seed)
+    texts = iter(lambda: written_streams.write(model, given, TAPS, streams=WRITTEN, slots=SLOTS), None)
     config = block_config(theirs)
     net = block_network.network(config, theirs, seed)
     frozen = Frozen(model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm)
-    block_network.prepare(net, frozen, mx.array(written.states[:8].reshape(-1, written.states.shape[-1]), mx.float32))
-    data = block_anchors.batches(written, np.random.default_rng(seed), ROWS, ANCHORS)
+    block_network.prepare(net, frozen, mx.array(held.states.reshape(-1, held.states.shape[-1]), mx.float32))
+    data = block_anchors.batches(texts, np.random.default_rng(seed), ROWS, ANCHORS, PASSES)
     train(net, frozen, data, held, steps=steps, out=out, config=config)
     minutes = (time.perf_counter() - start) / 60, (time.process_time() - cpu) / 60
-    yielded = tokens_per_cycle(block_network.load(out, theirs), frozen, held)  # with the weights as stored
-    (out / "README.md").write_text(
-        block_card(net, int(written.written.sum()), steps, streams, seed, minutes, yielded)
-    )
+    stored = block_network.load(out, theirs)
+    card = block_card(stored, steps, seed, minutes, tokens_per_cycle(stored, frozen, held))
+    (out / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

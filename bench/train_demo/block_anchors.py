@@ -1,6 +1,6 @@
 """Training examples of a block drafter: stretches of streams, and the tokens to draft behind random slots."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -32,19 +32,22 @@ def gathered(streams: Streams, known: np.ndarray, places: np.ndarray, anchors: n
     return Anchors(*map(mx.array, (states.astype(np.float32), at - begin, since, tokens, weight)))
 
 
-def batches(streams: Streams, rng: np.random.Generator, rows: int, anchors: int) -> Iterator[Anchors]:
-    """Yield random anchors of `rows` stretches without end, from all stretches in random order."""
-    known = drafts_known(streams)
-    count = known[..., 0].reshape(len(known), -1, STRETCH).sum(axis=-1)
-    stream, part = np.nonzero(count >= anchors // 2)
-    places = np.stack([stream, part * STRETCH], axis=1)
-    while True:
-        rng.shuffle(places)
-        for i in range(0, len(places) - rows + 1, rows):
-            chosen = places[i : i + rows]
-            usable = known[chosen[:, :1], chosen[:, 1:] + np.arange(STRETCH), 0]
-            order = np.argsort(rng.random(usable.shape) + ~usable, axis=1)[:, :anchors]
-            yield gathered(streams, known, chosen, order)
+def batches(
+    texts: Iterable[Streams], rng: np.random.Generator, rows: int, anchors: int, passes: int
+) -> Iterator[Anchors]:
+    """Yield random anchors of `rows` stretches: all in random order, `passes` times for each text."""
+    for streams in texts:
+        known = drafts_known(streams)
+        count = known[..., 0].reshape(len(known), -1, STRETCH).sum(axis=-1)
+        stream, part = np.nonzero(count >= anchors // 2)
+        places = np.stack([stream, part * STRETCH], axis=1)
+        for _ in range(passes):
+            rng.shuffle(places)
+            for i in range(0, len(places) - rows + 1, rows):
+                chosen = places[i : i + rows]
+                usable = known[chosen[:, :1], chosen[:, 1:] + np.arange(STRETCH), 0]
+                order = np.argsort(rng.random(usable.shape) + ~usable, axis=1)[:, :anchors]
+                yield gathered(streams, known, chosen, order)
 
 
 def every_slot(streams: Streams, known: np.ndarray, rows: int) -> Iterator[tuple[tuple, Anchors]]:

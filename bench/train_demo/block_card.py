@@ -7,15 +7,12 @@ from mlx.utils import tree_flatten
 from mlx_mtp.layers.block_drafter import BlockNetwork
 
 from .block_network import DRAFTS, LATER, TAPS, WINDOW
-from .written_streams import Streams
 
 
-def block_card(
-    net: BlockNetwork, text: Streams, steps: int, seed: int, minutes: tuple[float, float], yielded: float
-) -> str:
+def block_card(net: BlockNetwork, steps: int, seed: int, minutes: tuple[float, float], yielded: float) -> str:
     """README.md of the drafter. minutes: of the clock and of the CPUs. yielded: tokens per cycle on held-out text."""
     parameters = sum(value.size for _, value in tree_flatten(net.parameters())) / 1e6
-    taps, tokens, (clock, cpu) = ", ".join(map(str, TAPS)), text.written.sum() / 1e6, minutes
+    taps, (clock, cpu) = ", ".join(map(str, TAPS)), minutes
     return f"""# The mlx_mtp demo's block drafter
 
 {parameters:.2f}M parameters: {net.shape}, and a recurrent Markov head, so that each draft depends on the
@@ -26,13 +23,13 @@ the demo's embedding and LM head. Stored in bfloat16, with the tensor names of r
 
 ## Training
 
-    python -m bench.train_demo.block --steps {steps} --streams {len(text.tokens)} --seed {seed}
+    python -m bench.train_demo.block --steps {steps} --seed {seed}
 
-The text is the demo's own: {tokens:.2f}M tokens that it writes greedily after questions, code and pieces of
-code from the standard library of Python {platform.python_version()}, without the modules and docstrings that are
-held out. A block follows each of a few random tokens. The loss is the cross-entropy against the demo's tokens
-and probabilities, with weight {LATER}^d for draft d. Text and {steps} steps took {clock:.0f} minutes on a shared
-machine, and {cpu:.0f} minutes of CPU time.
+The text is the demo's own, which it writes greedily after questions, code and pieces of code from the standard
+library of Python {platform.python_version()}, without the modules and docstrings that are held out. A block follows
+each of a few random tokens. The loss is the cross-entropy against the demo's tokens and probabilities, with weight
+{LATER}^d for draft d. {steps} steps, and the text for them, took {clock:.0f} minutes on a shared machine, and
+{cpu:.0f} minutes of CPU time.
 
 On text that the demo writes about what is held out, a cycle of {DRAFTS} drafts yields {yielded:.2f} tokens.
 

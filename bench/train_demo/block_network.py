@@ -199,8 +199,8 @@ def markov(head: MarkovHead, before: mx.array, rows: mx.array) -> mx.array:
     joint = head.joint_proj.weight
     given = mx.concatenate([embedded, rows], axis=-1) @ joint[:, rank:].T + head.joint_proj.bias
     state, outputs = mx.zeros_like(embedded[:, 0]), []
-    for i in range(rows.shape[1]):
-        gate, candidate, output = mx.split(given[:, i] + state @ joint[:, :rank].T, 3, axis=-1)
+    for row in mx.split(given, rows.shape[1], axis=1):
+        gate, candidate, output = mx.split(row[:, 0] + state @ joint[:, :rank].T, 3, axis=-1)
         gate = sigmoid(gate)
         state = gate * state + (1 - gate) * tanh(candidate)
         outputs.append(tanh(output))

@@ -14,6 +14,7 @@ STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
 GRADIENT_NORM = 1.0
 RESTART_STEPS = 30
 MUON_RATE = 8
+WARMUP_STEPS, DECAY = 50, 0.3
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -23,6 +24,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def trapezoid(step: int, steps: int, peak: float) -> float:
+    """Linear warmup over WARMUP_STEPS, the peak, and a linear decay to zero over the last DECAY of the steps."""
+    left = (steps - step) / (DECAY * steps)
+    return peak * min(1.0, (step + 1) / WARMUP_STEPS, left)
 
 
 class MuonAndAdam(optimizers.MultiOptimizer):
@@ -56,8 +63,9 @@ class Trainer:
         peak: float,
         is_matrix: Callable[[str, mx.array], bool] | None = None,
         streams: int = STREAMS,
+        schedule: Callable[[int, int, float], float] = learning_rate,
     ):
-        self.model, self.first, self.steps, self.peak = model, first, steps, peak
+        self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
         adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
         self.streams = [mx.new_stream(mx.cpu) for _ in range(streams)]
@@ -74,7 +82,7 @@ class Trainer:
         gradients = tree_map(lambda *g: sum(g) / count, *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
         restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
-        self.optimizer.learning_rate = restart * learning_rate(index, self.steps, self.peak)
+        self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
         self.optimizer.update(self.model, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return sum(report for (_, report), _ in shares) / count

@@ -18,6 +18,7 @@ from .tokenizer import SPECIAL_TOKENS
 
 PROMPT, ANSWER = 96, 128  # maximum tokens of a document's parts
 LONGEST_FRAGMENT = 400  # characters
+BATCH = 256  # streams at once
 
 
 @dataclass(frozen=True)
@@ -68,37 +69,44 @@ def prompts(corpus: dict[str, list], tokenizer: Tokenizer, seed: int) -> Iterato
             yield ids
 
 
-def write(
-    model: DemoModel, texts: Iterator[list[int]], taps: Sequence[int], *, streams: int, slots: int, batch: int = 256
-) -> Streams:
+def write(model: DemoModel, texts: Iterator[list[int]], taps: Sequence[int], *, streams: int, slots: int) -> Streams:
     """Return streams of prompts from `texts` with the model's greedy answers, as it writes each document alone."""
-    parts = [_write(model, texts, taps, min(batch, streams - i), slots) for i in range(0, streams, batch)]
+    parts = [_write(model, texts, taps, min(BATCH, streams - i), slots) for i in range(0, streams, BATCH)]
     names = ("tokens", "starts", "written", "states")
     return Streams(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def _write(model: DemoModel, texts: Iterator[list[int]], taps: Sequence[int], rows: int, slots: int) -> Streams:
-    documents = [_Row(texts) for _ in range(rows)]
-    tokens, starts = np.zeros((2, rows, slots), np.int32)
-    written = np.zeros((rows, slots), bool)
-    states = np.zeros((rows, slots, len(taps) * model.args.hidden_size), np.float16)
-    caches = [_Cache(layer.self_attn, layer.window or PROMPT + ANSWER, rows, slots) for layer in model.model.layers]
-    choice = np.zeros(rows, np.int32)
+def _write(model: DemoModel, texts: Iterator[list[int]], taps: Sequence[int], streams: int, slots: int) -> Streams:
+    documents = [_Row(texts) for _ in range(streams)]
+    tokens, starts = np.zeros((2, streams, slots), np.int32)
+    written = np.zeros((streams, slots), bool)
+    states = np.zeros((streams, slots, len(taps) * model.args.hidden_size), np.float16)
+    caches = [
+        _Cache(layer.self_attn, layer.window or PROMPT + ANSWER, streams, slots) for layer in model.model.layers
+    ]
+    choice = np.zeros(streams, np.int32)
     for t in range(slots):
         for i, document in enumerate(documents):
             tokens[i, t], starts[i, t], written[i, t] = document.token(t, int(tokens[i, t - 1]), int(choice[i]))
-        h, found = model.model.embed_tokens(mx.array(tokens[:, t : t + 1])), []
-        since = mx.array(starts[:, t])
-        for i, (layer, cache) in enumerate(zip(model.model.layers, caches, strict=True)):
-            h = h + cache.attention(layer.input_layernorm(h), t, since)
-            y = layer.post_attention_layernorm(h)
-            h = h + (moe(layer.mlp, y) if layer.is_moe_layer else mlp(layer.mlp, y))
-            found += [h] if i + 1 in taps else []
-        best = model.logits(h)[:, 0].argmax(axis=-1)
-        row = mx.concatenate(found, axis=-1)[:, 0].astype(mx.float16)
-        mx.eval(best, row, [(cache.keys, cache.values) for cache in caches])
+        best, row = _step(model, caches, tokens[:, t : t + 1], starts[:, t], t, taps)
         choice, states[:, t] = np.array(best), np.array(row)
     return Streams(tokens, starts, written, states)
+
+
+def _step(
+    model: DemoModel, caches: list["_Cache"], tokens: np.ndarray, starts: np.ndarray, slot: int, taps: Sequence[int]
+) -> tuple[mx.array, mx.array]:
+    """Append tokens [B, 1] to the caches; return the choices [B] behind them, and the tapped states [B, taps * H]."""
+    h, since, found = model.model.embed_tokens(mx.array(tokens)), mx.array(starts), []
+    for i, (layer, cache) in enumerate(zip(model.model.layers, caches, strict=True)):
+        h = h + cache.attention(layer.input_layernorm(h), slot, since)
+        y = layer.post_attention_layernorm(h)
+        h = h + (moe(layer.mlp, y) if layer.is_moe_layer else mlp(layer.mlp, y))
+        found += [h] if i + 1 in taps else []
+    best = model.logits(h)[:, 0].argmax(axis=-1)
+    row = mx.concatenate(found, axis=-1)[:, 0].astype(mx.float16)
+    mx.eval(best, row, [(cache.keys, cache.values) for cache in caches])
+    return best, row
 
 
 class _Cache:
