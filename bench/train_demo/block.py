@@ -75,7 +75,7 @@ def _loss(net: BlockNetwork, *arrays: mx.array, frozen: Frozen) -> tuple[mx.arra
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default="mlx-mtp-demo-block", show_default=True)
 @click.option("--target", type=click.Path(path_type=Path), default=demo_path(), help="The demo's checkpoint.")
-@click.option("--steps", default=2500, show_default=True, help="Updates; the schedule ends with the last one.")
+@click.option("--steps", default=1400, show_default=True, help="Updates; the schedule ends with the last one.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights, the prompts and their order.")
 def main(out: Path, target: Path, steps: int, seed: int) -> None:
     """Train a block drafter on text that the demo writes, and write it as a DSpark checkpoint to OUT."""
