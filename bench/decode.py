@@ -1,13 +1,14 @@
 """Time mlx-lm's own loop, our plain loop, MTP at k = 1.., and adaptive drafting, on one checkpoint and prompts.
 
-    python bench/decode.py [--model DIR] [--runs 5] [--max-tokens 100] [--ignore-eos] [--per-category N] [--out FILE]
+    python bench/decode.py [--model DIR] [--draft-model NAME] [--runs 5] [--max-tokens 100] [--ignore-eos]
+                           [--per-category N] [--out FILE]
 
 For each prompt all contenders take turns, so that a machine that slows down affects all of them. A speed is the
 number of tokens after the first over the time since the first, summed over prompts; ratios are within a run, and
 their median is shown. The texts must be equal. "adaptive" is the default; it measures costs while it generates and
 keeps them for the next prompt. It also runs with heads of random weights, which shows its loss with useless drafts.
-"compiled" loops record and replay cycles (`compile_cycles`) after a warm-up. The last line is one JSON object with
-every raw time.
+"compiled" loops record and replay cycles (`compile_cycles`) after a warm-up. With --draft-model the same loops run
+with that drafter, too. The last line is one JSON object with every raw time.
 """
 
 import json
@@ -65,6 +66,20 @@ def with_useless_heads(model, path: Path):
         head.update(tree_map(_noise, head.parameters()))
     mx.eval(other.parameters())
     return other
+
+
+def with_drafter(path: Path, name: str) -> list[Loop]:
+    """Return loops with the drafter `name` instead of heads: its maximum of drafts, adaptive, and compiled."""
+    models = [mlx_mtp.load(path, draft_model=name)[0] for _ in range(2)]  # costs are stored with a model
+    for model in models:
+        reset_costs(model)
+    model, other = models
+    most = model.max_draft_tokens
+    return [
+        Ours(model, f"drafter, k={most}", most, {"adaptive": False}),
+        Ours(model, "drafter, adaptive", None),
+        Ours(other, "drafter, adaptive, compiled", None, {"compile_cycles": True}),
+    ]
 
 
 def _noise(w: mx.array) -> mx.array:
@@ -149,6 +164,7 @@ def _lengths(counts) -> str:
 
 @click.command()
 @click.option("--model", default=str(demo_path()), help="Local checkpoint directory.  [default: the demo]")
+@click.option("--draft-model", help="A drafter to compare with the heads: a directory, a hub name or demo-block.")
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path), default=HERE / "prompts.json")
 @click.option("--runs", default=5, show_default=True)
 @click.option("--max-tokens", default=100, show_default=True)
@@ -157,6 +173,7 @@ def _lengths(counts) -> str:
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON there too.")
 def main(
     model: str,
+    draft_model: str | None,
     prompts: Path,
     runs: int,
     max_tokens: int,
@@ -178,6 +195,7 @@ def main(
         Ours(other, COMPILED, None, {"compile_cycles": True}),
         Ours(with_useless_heads(ours, Path(model)), USELESS, None),
     ]
+    loops += with_drafter(Path(model), draft_model) if draft_model else []
     encoded = read_prompts(tokenizer, prompts, per_category)
     settings = LoopSettings(max_tokens, stop_tokens=frozenset(() if ignore_eos else tokenizer.eos_token_ids))
     seconds, texts, stats = measure(loops, encoded, settings, runs)

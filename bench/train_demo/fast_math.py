@@ -117,3 +117,23 @@ def _cross_entropy_vjp(primals: tuple, cotangent: mx.array, output: mx.array) ->
     gradient = e * (cotangent / e.sum(axis=-1))[:, None]
     gradient = gradient.at[mx.arange(len(targets)), targets].add(-cotangent)
     return gradient, mx.zeros_like(targets)
+
+
+@mx.custom_function
+def imitation(logits: mx.array, targets: mx.array, teacher: mx.array) -> mx.array:
+    """Per-token loss in nats of logits [N, V] against the mean of softmax(teacher) [N, V] and targets [N]."""
+    return mx.log(_fused_exp(logits).sum(axis=-1)) - (logits * _mixed(targets, teacher)).sum(axis=-1)
+
+
+@imitation.vjp
+def _imitation_vjp(primals: tuple, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    logits, targets, teacher = map(mx.stop_gradient, primals)
+    e = _fused_exp(logits)
+    gradient = e * (cotangent / e.sum(axis=-1))[:, None] - cotangent[:, None] * _mixed(targets, teacher)
+    return gradient, mx.zeros_like(targets), mx.zeros_like(teacher)
+
+
+def _mixed(targets: mx.array, teacher: mx.array) -> mx.array:
+    """Half softmax(teacher) and half the targets' tokens: probabilities [N, V]."""
+    e = _fused_exp(teacher)
+    return (e * (0.5 / e.sum(axis=-1, keepdims=True))).at[mx.arange(len(targets)), targets].add(0.5)

@@ -46,6 +46,8 @@ class DemoModel(nn.Module):
         self.mtp = [MTPDepth(args, k) for k in range(depths)]
         for layer in self.decoder_layers():
             layer.window = args.sliding_window if layer.is_sliding else 0
+            if layer.is_moe_layer:  # `optimize.balance_router` sets it
+                layer.mlp.gate.freeze(keys=["router_bias"], recurse=False)
 
     def decoder_layers(self) -> list[Step3p5DecoderLayer]:
         """The trunk's layers and then the depths' blocks."""

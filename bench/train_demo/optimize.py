@@ -1,4 +1,4 @@
-"""The training step: data parallel over CPU streams, clipped AdamW, a balanced router."""
+"""The training step: data parallel over CPU streams, clipped AdamW; and balanced routers."""
 
 import math
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from .network import DemoModel, router_choices
 STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
 GRADIENT_NORM = 1.0
 RESTART_STEPS = 30
+MUON_RATE = 8
+WARMUP_STEPS, DECAY = 50, 0.3
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -24,34 +26,66 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class Trainer:
-    """Model, loss, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again."""
+def trapezoid(step: int, steps: int, peak: float) -> float:
+    """Linear warmup over WARMUP_STEPS, the peak, and a linear decay to zero over the last DECAY of the steps."""
+    left = (steps - step) / (DECAY * steps)
+    return peak * min(1.0, (step + 1) / WARMUP_STEPS, left)
 
-    def __init__(self, model: DemoModel, loss: Callable, *, first: int, steps: int, peak: float):
-        self.model, self.first, self.steps, self.peak = model, first, steps, peak
-        self.adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
-        for layer in model.model.layers:
-            if layer.is_moe_layer:
-                layer.mlp.gate.freeze(keys=["router_bias"], recurse=False)
-        self.streams = [mx.new_stream(mx.cpu) for _ in range(STREAMS)]
+
+class MuonAndAdam(optimizers.MultiOptimizer):
+    """Muon for the matrices among the parameters, at MUON_RATE times the learning rate of Adam for the rest."""
+
+    def __init__(self, adam: optimizers.Optimizer, is_matrix: Callable[[str, mx.array], bool]):
+        super().__init__([optimizers.Muon(learning_rate=0.0, weight_decay=0.0), adam], [is_matrix])
+
+    @property
+    def learning_rate(self) -> mx.array:
+        return self.optimizers[1].learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self.optimizers[0].learning_rate, self.optimizers[1].learning_rate = MUON_RATE * rate, rate
+
+
+class Trainer:
+    """Model, loss, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again.
+
+    is_matrix: whether Muon updates the parameter of a path; AdamW updates the others, by default all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable,
+        *,
+        first: int,
+        steps: int,
+        peak: float,
+        is_matrix: Callable[[str, mx.array], bool] | None = None,
+        streams: int = STREAMS,
+        schedule: Callable[[int, int, float], float] = learning_rate,
+    ):
+        self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
+        adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
+        self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
+        self.streams = [mx.new_stream(mx.cpu) for _ in range(streams)]
         self.gradient = nn.value_and_grad(model, loss)
 
-    def step(self, index: int, tokens: mx.array) -> mx.array:
-        """One update on tokens [B, L + depths + 1]; returns the mean losses [1 + depths] before it."""
+    def step(self, index: int, *batch: mx.array) -> mx.array:
+        """One update on arrays of B rows, a part on each stream; returns the mean of the loss's second value."""
         shares = []
-        for stream, rows in zip(self.streams, mx.split(tokens, STREAMS), strict=True):
+        count = len(self.streams)
+        for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):
             with mx.stream(stream):
-                shares.append(self.gradient(self.model, rows))
+                shares.append(self.gradient(self.model, *rows))
         mx.eval(shares)
-        gradients = tree_map(lambda *g: sum(g) / STREAMS, *(g for _, g in shares))
+        gradients = tree_map(lambda *g: sum(g) / count, *(g for _, g in shares))
         gradients, _ = optimizers.clip_grad_norm(gradients, GRADIENT_NORM)
         restart = min(1.0, (index - self.first + 1) / RESTART_STEPS) if self.first else 1.0
-        self.adam.learning_rate = restart * learning_rate(index, self.steps, self.peak)
-        self.adam.update(self.model, gradients)
-        mx.eval(self.model.parameters(), self.adam.state)
-        if index % 10 == 0:
-            balance_router(self.model, tokens[:2, : -len(self.model.mtp) - 1], rate=0.01)
-        return sum(losses for (_, losses), _ in shares) / STREAMS
+        self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
+        self.optimizer.update(self.model, gradients)
+        mx.eval(self.model.parameters(), self.optimizer.state)
+        return sum(report for (_, report), _ in shares) / count
 
 
 def balance_router(model: DemoModel, tokens: mx.array, rate: float) -> None:

@@ -25,13 +25,13 @@ from .config import DEPTHS, demo_config
 from .data import PHASES, Phase, epoch, load_corpus
 from .evaluate import FIRST_PROMPTS, distinct_share, evaluate, greedy_samples, held_out_prompts
 from .network import DemoModel, build, foresight_loss, joint_loss
-from .optimize import Trainer
+from .optimize import Trainer, balance_router
 from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
 ROWS, SLOTS = 8, 256
 PEAK_LEARNING_RATE = 2e-3
 PROMPTS_PER_STEP = 2  # of the whole run; each makes some 90 tokens of self-written text
-LOG_EVERY, SAVE_EVERY = 10, 100
+LOG_EVERY, SAVE_EVERY, BALANCE_EVERY = 10, 100, 10
 
 
 def token_stream(
@@ -82,6 +82,8 @@ def train(
     start, recent = time.perf_counter(), []
     for step, tokens in enumerate(itertools.islice(data, last - first), start=first + 1):
         recent = [*recent[1 - LOG_EVERY :], trainer.step(step - 1, tokens)]
+        if (step - 1) % BALANCE_EVERY == 0:
+            balance_router(model, tokens[:2, :SLOTS], rate=0.01)
         if step % LOG_EVERY == 0:
             losses = " ".join(f"{x:.3f}" for x in mx.stack(recent).mean(axis=0).tolist())
             speed = (step - first) * ROWS * SLOTS / (time.perf_counter() - start)

@@ -21,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from mlx_lm import utils as mlx_lm_utils
 from safetensors import SafetensorError, safe_open
 
+from ..demo import NAMED
 from ..machine.errors import first_line, naming, one_line
 from ..models.config.normalize import normalize, with_overrides
 from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
@@ -116,7 +117,7 @@ def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """Return the local directory of this name, with "~" expanded, or None if there is no such path.
+    """Return the local directory of this name, with "~" expanded, else the shipped one of this name, else None.
 
     ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device.
     """
@@ -131,7 +132,7 @@ def local(path_or_repo: str | Path) -> Path | None:
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
     except (OSError, RuntimeError) as e:
         raise ValueError(f"{path_or_repo}: cannot be read ({e})") from None
-    return None
+    return NAMED.get(str(path_or_repo))
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def load(
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
         a family's wiring.
     draft_model: directory or hub name of an external drafter that replaces the checkpoint's heads: EAGLE-3, DFlash,
-        DFlash2, DSpark, MTP heads that mlx-vlm split off, or a small model with the target's tokens.
+        DFlash2, DSpark, MTP heads that mlx-vlm split off, or a small model with the target's tokens. "demo-block" is
+        the demo's block drafter.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.

@@ -72,7 +72,7 @@ subject_options = options(
         help="Draw acceptance at random: the rate per depth, such as 0.87,0.76,0.69; deeper rates fall alike.",
     ),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads."),
-    option("--draft-model", help="Directory or Hugging Face repository of a drafter."),
+    option("--draft-model", help="Directory or Hugging Face repository of a drafter, or demo-block."),
     option("--kernels", type=KERNELS, help="Metal kernels to use.  [default: decided by trials]"),
 )
 picture_options = options(

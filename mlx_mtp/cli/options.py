@@ -161,7 +161,7 @@ model_options = options(
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
         "--draft-model",
-        help="Directory or Hugging Face repository of a drafter: a block drafter, EAGLE-3 or a small model.",
+        help="Directory or Hugging Face repository of a block drafter, EAGLE-3 or a small model, or demo-block.",
     ),
     option("--draft-vocab", help="File of the tokens to draft, from `mlx-mtp draft-vocab`."),
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),

@@ -1,10 +1,20 @@
-"""Locate the demo checkpoint, a tiny Step-3.5 with three MTP depths, used if no model is named."""
+"""Locate the demo, a tiny Step-3.5 with three MTP depths that is used if no model is named, and its block drafter."""
 
 from pathlib import Path
 
-__all__ = ["demo_path"]
+__all__ = ["NAMED", "demo_block_path", "demo_path"]
+
+HERE = Path(__file__).parent
 
 
 def demo_path() -> Path:
     """Return the directory of the shipped checkpoint: config.json, model.safetensors, tokenizer and model card."""
-    return Path(__file__).parent / "checkpoint"
+    return HERE / "checkpoint"
+
+
+def demo_block_path() -> Path:
+    """Return the directory of the demo's shipped block drafter: config.json, model.safetensors and model card."""
+    return HERE / "block"
+
+
+NAMED = {"demo-block": demo_block_path()}  # by the name that `draft_model` takes

@@ -1,12 +1,8 @@
 """Pass packed weights through a family's `sanitize`, which may rename, stack and split unquantized weights.
 
 `sanitize` is called for the words, for the groups' scales, for the biases, and first with a number for each row
-<<<<<<< HEAD
-instead of the weights: they show which weight each row of a parameter comes from, and so which factor multiplies it.
-=======
 instead of the weights: the numbers show which weight each row of a parameter comes from, and so which factor
 multiplies it.
->>>>>>> w-packed
 """
 
 from collections.abc import Callable
