@@ -194,7 +194,7 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     except BaseException as e:
         active.cancel()
         if isinstance(e, QueueFull):
-            raise Refused("the queue is full or the server is ending; repeat it later", status=503) from None
+            raise Refused("the queue is full or the server is ending; try again later", status=503) from None
         raise
 
 

@@ -32,7 +32,7 @@ class PrefixFiles:
 
     Files of another model, cache layout, version or machine are not used, but their bytes count.
     limit: maximum bytes of all files; the least recently used ones are removed. known: the header of each file; it
-    is FOREIGN if the file has another format, or failed to be read or removed.
+    is FOREIGN if the file has another format, or could not be loaded or removed.
     """
 
     def __init__(self, directory: Path, limit: int):
