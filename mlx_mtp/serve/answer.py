@@ -117,7 +117,7 @@ class Splitter:
         return parts
 
     def _at_start(self, complete: bool | None) -> list[Part] | None:
-        """Detect reasoning or a call without a mark at the answer's start; return None if more text is needed."""
+        """Detect reasoning or a call without a mark at the answer's start; return [], None to wait for text."""
         text = self._text.lstrip()
         waits = complete is None and not self._first(self._text, self._stops)[1]
         if self._think_start and waits and self._think_start.startswith(text):
@@ -159,7 +159,10 @@ class Splitter:
         return []
 
     def _after_reasoning(self, complete: bool | None) -> list[Part] | None:
-        """Drop the white space after reasoning if nothing else follows, and only its line breaks otherwise."""
+        """Drop the line breaks after reasoning; all white space if calls ended it and nothing else follows.
+
+        If text follows such calls, return their text as reasoning. None if more text is needed.
+        """
         if not self._text.strip() and complete is None and not self._first(self._text, self._stops)[1]:
             return None
         if not self._text.strip() and self._aside:
@@ -183,7 +186,10 @@ class Splitter:
         return self._until_call(at, mark, complete)
 
     def _until_call(self, at: int, mark: str, complete: bool | None, *, reasoning: bool = False) -> list[Part] | None:
-        """Return the text before a possible call at `at` or a possible start of a mark; None if it is empty."""
+        """Return the text before a possible call at `at`, or before the start of a mark at the text's end.
+
+        None if more text is needed. From the start of a call on, text is held.
+        """
         if mark and (begins := self._begins_call(self._text, at)) is not False:
             self.holding = bool(begins) or complete is not None
             return self._emit(at, reasoning) if at or self.holding else None
@@ -194,7 +200,10 @@ class Splitter:
         return self._emit(end, reasoning) if end else None
 
     def _read_calls(self, complete: bool | None) -> list[Part] | None:
-        """Return the calls at the start of the text once the answer has ended, or the only one needed earlier."""
+        """Return the calls at the start of the text once the answer has ended; None before.
+
+        With one_call return the first one, once a second one starts. If no call can be read, return `_no_call`.
+        """
         assert self._format
         if complete is None:
             return self._first_of_two() if self._one_call else None

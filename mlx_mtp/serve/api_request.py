@@ -196,8 +196,8 @@ def chat_decode_requests(
 def end_of_prompt(body: dict[str, Any], messages: list[Message]) -> dict[str, bool]:
     """Return `continues` and `answers` of `encode_chat`, from continue_final_message and add_generation_prompt.
 
-    Without these fields a last message of the assistant is continued. Raises Refused if both are true, or if the last
-    message cannot be continued.
+    Without these fields a last message of the assistant is continued. Raises Refused if both are true, or if
+    continue_final_message is true and the last message cannot be continued.
     """
     continued, prompted = (switch_of(body, name) for name in ("continue_final_message", "add_generation_prompt"))
     if continued and prompted:
@@ -240,7 +240,7 @@ def _next_prompt(
     *,
     continues: bool,
 ) -> list[int]:
-    """Return the tokens with which the prompt of the next turn will start, for a prefill in advance.
+    """Return the tokens of the expected prompt of the next turn, with an empty new message, for a prefill in advance.
 
     It contains the conversation, the answer of `parts`, and empty results of its calls or, without calls, an empty
     question: templates drop the reasoning before a question, and keep it before a tool result.

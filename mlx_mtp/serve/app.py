@@ -53,9 +53,9 @@ class Service:
     info: ModelInfo | None = None
 
     def ready(self) -> ModelInfo:
-        """Return the model's limits and defaults; raises Refused (503) before its first load, or if that failed."""
+        """Return the model's limits and defaults; raises Refused (503) before its first load or after a failure."""
         if self.info is None or self.engine.state == "failed":
-            raise Refused("the model is loading; repeat the request later", status=503)
+            raise Refused("the model is still loading, or has failed; repeat the request later", status=503)
         return self.info
 
 
@@ -180,7 +180,7 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     active = ActiveRequest(service, api_request, request.url.path, begun)
     warned = _warned(request, api_request.warnings)
     if len(api_request.requests) > (limit := service.engine.limits.queued):
-        raise Refused(f"n: allowed are at most {limit} choices (--queue plus --parallel)", param="n")
+        raise Refused(f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n")
     try:
         service.engine.submit(active.jobs)
         if api_request.stream:
@@ -194,12 +194,15 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
     except BaseException as e:
         active.cancel()
         if isinstance(e, QueueFull):
-            raise Refused("the queue is full; repeat the request later", status=503) from None
+            raise Refused("the queue is full or the server is ending; try again later", status=503) from None
         raise
 
 
 async def _whole(request: Request, active: "ActiveRequest") -> Response:
-    """Return the response, or an error, once all choices have ended; if the client disconnects, cancel them: 499."""
+    """Return the response once all choices have ended, or the error of the first that fails.
+
+    If the client disconnects, cancel all choices and return status 499.
+    """
     answers, disconnect = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((answers, disconnect), return_when=asyncio.FIRST_COMPLETED)
@@ -292,7 +295,7 @@ class ActiveRequest:
         return [Answer(job.parts, self._ends[i]) for i, job in enumerate(self.jobs)]
 
     async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
-        """Yield the stream's lines, also of an error. found: its first event; None if the request is still queued."""
+        """Yield the stream's lines, also of an error. found: its first event; None if it is still awaited."""
         if found is None:
             yield ": waiting\n\n"
         try:

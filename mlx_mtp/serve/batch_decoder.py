@@ -85,7 +85,7 @@ class BatchDecoder:
         caches: a list with the cache of the tokens before `prompt`. The batch removes it and appends, at the end, the
         cache of all tokens but the last; after an early end none if it cannot be copied. options: of
         `stream_generate`, with max_tokens, logprobs and stats. Raises ValueError for invalid options, the exception
-        of the job's own code, or RuntimeError if a shared cycle failed.
+        of the job's own code, or RuntimeError if a shared cycle failed or the batch was closed.
         """
         stats, detokenizer, queue, count = options["stats"], self.tokenizer.detokenizer, list[Response](), 0
         uid = self._inserted(prompt, caches, options)
@@ -119,7 +119,7 @@ class BatchDecoder:
         return []
 
     def _popped(self, uid: int, caches: list[PromptCache]) -> list[Response]:
-        """Take and return a job's queued responses; if the last one ends the job, append its cache to `caches`."""
+        """Take and return a job's queued responses; if the last one ends the job, remove it and append its cache."""
         found = [*self._responses[uid]]
         self._responses[uid].clear()
         if found and found[-1].finish_reason:

@@ -172,7 +172,7 @@ def _named(chunk: Chunk) -> dict[str, mx.array]:
 
 
 def _record(chunk: Chunk) -> dict[str, Any]:
-    """Return the header record of a chunk: everything that is not an array."""
+    """Return the header record of a chunk, without its digest: tokens, `primed`, and numbers of the checkpoint."""
     checkpoint = chunk.checkpoint and {"primed": chunk.checkpoint.primed, "starts": chunk.checkpoint.starts}
     return {"tokens": chunk.tokens, "primed": chunk.primed, "moment": checkpoint}
 
@@ -200,7 +200,7 @@ def _begin(named: list, records: list, digests: list[str], state: dict[str, Any]
 
 
 def _digest(state: dict[str, Any], end: int, record: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """Return the hash of a chunk that ends at position `end`, still without the bytes of its arrays."""
+    """Return the hash object of a chunk that ends at position `end`, still without the bytes of its arrays."""
     kinds = [(name, DTYPES[array.dtype], array.shape) for name, array in arrays.items()]
     return hashlib.sha256(json.dumps([state, end, record, kinds]).encode())
 

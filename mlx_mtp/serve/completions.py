@@ -55,7 +55,10 @@ def _choice(
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log probabilities in the form of `/v1/completions`, which differs from that of chat completions."""
+    """Return log probabilities in the form of `/v1/completions`, which differs from that of chat completions.
+
+    text_offset: the start of each token's text, in characters from the first of these tokens.
+    """
     texts = [each.token[0] for each in tokens]
     return {
         "tokens": texts,
@@ -77,5 +80,5 @@ def _prompt(given: Any, info: ModelInfo) -> Prompt:
     most = len(info.tokenizer)
     if isinstance(given, list) and given and all(type(token) is int and 0 <= token < most for token in given):
         return Prompt(given)
-    allowed = f"a text, a list of token ids from 0 to {most - 1}, or a list of these"
+    allowed = f"a text, a list of at least one token id from 0 to {most - 1}, or a list of these"
     raise Refused(f"prompt={repr(given)[:80]}: allowed are {allowed}", param="prompt")

@@ -48,7 +48,7 @@ def is_marked(messages: list[Message]) -> bool:
 def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
     """Return a conversation rendered by the chat template, only up to MARK if its last message ends with that.
 
-    Raises ValueError if the template omits a part of that message.
+    Raises ValueError if the template refuses the conversation, or omits MARK or that message's reasoning.
     """
     text = render(tokenizer, messages, options)
     if not is_marked(messages):
@@ -61,9 +61,10 @@ def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any
 
 
 def after_prompt(tokenizer: Any, tokens: list[int], reasoning: str, content: str) -> str:
-    """Return the text of an unfinished answer after a prompt's `tokens`: reasoning with its marks, then content.
+    """Return the text with which an unfinished answer continues a prompt's `tokens`: its reasoning, then its content.
 
-    The start mark is left out if the prompt is inside reasoning. Without marks for reasoning, return only content.
+    A start mark precedes reasoning unless the prompt ends inside reasoning; an end mark precedes content if there is
+    reasoning or the prompt ends inside it. If the tokenizer has no such marks, return only the content.
     """
     if not getattr(tokenizer, "has_thinking", False):
         return content

@@ -11,7 +11,10 @@ MAX_MESSAGE = 1000  # characters of an error message, which may quote the reques
 
 
 class Refused(ValueError):
-    """Raised for an invalid request: an HTTP status, the name of the invalid field, and OpenAI's error code."""
+    """Raised for a request that is invalid or cannot be served now. The message is cut at MAX_MESSAGE characters.
+
+    status: of HTTP. param: the name of the invalid field, if there is one. code: OpenAI's error code, or None.
+    """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message[:MAX_MESSAGE])
@@ -57,7 +60,10 @@ class ModelInfo:
         return "*" in self.names or name in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
-        """Return the model name in a request, by default the first; raises Refused (404) for another model's name."""
+        """Return the model name in a request, by default the first of `names`.
+
+        Raises Refused: 404 for another model's name, 400 for a value that is no text.
+        """
         if body.get("model") is None:
             return self.name
         name = text(body, "model")
@@ -114,17 +120,17 @@ def boolean(body: dict[str, Any], name: str) -> bool:
 
 
 def text(body: dict[str, Any], name: str) -> str:
-    """Return a string field, "" if it is missing; raises Refused for another type."""
+    """Return a string field, "" if it is missing or null; raises Refused for another type."""
     return field_of(body, name, "a text", lambda v: isinstance(v, str)) or ""
 
 
 def fields_of(body: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return an object field, {} if it is missing; raises Refused for another type."""
+    """Return an object field, {} if it is missing or null; raises Refused for another type."""
     return field_of(body, name, "an object", lambda v: isinstance(v, dict)) or {}
 
 
 def items(body: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a field that is a list of objects, [] if it is missing; raises Refused for another type."""
+    """Return a field that is a list of objects, [] if it is missing or null; raises Refused for another type."""
     return field_of(body, name, "a list of objects", _are_objects) or []
 
 
@@ -133,7 +139,10 @@ def _are_objects(value: Any) -> bool:
 
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """Return the stop strings of a field that is a string or a list, () if it is missing. Raises Refused."""
+    """Return the stop strings of a field that is a string or a list, () if it is missing, null or an empty list.
+
+    Raises Refused for another type, an empty string, and more than MOST_STOPS.
+    """
     found = field_of(body, name, f"a text, or up to {MOST_STOPS} of them, none empty", _are_stops) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -178,7 +187,10 @@ def tool_text(value: Any, name: str, warnings: list[str]) -> str:
 
 
 def _parts(value: Any, name: str) -> list[Any]:
-    """Return the parts of a content: strings for text parts, objects for others."""
+    """Return the parts of a content, a text, a list of parts or None: strings for texts and refusals, else objects.
+
+    Raises Refused for another value.
+    """
     if value is None or isinstance(value, str):
         return [value or ""]
     field_of({name: value}, name, "a text or a list of parts", _are_objects)

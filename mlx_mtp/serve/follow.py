@@ -12,9 +12,9 @@ PREFILL = 0  # the number of the background prefill; jobs have other numbers
 
 
 def as_json(request: DecodeRequest) -> dict[str, Any]:
-    """Return a request's fields as JSON values, without `follows`.
+    """Return a request's fields, without `follows`, as values that JSON can express.
 
-    Penalties become lists of pairs, because their keys may be numbers.
+    `penalties` becomes a list of pairs, and so does a dict in it, because its keys are numbers.
     """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
@@ -31,7 +31,7 @@ def from_json(content: dict[str, Any]) -> DecodeRequest:
 
 
 def follow(served: Served) -> None:
-    """Execute the instructions of rank 0's engine until it ends; exceptions of a job end only that job."""
+    """Execute the instructions of rank 0's engine until it ends; an exception in a job's step ends only that job."""
     running: dict[int, Any] = {}
     while True:
         action, number, content = served.model.ranks.broadcast()

@@ -50,7 +50,7 @@ def joined(messages: list[Message], role: str) -> list[Message]:
 
 
 def _merged(message: Message, more: Message) -> Message:
-    """Merge the contents, reasoning and tool calls of two messages."""
+    """Merge the contents, reasoning and tool calls of two messages; for another field of both, `more` counts."""
     found = {**message, **more}
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
         if texts := [each[name] for each in (message, more) if each.get(name)]:
@@ -61,7 +61,7 @@ def _merged(message: Message, more: Message) -> Message:
 
 
 def _with_tools_described(conversation: Conversation) -> Conversation:
-    """Add what a tool lacks: a description, parameters, and each parameter's type."""
+    """Add what a tool lacks: a description, parameters, and each parameter's type; of several types one is kept."""
     tools = conversation.tools
     return conversation._replace(tools=tools and [_described(tool) for tool in tools])
 
@@ -77,7 +77,7 @@ def _described(tool: Any) -> Any:
 
 
 def _typed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with a description and exactly one type, by default string, also in all nested schemas."""
+    """Return a schema with a description and exactly one type, by default string; also its properties and items."""
     schema = schema if isinstance(schema, dict) else {}
     types = sorted(types_of(schema, root) - {"null"}) or ["string"]
     found = {"description": "", **schema, "type": types[-1]}
@@ -96,7 +96,7 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Convert system messages, except a first one, to user messages, and merge adjacent user messages."""
+    """Convert system messages after the first message to user messages; if any, merge adjacent user messages."""
     first, *others = conversation.messages
     if not any(message["role"] == "system" for message in others):
         return conversation
@@ -105,7 +105,7 @@ def _with_one_system_turn(conversation: Conversation) -> Conversation:
 
 
 def _with_neighbours_joined(conversation: Conversation) -> Conversation:
-    """Merge adjacent messages of the same role, after dropping empty answers."""
+    """Merge adjacent messages of the same role, except `tool`, after dropping answers without content and calls."""
     given = conversation.messages
     messages = [m for m in given if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
     for role in ("system", "user", "assistant"):

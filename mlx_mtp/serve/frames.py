@@ -15,9 +15,9 @@ class Frames(NamedTuple):
     """The marks of one format's frames, each of which contains reasoning or content.
 
     known_by: literals that all occur in a chat template of the format.
-    reasoning, content: patterns that start a frame. end: pattern that ends a frame; it ends content only if nothing,
-        another frame or a tool call follows.
-    think_start, think_end: the literal marks around reasoning.
+    reasoning, content: patterns that start a frame. end: pattern that ends content, if nothing, another end, a frame
+        or a tool call follows.
+    think_start, think_end: the literal marks around reasoning; think_end ends its frame.
     """
 
     known_by: tuple[str, ...]
@@ -104,7 +104,7 @@ def _source(tokenizer: Any) -> str:
 
 
 class FramedSplitter:
-    """Splits a streamed answer with frames into the same parts as `Splitter`, to which it passes the content.
+    """Splits a streamed answer with frames into the parts of a `Splitter`, to which it passes the content.
 
     Text outside frames is content. begun: REASONING or CONTENT, the frame in which the prompt ends; None: outside.
     """
@@ -147,7 +147,7 @@ class FramedSplitter:
         return parts
 
     def _between(self, final: bool) -> list[Part] | None:
-        """Enter the frame that starts the text, or content without a frame; return None if more text is needed."""
+        """Enter the frame that starts the text, or content without one; return [], or None if more text is needed."""
         begin = self._patterns.begin.match(self._text, partial=True)
         if begin and begin.partial and not final and len(self._text) < MOST_UNCERTAIN:
             return None
@@ -158,7 +158,10 @@ class FramedSplitter:
         return []
 
     def _inside(self, final: bool) -> list[Part] | None:
-        """Return the parts of the text before the open frame's end; None if its end needs more text to be certain."""
+        """Return the parts of the text before the open frame's end; at the end, leave the frame and return [].
+
+        None if more text is needed to find the end.
+        """
         pattern = self._patterns.think_end if self._kind == REASONING else self._patterns.end
         end = pattern.search(self._text, partial=not final)
         if end is None:
@@ -173,9 +176,9 @@ class FramedSplitter:
         return []
 
     def _follows(self, at: int, final: bool) -> bool | None:
-        """Return whether the answer's end, a frame or a call follows at `at`; None if more text is needed.
+        """Return whether the answer's end, an end mark, a frame or a call follows at `at`; None: more text is needed.
 
-        Inside a call's arguments the marks of frames are text.
+        While the pending text starts a call, frames and calls are text.
         """
         at = skip_space(self._text, at)
         if at == len(self._text):

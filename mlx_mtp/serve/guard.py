@@ -21,8 +21,8 @@ OPEN = ("/", "/health")  # paths that need no key
 class Rules:
     """Conditions that `check` and `read_body` require of a request.
 
-    key:  the API key; None: not required. hosts: allowed Host headers besides localhost and IP addresses.
-    origins: allowed origins of web pages, "*" for all. body: maximum bytes.
+    key:  the API key; None: not required. hosts: allowed host names besides localhost and IP addresses.
+    origins: allowed origins of web pages besides the server's own, "*" for all. body: maximum bytes.
     """
 
     key: str | None = None
@@ -58,7 +58,7 @@ class Rules:
 
 
 def host_of(header: str) -> str:
-    """Return the host name in a Host header, without the port; "" if the header is malformed."""
+    """Return the host in a Host header, in lower case, without port, brackets and final dots; "" if malformed."""
     try:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -106,8 +106,8 @@ class Guard:
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
-    Raises Refused for more than `limit` bytes (413), other JSON, nesting deeper than DEPTH, text that is not valid
-    Unicode, and numbers that are not finite in float64.
+    Raises Refused for more than `limit` bytes (413), other content, nesting deeper than DEPTH, text that is not valid
+    Unicode, and numbers with a fraction or an exponent that overflow float64.
     """
     chunks, size = [], 0
     async for chunk in request.stream():
@@ -118,7 +118,7 @@ async def read_body(request: Request, limit: int) -> dict[str, Any]:
     try:
         body = json.loads(b"".join(chunks), parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
-        raise Refused(f"the body is not JSON: {str(e)[:200]}") from None
+        raise Refused(f"the body cannot be read as JSON: {str(e)[:200]}") from None
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")
     _check_depth(body)
@@ -132,7 +132,7 @@ def _no_constant(name: str) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise Refused for a field's value that a response cannot repeat: lone surrogates, numbers beyond float64."""
+    """Raise Refused for a field that a response cannot repeat: with lone surrogates, or an infinite number."""
     try:
         json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

@@ -35,8 +35,8 @@ class Link(NamedTuple):
 def linked(messages: list[Message], traits: Traits) -> list[Message]:
     """Return messages with ids that the template accepts, and results with their calls' names, in the calls' order.
 
-    If the template prints no content next to calls, content becomes a message of its own before them. A result
-    without an id belongs to the first call of the last answer with calls that has no result yet.
+    If the template prints no content next to calls, content and reasoning become a message of their own before them.
+    A result without an id belongs to the first call of the last answer with calls that has no result yet.
     """
     found: list[tuple[int, Message]] = []
     links: dict[str, Link] = {}
@@ -77,9 +77,9 @@ def _id(given: str, traits: Traits) -> str:
 def _linked_result(
     message: Message, links: dict[str, Link], pending: list[Link], traits: Traits
 ) -> tuple[int, Message]:
-    """Return a result's call number, and the result with the call's id and name; without a call 0 and its own.
+    """Return a result's call number, and the result with the call's id and, unless it has a name, the call's name.
 
-    A call of `pending` is removed from it.
+    Without a call: 0, and the result with its own id in the template's form. A call of `pending` is removed from it.
     """
     given = message.get("tool_call_id", "")
     if link := next((link for link in pending if link.given == given or not given), None):
@@ -94,9 +94,9 @@ def with_arguments(
 ) -> tuple[list[Message], list]:
     """Return messages with tool-call arguments in the template's form, and the texts of their placeholders.
 
-    exact: put a placeholder where the template would write JSON otherwise than the client did; `restored` replaces
-    it. If the template reads members, arguments that are no JSON object become one with the member `arguments`.
-    Special tokens are escaped with `escape`.
+    exact: put placeholders in arguments that the client wrote as JSON text and that the template may print otherwise;
+    `restored` replaces them. Text that is no JSON object becomes {"arguments": text}, unless it has a placeholder or
+    the template prints text. Special tokens are escaped with `escape`.
     """
     texts: list[str] = []
     found = [dict(message) for message in messages]

@@ -30,7 +30,7 @@ def _token(tokenizer: Any, token: int, logprob: float) -> tuple[str, bytes, floa
 
 
 def _bytes(tokenizer: Any, token: int, text: str) -> bytes:
-    """Return the bytes of a token: from the vocabulary if it is part of a character, else from its text."""
+    """Return the bytes of a token: of its text, or of its vocabulary entry if it is part of a character."""
     piece = tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else ""
     if BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])

@@ -179,7 +179,7 @@ def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
     for message in items(body, "messages"):
         found += _messages(message, warnings)
     if not any(message["role"] != "system" for message in found):
-        raise Refused("messages: at least one message is required", param="messages")
+        raise Refused("messages: at least one message of the user or the assistant is required", param="messages")
     return found
 
 
@@ -217,7 +217,9 @@ def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
             results.append(_tool_result(block, warnings))
         else:
             why = f" ({NO_PICTURES})" if kind in PICTURES else ""
-            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed is text{why}", param="messages")
+            allowed = {"user": "text and tool_result", "assistant": "text, thinking and tool_use"}.get(role, "text")
+            refused = f"messages: a block of type {kind!r} from {role}; allowed: {allowed}{why}"
+            raise Refused(refused, param="messages")
     rest = message_of(role, "\n".join(texts), "\n".join(reasoning), calls)
     return [*results, rest] if texts or calls or not results else results
 

@@ -24,7 +24,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """Counters of finished requests, and gauges of the engine's current state."""
+    """Counters and histograms of answered choices, a count of failed requests, and gauges of the current state."""
 
     def __init__(self, engine: Engine):
         self.engine, self._registry = engine, CollectorRegistry()
@@ -71,7 +71,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _buffers(self) -> int:
-        """Estimate the number of Metal buffers of the weights, the prefix cache and the active requests' caches."""
+        """Estimate the number of Metal buffers of weights, recordings, prefix cache and active requests' caches.
+
+        0 while no model is loaded.
+        """
         active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
         return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
 

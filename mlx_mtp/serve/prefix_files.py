@@ -33,7 +33,7 @@ class PrefixFiles:
 
     Files of another model, cache layout, version or machine are not used, but their bytes count.
     limit: maximum bytes of all files; the least recently used ones are removed. known: the header of each file; it
-    is FOREIGN if the file cannot be used.
+    is FOREIGN if the file has another format, or could not be loaded or removed.
     """
 
     def __init__(self, directory: Path, limit: int):
@@ -67,7 +67,10 @@ class PrefixFiles:
                 self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write the sequences of `tree.trees`, the last used first; warn and stop at `until`, a time.monotonic()."""
+        """Write the sequences of `tree.trees` that no file contains, the last used first.
+
+        Warn and stop after `until` (of time.monotonic()), or after a failure.
+        """
         while self.step(tree):
             if time.monotonic() > until:
                 log.warning("not all prefixes were written to %s before the server ended", self.directory)
@@ -124,7 +127,7 @@ class PrefixFiles:
             self._remove(each)
 
     def _graft(self, tree: PrefixTree, file: Path, last: int) -> None:
-        """Add a file's chunks up to position `last` that the tree lacks.
+        """Add a file's chunks up to position `last` that the tree lacks; stop where `primed` of a chunk differs.
 
         Raises ValueError if the file is damaged or has changed, MemoryError if the chunks do not fit in memory.
         """
@@ -152,7 +155,10 @@ class PrefixFiles:
         return [(file, own) for file, own in known if own.identity == tree.identity]
 
     def _longest(self, tree: PrefixTree, tokens: Sequence[int], covered: int) -> tuple[Path, int] | None:
-        """Return the file with the longest prefix of `tokens`, and its length; None if none exceeds `covered`."""
+        """Return the file with the longest prefix of `tokens` that can be reused, and that prefix's length.
+
+        It ends at a checkpoint, before the last of `tokens`. None if none is longer than `covered`.
+        """
         found, cuts = [], set(tree.chunking.cuts(tokens))
         for file, own in self._usable(tree):
             same = min(shared(own.tokens, tokens), len(tokens) - 1)
@@ -161,7 +167,7 @@ class PrefixFiles:
         return max(found)[::-1] if found else None
 
     def _is_stored(self, tree: PrefixTree, path: list[Chunk]) -> bool:
-        """Return whether a file contains a path; if so, set its time to that of the path's last use."""
+        """Return whether a file contains a path; if so, set its time to at least that of the path's last use."""
         tokens, resumable, used = _tokens(path), _resumable(path), path[-1].used
         for file, own in self._usable(tree):
             if resumable <= own.resumable and own.tokens[: len(tokens)] == tokens:

@@ -128,7 +128,10 @@ class PrefixTree:
 
     @property
     def uncut_tail(self) -> int:
-        """Maximum tokens at a prompt's end that decoding may prefill; 0 if their rows then cannot be stored."""
+        """Maximum tokens at a prompt's end that are not cut into chunks, but prefilled by decoding.
+
+        0, so that decoding prefills only the tokens after the last chunk, if its rows cannot be stored.
+        """
         return self.chunking.step if self.decoded and self.is_stateless else 0
 
     def take(self, tokens: Sequence[int], room: int) -> PromptCache:

@@ -22,7 +22,10 @@ RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"
 
 
 class Prompt(NamedTuple):
-    """A prompt's token ids. turns: where the first and the last user message start; () unless requested."""
+    """A prompt's token ids. turns: where the content of the first and the last user message starts, see `_turns`.
+
+    () unless requested.
+    """
 
     tokens: list[int]
     turns: tuple[int, ...] = ()
@@ -171,9 +174,9 @@ def _with_contents(chat: Chat, rendered: Rendered, options: dict[str, Any]) -> R
 
 
 def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
-    """Escape the special tokens in a message, and move its reasoning to the field that the template reads.
+    """Return a message with added tokens escaped, and its reasoning in the field that the template reads.
 
-    An answer may contain added tokens that are not special, such as marks of reasoning; its calls are not escaped.
+    In an answer only special tokens are escaped, not, for example, marks of reasoning. Calls are not escaped.
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
@@ -221,7 +224,10 @@ def _letters(tokenizer: Any, mark: str) -> list[int]:
 
 
 def _turns(tokenizer: Any, rendered: Rendered, tokens: list[int]) -> Iterator[int]:
-    """Yield the indices at which the first and the last user message start: one if it is the same message."""
+    """Yield the indices of the first tokens that depend on the content of the first and of the last user message.
+
+    One index if they are the same message; none for a message if the template refuses it with empty content.
+    """
     messages, options = rendered.messages, {**rendered.options, "add_generation_prompt": False}
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in sorted({users[0], users[-1]}) if users else ():

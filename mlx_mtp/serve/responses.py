@@ -171,7 +171,7 @@ def _text_item(kind: str, id: str, text: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool to the form of chat completions, which nests its fields under `function`."""
+    """Convert a tool to the form of chat completions, with its fields, except `strict`, under `function`."""
     return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
@@ -183,7 +183,10 @@ def _check_include(given: Any) -> None:
 
 
 def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Return `instructions` and `input`, a text or items, as messages in OpenAI's form. Raises Refused."""
+    """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
+
+    Adjacent messages of the assistant are merged.
+    """
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
@@ -194,10 +197,10 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
 
 
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
-    """Convert an item to a message, if it has an equivalent; reasoning, text and calls are separate messages.
+    """Yield an item as a message of chat completions; reasoning, text and calls are separate items and messages.
 
-    Tool calls of CALLS, from a session with another server, become function calls, and items of LEFT_OUT a warning.
-    Raises Refused for other types.
+    An item of LEFT_OUT is a warning instead. Calls of other tools in CALLS, from a session with another server,
+    become function calls. Raises Refused for other types.
     """
     kind = str(item.get("type", "message"))
     if kind == "message":
@@ -216,5 +219,5 @@ def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, An
     elif kind in LEFT_OUT:
         warnings.append(f"input: an item of type {kind!r} was left out; the server has no such tool")
     else:
-        allowed = "messages, function calls and outputs"
+        allowed = "messages, reasoning, function calls and their outputs"
         raise Refused(f"input: an item of type {kind[:80]!r}; allowed are {allowed}", param="input")

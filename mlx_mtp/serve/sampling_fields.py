@@ -69,7 +69,11 @@ def _with_aliases(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return sampling options of `stream_generate`, each the request's or else the default; the seed else random."""
+    """Return sampling options of `stream_generate`, each the request's or else the default. Raises Refused.
+
+    Options with neither are absent, except a random seed (also for -1), top_k 0 (off) and min_tokens_to_keep 1. An
+    xtc_threshold above MAX_XTC switches XTC off.
+    """
     given = {
         "temp": number(body, "temperature", 0, 100),
         "top_p": number(body, "top_p", 0, 1),
@@ -91,7 +95,10 @@ def _sampling(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _penalties(body: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default."""
+    """Return arguments of mlx-lm's `make_logits_processors` that have an effect, the request's or the default.
+
+    Context sizes are only the request's: 0 removes its penalty, -1 becomes LARGE. Raises Refused.
+    """
     found = {
         "repetition_penalty": number(body, "repetition_penalty", 0, 100),
         "presence_penalty": number(body, "presence_penalty", -2, 2),
@@ -120,7 +127,10 @@ def _bias(body: dict[str, Any], most: int) -> dict[int, float] | None:
     except (TypeError, ValueError, AttributeError, OverflowError):
         found = {-1: 0.0}
     if not all(0 <= token < most and -100 <= bias <= 100 for token, bias in found.items()):
-        raise Refused(f"logit_bias: allowed are token ids below {most} with values -100 to 100", param="logit_bias")
+        raise Refused(
+            f"logit_bias: allowed is an object of token ids from 0 to {most - 1} with values from -100 to 100",
+            param="logit_bias",
+        )
     return found
 
 

@@ -51,7 +51,7 @@ class Settings:
     names:    model names that requests may use. options: keyword arguments of `stream_generate` for all responses.
     sampling: defaults of request fields. template: variables of the chat template. step: size of a prefill chunk.
     positions: maximum tokens of prompt and answer; None: the model's. max_tokens: default; None: what fits.
-    cache_bytes: maximum of the prefix cache, in memory and in `cache_files`.
+    cache_bytes: maximum of the prefix cache in memory; 0: no prefix cache. cache_files: its files; None: none.
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
     """
 
@@ -95,11 +95,13 @@ class Server(uvicorn.Server):
 
 
 def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Service], None]) -> None:
-    """Serve until a signal. Raises the exception of a failed first load, and OSError as `listening` does.
+    """Serve until a signal, or the end of the engine's thread. Raises OSError as `listening` does.
+
+    Also raises the exception that ended the engine, such as that of a failed first load.
 
     Ends the process, with exit code 0, if the engine's thread still loads or computes after the time for the end.
 
-    load: called on the engine's thread. ready: called there after the load.
+    load: called on the engine's thread, again after an idle unload. ready: called there after the first load.
     """
     engine = Engine(lambda: opened(load(), settings, service), settings.limits, lambda: ready(service), _store)
     service = Service(engine, Metrics(engine), settings.rules, settings.timeout)
@@ -135,7 +137,10 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def shared(loaded: Loaded, settings: Settings) -> Served:
-    """Return a loaded model with its prefix cache, batch decoder (None on several ranks) and formats of answers."""
+    """Return a loaded model with its prefix cache, batch decoder (None on several ranks) and formats of answers.
+
+    Marks around reasoning that mlx-lm does not detect are set on the tokenizer.
+    """
     model, tokenizer, _, layout = loaded
     adapters = model.runtime.adapters
     k = settings.options.get("num_draft_tokens")

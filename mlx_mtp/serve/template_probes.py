@@ -46,7 +46,10 @@ def rendered(tokenizer: Any, options: dict[str, Any], *messages: dict[str, Any])
 
 
 def thinking_switch(tokenizer: Any, options: dict[str, Any]) -> Switch | None:
-    """Return the first of SWITCHES whose values change the prompt; None if none does."""
+    """Return the first of SWITCHES whose two values render different prompts; None if there is none.
+
+    The template must accept the value `off`. A text that it only prints is no switch.
+    """
     return next((switch for switch in SWITCHES if _switches(tokenizer, options, switch)), None)
 
 
@@ -62,7 +65,10 @@ def _switches(tokenizer: Any, options: dict[str, Any], switch: Switch) -> bool:
 
 
 def renders_tools(tokenizer: Any, options: dict[str, Any]) -> bool:
-    """Return whether the chat template prints the offered tools."""
+    """Return whether an offered tool changes the prompt of a question, alone or after a system message.
+
+    A template that refuses the tool changes the prompt, too.
+    """
     offered, conversations = {**options, "tools": [TOOL]}, ((QUESTION,), (SYSTEM, QUESTION))
     return any(rendered(tokenizer, offered, *each) != rendered(tokenizer, options, *each) for each in conversations)
 

@@ -58,7 +58,10 @@ def _traits(tokenizer: Any, template: str) -> Traits:
 
 
 def _reasoning_field(tokenizer: Any) -> str:
-    """Return the first field that the template prints in an answer or next to a call, or `reasoning_content`."""
+    """Return the first of REASONING_FIELDS that the template prints in an answer or next to a call.
+
+    If it prints none, return `reasoning_content`.
+    """
     call, result = _conversation(SHORT_ID, ARGUMENTS, "")[1:]
     for field in REASONING_FIELDS:
         for message, *rest in (({"role": "assistant", "content": CONTENT},), (call, result)):

@@ -13,9 +13,10 @@ LOWEST = "low"
 
 
 def template_of(body: dict[str, Any], info: ModelInfo, warnings: list[str]) -> dict[str, Any]:
-    """Return a request's chat-template variables, and add a warning for what has no effect. Raises Refused.
+    """Return a request's chat-template variables. Raises Refused for invalid fields.
 
-    They are the defaults, then those that switch thinking or set the effort, then the request's own variables.
+    They are the defaults, overridden by those that switch thinking or set the effort, and these by the request's
+    own variables. warnings: appended to, for settings that are found to have no effect.
     """
     allowed = "an object of the template's own variables"
     name, reserved = "chat_template_kwargs", RESERVED_KEYS | {"tools"}
@@ -51,7 +52,10 @@ def _with_effort(info: ModelInfo, options: dict[str, Any], effort: str, warnings
 
 
 def _thinks(body: dict[str, Any], given: dict[str, Any]) -> bool | None:
-    """Return whether a request switches thinking on or off, by the first field that does; None if no field does."""
+    """Return True if a request switches thinking on, False for off, None for neither. Raises Refused.
+
+    If several fields do, the first in the order below decides.
+    """
     found = [
         *(_by_variable(name, value) for name, value in given.items()),
         switch_of(body, "enable_thinking"),
@@ -72,13 +76,13 @@ def _by_variable(name: str, value: Any) -> bool | None:
 
 
 def _by_thinking(body: dict[str, Any]) -> bool | None:
-    allowed = "true, false, or an object with a type: enabled, adaptive or disabled"
+    allowed = f"true, false, or an object with a type: {', '.join(KINDS)}"
     value = field_of(body, "thinking", allowed, lambda v: isinstance(v, (bool, dict)))
     if not isinstance(value, dict):
         return value
     kind = value.get("type")
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
-        raise Refused(f"thinking: type {kind!r}; allowed are enabled, adaptive and disabled", param="thinking")
+        raise Refused(f"thinking: type {kind!r}; allowed are {', '.join(KINDS)}", param="thinking")
     return False if _by_budget(value, "budget_tokens") is False else KINDS.get(kind or "auto")
 
 

@@ -122,7 +122,7 @@ class Vocabulary(NamedTuple):
 
 @lru_cache(maxsize=2)
 def vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return the bytes of each token of a tokenizer, as they are in the middle of a text."""
+    """Return the `Vocabulary` of a tokenizer, with each token's bytes as in the middle of a text."""
     pieces: list[str] = [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     added = {*getattr(tokenizer, "added_tokens_decoder", {})}
     write = _byte_letters if any(piece.startswith("\u0120") for piece in pieces) else _sentence_piece

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sweep import SWEEP
 
 from mlx_mtp.serve.answer import MOST_READ, Splitter, calls_of, text_of
-from mlx_mtp.serve.tool_calls.schema import types_of
+from mlx_mtp.serve.tool_calls.schema import types_of, untyped_as_json
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 20_000 if SWEEP else 16
@@ -153,6 +153,25 @@ def test_references_into_a_schema(reference, types):
 
 NAMES = ("a.b-c__d", "mcp__server__tool", "Write", "größe", "x")
 KEYS = ("text", "a-b", "a_b.c", "$x", "ключ", "file path", "Type", "name", "arguments")
+
+
+@pytest.mark.parametrize(
+    "value", ["{1, 2}", "b'x'", "2j", "...", "[{1}]", "0x" + "f" * 5000], ids=lambda value: value[:8]
+)
+def test_a_python_value_that_json_cannot_express_is_text(value):
+    answer = f"<|tool_call_start|>[write(text={value})]<|tool_call_end|>"
+    assert split(answer, [], format_named("pythonic")) == ("", "", [("write", {"text": value})])
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "want"),
+    [
+        ("5.5", {"integer", "string"}, '"5.5"'), ("5.0", {"integer", "string"}, "5"), ("5.5", {"integer"}, "5.5"),
+        ("1e400", {"integer", "string"}, '"1e400"'), ("5.5", {"number", "string"}, "5.5"),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_type_that_is_not_allowed_is_text_if_that_is(text, types, want):
+    assert untyped_as_json(text, types) == want
 
 
 @pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)

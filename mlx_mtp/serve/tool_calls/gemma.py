@@ -32,7 +32,7 @@ class GemmaCalls:
         return regex.compile(rf"(?:{regex.escape(self.start)}\s*)?call:(?P<name>{any_of(tools.names)})\s*\{{")
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """Implement `CallFormat.read`. A string ends at the first quote mark after which the rest can be read."""
+        """Implement `CallFormat.read`. A string may contain quote marks; `_arguments` chooses where strings end."""
         calls: list[ToolCall] = []
         head, values, end = self.opening(tools), ValueReader(text, self.quote), 0
         while match := head.match(text, skip_space(text, end)):
@@ -45,7 +45,10 @@ class GemmaCalls:
         return Reading(calls, end) if calls else None
 
     def _arguments(self, values: "ValueReader", at: int, head: regex.Pattern[str], complete: bool) -> "Value | None":
-        """Return the first object at `at` that only calls follow, else the first that ends a call, else the first."""
+        """Return the first object at `at` that only calls follow, else the first that ends a call, else the first.
+
+        None if there is none. Objects differ in the ends of their strings; the shortest strings come first.
+        """
         closed, first, written = None, None, 0
         try:
             for value in itertools.islice(values.members(at + 1, "", "}", 0), MOST_READINGS):

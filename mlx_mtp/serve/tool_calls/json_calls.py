@@ -21,7 +21,7 @@ ARGUMENT_KEYS = ("arguments", "parameters", "input")
 class JsonCalls:
     """A format of JSON calls with these marks. In each of them a JSON object with a name and arguments is a call.
 
-    start, end: marks around a block of calls; end is "" if a block lasts until the answer ends.
+    start, end: marks around a block of calls; end is "" if the format has no mark for the end.
     call: mark that starts one call, also where a model omits the block's mark.
     head: pattern between that mark and the arguments, with {name}; "" if the JSON contains the name.
     foot: pattern after the arguments. names_are_keys: an object with an offered name as its only key is a call too.
@@ -65,7 +65,10 @@ class JsonCalls:
         return calls, end
 
     def _next(self, text: str, at: int, patterns: "JsonPatterns", tools: Tools) -> Reading | None:
-        """Return the calls of the JSON value at `at`; None if it is not JSON or calls a tool that is not offered."""
+        """Return the calls of the object or list at `at`, which a head may precede.
+
+        None if it is incomplete, or contains anything but calls of offered tools.
+        """
         head = patterns.head.match(text, at) if self.head else None
         start = head.end() if head else at
         if (end := end_of_value(text, start)) is None or text[start : start + 1] not in ("{", "["):
@@ -135,12 +138,15 @@ def _calls(text: str, start: int, tools: Tools, names_are_keys: bool) -> Iterato
 
 
 def _object(text: str, start: int) -> dict[str, str]:
-    """Return an object's values as text, by key. Raises ValueError if the object is not complete."""
+    """Return an object's values as text, by key. Raises ValueError if it is incomplete or a key is invalid."""
     return {json.loads(strict(key)): value for key, value in members(text, start)}
 
 
 def _arguments(call: dict[str, str]) -> str:
-    """Return a call's arguments, unchanged if valid JSON, {} if absent; raises ValueError if they are no object."""
+    """Return a call's arguments as a JSON text, unchanged if valid, "{}" if they are absent, null or empty.
+
+    They may also be the content of a JSON string. Raises ValueError if they are no object.
+    """
     written = next((call[key] for key in ARGUMENT_KEYS if key in call), "{}")
     if written.startswith('"'):  # JSON in JSON
         written = json.loads(strict(written))

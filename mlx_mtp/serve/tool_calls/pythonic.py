@@ -28,7 +28,7 @@ VALUE_END = regex.compile(rf"(?=\s*(?:,\s*{NAME}\s*=|\)\s*(?:,\s*[\w.-]+\s*\(|\]
 class PythonicCalls:
     """A format with these marks around a list of calls.
 
-    escaped: strings are Python literals; otherwise they are any text between quotes.
+    escaped: try to read all arguments as Python literals; if not, or in vain, strings are any text between quotes.
     """
 
     start: str
@@ -43,7 +43,7 @@ class PythonicCalls:
         return regex.compile(rf"\s*(?:{regex.escape(self.start)}\s*)?\[\s*(?:{any_of(tools.names)})\s*\(")
 
     def read(self, text: str, tools: Tools, *, complete: bool) -> Reading | None:
-        """Implement `CallFormat.read`. A list ends at the first bracket that makes it readable."""
+        """Implement `CallFormat.read`. A text may start with several lists."""
         calls: list[ToolCall] = []
         pattern, end, unescaped = self.opening(tools), 0, UnescapedReader(text, self.end, tools)
         while opening := pattern.match(text, end):
@@ -62,7 +62,10 @@ def _call_pattern(tools: Tools) -> regex.Pattern[str]:
 
 
 def _literals(text: str, begin: int, tools: Tools) -> Reading | None:
-    """Return the calls of the list at `begin`; None if it is empty or incomplete, or an argument is no literal."""
+    """Return the calls of the list at `begin`.
+
+    None if it is empty or incomplete, or contains anything but calls of offered tools with literals by name.
+    """
     name, at, calls = _call_pattern(tools), begin + 1, list[ToolCall]()
     while call := name.match(text, at):
         at, arguments = call.end(), dict[str, Any]()
@@ -167,7 +170,10 @@ def _parsed(text: str) -> Any:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return the value of a literal. `true`, `false` and `null` are allowed too; infinities and NaN become None."""
+    """Return the value of a literal. `true`, `false` and `null` are allowed too; infinities and NaN become None.
+
+    Tuples become lists, and keys strings. Raises ValueError or TypeError for other code and what JSON cannot express.
+    """
     if isinstance(node, ast.Name) and node.id in JSON_CONSTANTS:
         return JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -175,4 +181,5 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         return {str(_value(key)): _value(each) for key, each in zip(node.keys, node.values, strict=True) if key}
     value = ast.literal_eval(node)
+    dumps(value)  # raises for sets, bytes, `...`, and integers with too many digits
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -67,7 +67,8 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
 
     Valid JSON, and Python's True, False and None, keep their type if it is allowed, or if string is not allowed.
     In the second case Python's lists and dicts do so too. Other text becomes a string. A whole number such as 5.0
-    becomes an integer if only that is allowed. Text in double quotes keeps them in its string if string is allowed.
+    becomes an integer if integer is allowed and number is not. Text in double quotes keeps them in its string if
+    string is allowed.
     """
     written = PYTHON_CONSTANTS.get(text.strip(), text.strip())
     try:
@@ -77,9 +78,8 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
     kind = _kind(json.loads(written))
     if kind == "string":  # the model wrote quotes that the format does not use
         return dumps(text) if "string" in types or not types else written
-    if kind == "number" and "integer" in types and "number" not in types:
-        value = float(written)
-        return str(int(value)) if math.isfinite(value) and value.is_integer() else written
+    if kind == "number" and "integer" in types and "number" not in types and float(written).is_integer():
+        return str(int(float(written)))
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return dumps(text) if not fits and "string" in types else written
 
@@ -93,7 +93,10 @@ def _from_python(text: str) -> str:
 
 
 def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
-    """Return the JSON types that a schema allows; an empty set allows any type. root: where `$ref` is resolved."""
+    """Return the JSON types that a schema names, also in `anyOf`, `oneOf` and `allOf`; without any, all are allowed.
+
+    Values of `enum` and `const` name their types if there is no `type`. root: where `$ref` is resolved.
+    """
     schema = _target(schema, root)
     if not isinstance(schema, dict) or not depth:
         return set()
@@ -158,7 +161,8 @@ def dumps(value: Any) -> str:
 def strict(text: str) -> str:
     """Return a text that is valid JSON unchanged, and repair one that nearly is. Raises ValueError for other text.
 
-    Line breaks and stray backslashes in strings are escaped; NaN and infinities become null, as in JavaScript.
+    Control characters and stray backslashes in strings are escaped; NaN and infinities become null, as in JavaScript.
+    Lone surrogates become escape sequences.
     """
     with suppress(ValueError, RecursionError):
         json.loads(text, parse_constant=_refuse)

@@ -52,7 +52,7 @@ class TaggedCalls:
 
     @functools.cached_property
     def head_mark(self) -> str:
-        """The literal text before the name in `head`."""
+        """The literal text with which `head` starts, up to the name or the first other pattern; "" without any."""
         found = LITERAL.match(self.head.partition("{name}")[0])
         return regex.sub(r"\\(.)", r"\1", found[0]) if found else ""
 
