@@ -100,9 +100,9 @@ class Site:
 
 
 def inexact_rows(site: Site) -> set[int]:
-    """Return the row counts at which a row's bits may differ from those at other counts, with the kernel as it is on.
+    """Return the row counts at which a row's bits may differ from those at other counts.
 
-    Considered are those of one sequence; a kernel counts as on if it is at every context.
+    The kernel counts as on for the `site.rows` at which it is on at every context.
     """
     if not getattr(site, "bits", True):
         return set(site.rows)
