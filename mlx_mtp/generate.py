@@ -30,9 +30,11 @@ from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
+from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
+from .tuning.kernel_switch import switch_on_for_drafts
 
 Prompt = str | mx.array | Sequence[int]
 Generated = Generator[Yielded, None, None]
@@ -96,18 +98,18 @@ def generate_step(
     given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.opened(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
-    stats = stats or Stats()
-    stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
+    stats = (stats or Stats()).expecting(k, len(tokens), max_tokens)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
     tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
+    switch_on_for_drafts(model, max(k, lookup))
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
     compiled = compiled_for(model, cache, picker, compile_cycles)
     control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
     agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, compiled)
     generated = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)))
+    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)), adapters_now(model))
 
 
 def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:

@@ -290,7 +290,7 @@ class ChatSession:
         """
         prompt = self._encode(messages, answering=True)
         if not prompt:
-            raise ValueError("the prompt is empty: this conversation has no tokens (in the model's chat template)")
+            raise ValueError("the prompt is empty: the chat template, if any, renders nothing for this conversation")
         return prompt, shared(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:

@@ -223,4 +223,4 @@ def with_kernels(name: str) -> Any:
 
 def switch_kernels(sites: Any, ops: Collection[str]) -> None:
     for site in sites:
-        site.rows = frozenset((*site.candidates, *site.together) if site.op in ops else ())
+        site.rows = frozenset(site.every_count if site.op in ops else ())

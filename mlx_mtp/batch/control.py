@@ -2,13 +2,17 @@
 
 from typing import Any
 
+import mlx.core as mx
+
 from ..decoding.policy import learned, source_of
+from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.costs import PRIOR_WEIGHT, Costs
 from ..tuning.plan import Cycle, Fixed, Plan
 
 Control = Controller | Fixed
+MOST_ON_GPU = VERIFY_ROWS[-1] - 1  # the kernels of products take 16 rows of all sequences
 
 
 class Controls:
@@ -25,8 +29,11 @@ class Controls:
     def control(self, sequences: int, k: int, max_lookup: int = 0) -> Control:
         """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup.
 
-        Equal arguments return the same object. It is Fixed if not adaptive, or without any drafts.
+        Equal arguments return the same object. It is Fixed if not adaptive, or without any drafts. On a GPU adaptive
+        cycles of several sequences have at most MOST_ON_GPU drafts.
         """
+        if self.adaptive and sequences > 1 and mx.default_device() != mx.cpu:
+            k, max_lookup = min(k, MOST_ON_GPU), min(max_lookup, MOST_ON_GPU)
         key = sequences, k, max_lookup
         if key not in self._made:
             how = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}

@@ -17,6 +17,7 @@ from ..decoding.history import TokenHistory
 from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
+from ..layers.adapters import adapters_now
 from ..layers.target import Target
 from ..machine.stream import in_turn
 from ..tuning.kernel_switch import switch_on_for_batches
@@ -57,6 +58,7 @@ class BatchGenerator:
         if ranks := model.ranks:
             raise ValueError(f"model: split over {ranks.size} ranks; a batch needs one rank, call generate instead")
         self.model, self.max_tokens, self.sampler = model, max_tokens, sampler
+        self._adapted = adapters_now(model)  # for all sequences: a pass has one adapter
         self.logits_processors = list(logits_processors or [])
         self.completion_batch_size = completion_batch_size
         chunk = checked.default_chunk(model) if prefill_step_size is None else prefill_step_size
@@ -166,6 +168,10 @@ class BatchGenerator:
         a sequence's sampler, processor or prefill raised in an earlier call is raised now, without running a cycle:
         the sequence has ended, `failed` is its uid, and the next call continues. Otherwise `failed` is None.
         """
+        with self._adapted():
+            return self._next()
+
+    def _next(self) -> tuple[list[PromptResponse], list[Response]]:
         self.failed = None
         if self._failed:
             self.failed = self._failed[0][0]
@@ -185,6 +191,10 @@ class BatchGenerator:
         stats.prefill_time, stats.decode_time = counters.prompt_time, counters.decode_time
         stats.note_peak_memory()
         return progress, responses
+
+    def hide(self) -> None:
+        """Mark the next cycle as not timed, because other work is computed before it ends."""
+        self._places.hide()
 
     def _collect_failed(self, sequences: list[Sequence]) -> None:
         """Move the errors of sequences to the list to raise: an error's traceback refers to its sequence."""

@@ -107,6 +107,6 @@ class Settings:
             pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
         how = call, tuple(processors or ()), logprobs, key, self.draft_sampling
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        stats = stats or Stats()
-        stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens, stats.whole = k, total, max_tokens, self.stats
+        stats = (stats or Stats()).expecting(k, total, max_tokens)
+        stats.whole = self.stats
         return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), max_tokens, k, max_lookup, stats)

@@ -28,7 +28,7 @@ NODE = re.compile(r'\[label ="(\w+)"')
 
 
 def operations(*arrays: mx.array) -> Counter:
-    """Count the primitives, by name and without views, of the graph of these arrays; nothing is computed.
+    """Return the number of primitives by name, without views, in the graph of these arrays; nothing is computed.
 
     On a GPU each is at least one launch; a graph fused by mx.compile counts as one.
     """
@@ -92,9 +92,9 @@ def calls_noted(modules: Iterable[Any], chosen: Callable[[Any], bool], note: Cal
 
 @contextmanager
 def visits_noted(model: Any) -> Iterator[list[tuple[float, mx.array]]]:
-    """Yield a list of (bytes of an expert, indices of chosen experts), one for every call of experts in the block.
+    """Yield a list of (bytes of an expert's matrix, indices of chosen experts), one for every product with experts.
 
-    Calls that a kernel replaces are missing.
+    Products in the block are added to it when their graph is built; those that a kernel replaces are missing.
     """
     visits: list[tuple[float, mx.array]] = []
 
@@ -122,7 +122,10 @@ class Weighed(Timer):
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Time the block as part of a phase; then add the bytes of the distinct experts that were chosen in it."""
+        """Time the block as part of a phase; then add the bytes of the distinct experts of each product in `visits`.
+
+        That is then cleared. While a phase is built neither is done.
+        """
         with super().during(name):
             yield
         if not name.startswith("build"):
@@ -133,8 +136,9 @@ class Weighed(Timer):
 def bytes_read(work: Workload) -> dict[str, float]:
     """Return the bytes of weights, keys, values and states that a cycle reads by phase; "prefill" is a total.
 
-    Each array counts once per pass. Experts are those that the generation's rows visited. A recycled head and an LM
-    head count once per draft. Embedding rows, activations and writes are excluded, and in "prefill" keys and values.
+    Each array counts once per pass. Experts are those that the generation's rows visited. A recycled head, except its
+    input projection, and an LM head count once per draft. Embedding rows, activations and writes are excluded, and in
+    "prefill" caches and the heads' weights but for their experts.
     """
     with visits_noted(work.model) as visits:
         seen = decode_in_phases(work, Weighed(visits=visits))

@@ -62,10 +62,10 @@ class CompileCheck:
         }
 
     def run(self, progress: Callable[[str, int, int], None]) -> Found:
-        """Compile all texts; return the report, ready for JSON, which is written in any case.
+        """Compile the texts, except those with types that the device lacks; return the report, ready for JSON.
 
-        progress: called before each text with its kernel, the number done and the total. Raises ValueError if no
-        child starts or there is no compiler.
+        It is written in any case. progress: called before each text with its kernel, the number done and the total.
+        Raises ValueError if a child does not start or there is no compiler.
         """
         try:
             self.write()
@@ -92,7 +92,10 @@ class CompileCheck:
         return self.found
 
     def _answer(self, job: Job) -> Found:
-        """Compile one text in the child; return its status, seconds, and the message if it failed."""
+        """Compile one text in the child, started if there is none; return its status and seconds.
+
+        Also the message if it failed, and `most_threads` if that is known. A hung or crashed child is ended.
+        """
         child = self.child or self._start()
         tic = time.monotonic()
         answer = child.ask(job, self.limit, self._write_sometimes)
@@ -132,7 +135,7 @@ class CompileCheck:
 def lines(found: Found) -> Iterator[str]:
     """Yield a report as lines: one per kernel, one per failed text, then types, compiler and what was not checked.
 
-    If nothing was checked, only the line with the reason.
+    If an error ended the check, only a line with that.
     """
     if found["not_checked"]:
         yield f"not checked: {found['not_checked']}"

@@ -29,8 +29,8 @@ TYPES = tuple(type_name(dtype) for dtype in DTYPES)
 def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: bool = False) -> list[RecordedLaunch]:
     """Return one launch of each different text, ordered by kernel: the one with the most threads per group.
 
-    ops: only these kernels. sample: this number of texts per kernel, in even steps. every_format: all formats that
-        the kernels support, not only those of RELEASED.
+    ops: only these kernels, by default OPS. sample: at most this number of texts per kernel, in even steps.
+    every_format: all formats that the kernels support, not only those of RELEASED.
     """
     by_kernel = [each for each in _different(every_format) if each.text.kernel in (ops or OPS)]
     parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]

@@ -186,8 +186,8 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
     """Describe one loop on one prompt, with a value per round in each list; lists about cycles are empty for mlx-lm.
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
-    text: a digest of the first round's tokens; tokens: their number. seconds: since the first token.
-    drafted, accepted: per depth. paused: why drafting was paused at the end, else "".
+    text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,
+    accepted: per depth, of the drafter; of lookups in all. paused: why drafting was paused at the end, else "".
     """
     stats = [run.stats for run in runs if run.stats]
     counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"
@@ -222,13 +222,13 @@ class Session:
 def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown: float) -> Session:
     """Return a session of all loops that can run: mlx-lm, plain, one per number of drafts, and adaptive.
 
-    drafts: if empty, 1 to USUAL_DRAFTS (3) or to the number of synthetic rates, if that is more. Without heads only
-        mlx-lm and plain. Raises ValueError for a number of drafts that the model cannot make.
+    drafts: if empty, 1 to USUAL_DRAFTS (3) or to the number of synthetic rates, if that is more, as far as the model
+        can. Without heads or a drafter only mlx-lm and plain. Raises ValueError for a number that cannot be drafted.
     """
     model, target, most = subject.model, subject.facts["target_bytes"], subject.model.max_draft_tokens
     drafts = drafts or range(1, min(most, max(USUAL_DRAFTS, len(subject.rates))) + 1)
     if too_many := [k for k in drafts if not 0 < k <= most]:
-        allowed = f"1 to {most}" if most else "none, because it has no heads"
+        allowed = f"1 to {most}" if most else "none, because it has no heads and no drafter"
         raise ValueError(f"drafts={too_many[0]}: allowed with this model is {allowed}")
     session = Session(subject, [], rounds, cooldown)
     try:
@@ -237,7 +237,7 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
         session.left_out[MLX_LM] = str(e)
     heads_alone = {"prompt_lookup": False}
     session.loops.append(Ours(model, PLAIN, 0, heads_alone, target))
-    if model.mtp:
+    if most:
         both, fixed = target + subject.facts["head_bytes"], {"adaptive": False, **heads_alone}
         session.loops += [Ours(model, f"k={k}", k, fixed, both) for k in drafts]
         # With lookups too, except with synthetic acceptance.
@@ -283,7 +283,7 @@ def _differences(
 ) -> list[dict[str, Any]]:
     """Return a line per loop whose text differs from our plain loop's although it must not: first position, tokens.
 
-    Texts may differ with synthetic acceptance, and mlx-lm's with a temperature.
+    Texts of our other loops may differ with synthetic acceptance, and mlx-lm's with a temperature.
     """
     where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
     text, different = found[PLAIN][0].tokens, []

@@ -55,7 +55,10 @@ class Row:
 
     @property
     def conclusive(self) -> bool:
-        """Whether its ratios to plain and to mlx-lm, or its speed if it has none, have a spread of at most 5%."""
+        """Whether its ratios to plain and to mlx-lm, or its speed if it has none, have a spread of at most 5%.
+
+        Never after a single round, or without a speed.
+        """
         ratios = [m for m, base in ((self.vs_plain, PLAIN), (self.vs_mlx_lm, MLX_LM)) if m and base != self.contender]
         return all(m is not None and m.conclusive for m in ratios or [self.speed])
 
@@ -147,7 +150,7 @@ class Change(NamedTuple):
     """A loop's speed, or its ratio to another loop, in two results.
 
     what: the compared value, "tok/s" or "over ...". ratio: after over before. beyond: whether it changed by more than
-    both spreads.
+    both spreads; never if a result has a single round.
     """
 
     setting: Setting
@@ -177,7 +180,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 def unlike(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return a line for each difference in environment, model or options that may explain a change between results.
 
-    A last line counts entries whose text differs.
+    If texts differ, a last line has the number of these entries.
     """
     lines = []
     for part in ("environment", "model", "options"):

@@ -20,7 +20,7 @@ from ..kernels.contraction import spelling
 from ..machine.errors import first_line, with_type
 from ..tuning.ab_test import FAILS, KernelTrial, check, compile_kernel, time_pair
 from ..tuning.kernel_fallback import failed_kernels
-from ..tuning.kernel_switch import trials
+from ..tuning.kernel_switch import more_trials, trials
 from ..tuning.kernel_trials import check_split, faster
 from ..tuning.kernel_verdict import SPLIT, TOGETHER
 from . import decode, emulated_check, profile, result, verify
@@ -35,6 +35,7 @@ from .timing import measured, ratio
 
 FORMAT = 1
 ROWS = tuple(range(1, 9))
+LONG = (12, 16)  # rows of long drafts whose kernels are checked, the maximum of each compiled count
 CONTEXT, ROUNDS, DRAFTS = 128, 3, 3
 CATEGORIES, MAX_TOKENS = ("code_python", "explain_concept"), 48
 OPS = tuple(SMALL)
@@ -76,7 +77,7 @@ def examine_bits(ops: Sequence[str], progress: Progress) -> Found:
 
 
 def _ended(found: Found, tic: float) -> Found:
-    """Add the summary by kernel (unless all kernels failed), the duration and the date."""
+    """Add the summary by kernel (unless the part "kernels" failed), the duration and the date; return the report."""
     if "failed" not in found["kernels"]:
         found["every_kernel"] = by_kernel(found)
     return found | {"seconds": time.time() - tic, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(tic))}
@@ -136,7 +137,8 @@ def on_gpu(
     name: of the shape, for reports. A failure is a line with "failed".
     """
     try:
-        made = trials(build(), dtype)
+        sites = build()
+        made = [*trials(sites, dtype), *(t for t in more_trials(sites, dtype) if t.rows in LONG)]
     except Exception as e:
         yield {"of": name, "op": op, "failed": with_type(e)}
         return
@@ -150,8 +152,9 @@ def on_gpu(
 def tried(trial: KernelTrial, timed: bool = True) -> Found:
     """Compile and check one kernel, and time it if it is right and `timed`.
 
-    wrong: what is wrong, or None. ratio: stock MLX's time over its own, None if not timed. For a kernel that may
-    split its rows, split: whether that is faster; refused: why one of the two alternatives does not run.
+    wrong: what is wrong, or None. ratio: stock MLX's time over the kernel's, None if not timed. For a kernel that may
+    split its rows, split, if timed: whether that is faster or alone runs; refused: by name, why just one of the two
+    alternatives does not run.
     """
     tic = time.perf_counter()
     for each in (trial, trial.of_split())[: 2 if trial.split else 1]:
@@ -224,7 +227,7 @@ class ExaminedModel:
     def host(self) -> Found:
         """Time a cycle's phases, waiting for each, and the host's work in between, in milliseconds per cycle.
 
-        over_the_loop: this time over that of the decoding loop, which overlaps phases.
+        over_the_loop: the time of a generation, prefill included, over that of the loop, which overlaps phases.
         """
         (prompt,) = make_prompts(self.subject.tokenizer, self.model.vocab_size, each=1, only=CATEGORIES[:1])
         k = min(DRAFTS, default_draft_tokens(self.model))

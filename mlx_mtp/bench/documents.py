@@ -44,7 +44,7 @@ def published() -> list[Any]:
 
     Its columns and the `condition` are attributes.
 
-    Speeds are in tokens/s, acceptance is the share of all drafts, a context is in thousands ("32k"). kv_cache,
+    Speeds are in tokens/s, acceptance is the share of all drafts, a context is in 1,024 tokens ("32k"). kv_cache,
     mtp_kv_cache: types of the target's and the heads' caches; the latter is empty if it is the same.
     """
     found = []
@@ -65,7 +65,10 @@ def check(model: Any) -> None:
 
 
 def conditions() -> list[Condition]:
-    """Return each (context, bits of the target's cache, of the heads') of the published rows, largest bits first."""
+    """Return each (context, bits of the target's cache, of the heads') of the published rows once; None is 16 bits.
+
+    Largest bits first, then shortest contexts.
+    """
     found = {row.condition for row in published()}
     return sorted(found, key=lambda c: (-(c[1] or 16), -(c[2] or 16), tokens(c[0])))
 

@@ -85,9 +85,7 @@ def products(of: Format) -> Iterator[Launch]:
             yield partial(kernels.verify_qmm, x, replace(w, bias=bias))
         if k == 4096:
             yield partial(kernels.verify_glu, x, weights(of, 64, k, dtype, ends=(32, 64)))
-    for dtype, (n, k, first), m in itertools.product(
-        DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS[:5]
-    ):
+    for dtype, (n, k, first), m in itertools.product(DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS):
         heads = weights(of, n, k, dtype, 2)
         yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
 
@@ -99,7 +97,7 @@ def matrices(of: Format) -> Iterator[Launch]:
 
 
 def experts(of: Format) -> Iterator[Launch]:
-    """Yield launches of moe_glu, moe_relu2 and moe_down."""
+    """Yield launches of moe_route, moe_glu or moe_relu2, and moe_down, together."""
     mixtures = MIXTURES[: None if of in RELEASED else 1]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
     for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
@@ -110,7 +108,7 @@ def experts(of: Format) -> Iterator[Launch]:
 
 
 def heads(of: Format) -> Iterator[Launch]:
-    """Yield launches of verify_head and verify_head_merge."""
+    """Yield launches of verify_head with verify_head_merge."""
     widths = (4096, 4224) if of in RELEASED else (4096,)
     for dtype, m, k in itertools.product(DTYPES, AFFINE_ROWS, widths):
         x, w = rows(m, k, dtype), weights(of, 1024, k, dtype)
@@ -128,7 +126,7 @@ def dense() -> Iterator[Launch]:
 
 
 def dense_heads() -> Iterator[Launch]:
-    """Yield launches of verify_head_dense and verify_dot."""
+    """Yield launches of verify_dot, and of verify_head_dense with verify_head_merge."""
     for dtype, m, biased in itertools.product(DTYPES, (*COMPILED_ROWS, 5), (False, True)):
         yield partial(kernels.verify_gemv, rows(m, 512, dtype), mx.zeros((1, 512), dtype))
         for k, top in itertools.product((64, 512), (1, 20)):
@@ -149,10 +147,10 @@ def routers() -> Iterator[Launch]:
 
 
 def attention(dtype: mx.Dtype) -> Iterator[Launch]:
-    """Yield launches of verify_attention and attention_merge: in chunks, with windows and sinks, quantized."""
+    """Yield launches of verify_attention with attention_merge: in chunks, with windows and sinks, quantized."""
     sizes = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
     forms = dict.fromkeys([(group, *size) for size in sizes for group in (1, 8)] + [*HEADS])
-    for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS[:5]):
+    for (group, d, dv), bits, m in itertools.product(forms, (None, 8, 4), COMPILED_ROWS):
         for size in (64,) if bits is None or (d, group) != (128, 8) else (32, 64, 128):
             q = mx.zeros((1, 2 * group, m, d), dtype)
             k, v = (cached((1, 2, 64, width), dtype, bits, size) for width in (d, dv))
@@ -181,7 +179,7 @@ def cached(shape: Sequence[int], dtype: mx.Dtype, bits: int | None, size: int) -
 
 
 def latent() -> Iterator[Launch]:
-    """Yield launches of latent_scores and latent_values."""
+    """Yield launches of latent_scores, latent_values and attention_merge, together."""
     widths = (512, 64), (256, 32), (96, 8)
     for dtype, (dv, dr), heads_, m, (many, index) in itertools.product(DTYPES, widths, (8, 128), (1, 4, 8), CHOSEN):
         queries = (mx.zeros((1, heads_, m, width), dtype) for width in (dv, dr))

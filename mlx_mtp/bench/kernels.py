@@ -58,7 +58,7 @@ def compared(name: str, trial: KernelTrial, rounds: int, cooldown: float = 0.0) 
 
 
 def traffic(op: str | None, rows: int) -> Iterator[Found]:
-    """Count the emulated memory traffic of one op, or all (None), at the row counts up to `rows` that it serves.
+    """Yield the emulated memory traffic of one op, or all (None), at the row counts up to `rows` that it serves.
 
     Raises ValueError if the one op serves none.
     """
@@ -66,7 +66,7 @@ def traffic(op: str | None, rows: int) -> Iterator[Found]:
         site = SMALL[kind]()
         served = sorted(m for m in site.candidates if m <= rows)
         if op and not served:
-            raise ValueError(f"rows={rows}: allowed for {op} are {min(site.candidates)} to {max(site.candidates)}")
+            raise ValueError(f"rows={rows}: {op} needs at least {min(site.candidates)}")
         for m in served:
             x = mx.random.normal((m, site.width), mx.bfloat16, key=mx.random.key(m))
             mx.eval(site.ours(x))  # creates the context of the rows

@@ -21,7 +21,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
-from ..cache.ring import Ring
+from ..cache.ring import MAX_ROWS, Ring
 from ..kernels import Rope
 from ..layers.attention import Attention
 from ..layers.experts import Mixture
@@ -155,7 +155,7 @@ POSITIONS = 256  # size of small caches
 
 def near(site: Any) -> Any:
     """Return an attention's site, changed so that its trial rows follow few positions."""
-    site.OFFSET, site.SLOTS = POSITIONS - 8, POSITIONS
+    site.OFFSET, site.SLOTS = POSITIONS - MAX_ROWS, POSITIONS
     return site
 
 

@@ -60,7 +60,7 @@ def _details(found: Found) -> Iterator[str]:
 
 
 def tables_of(found: Found) -> Iterator[Table]:
-    """Yield the tables that the command printed for a result, in the same order."""
+    """Yield a result's own tables as the command printed them, without comparisons with other figures."""
     match found["bench"]:
         case "decode":
             for setting in settings(found):
@@ -107,7 +107,7 @@ def _text(cell: Any) -> str:
 
 
 def numbers_of(panel: Panel) -> Table:
-    """Return the numbers that a panel draws, as a table."""
+    """Return the numbers that a panel draws, without intervals, as a table."""
     corner, columns, rows = panel.x_label, [], []
     match panel:
         case LinePanel():

@@ -95,7 +95,7 @@ def panels(*results: Found) -> list[Panel]:
 
 
 def subject(found: Found) -> str:
-    """Return the measured model and chip, for titles."""
+    """Return a result's model and chip for titles; of `bench model` the chip that it predicts for."""
     chip = found.get("chip", {}).get("name") or found["environment"]["chip"]
     label = found["model"].get("synthetic")
     return f"{found['model']['name']}{f' (synthetic: {label})' if label else ''}, {chip}"
@@ -143,7 +143,7 @@ def _series(label: str, points: Sequence[tuple[float, Measured]], **drawn: Any) 
 def acceptance(found: Found) -> Iterator[Panel]:
     """Yield a grid per setting: the share of accepted drafts by depth and kind of prompt.
 
-    It is that of the loop with the largest fixed number of drafts.
+    It is that of the loop with the largest fixed number of drafts; no grid without such a loop.
     """
     for setting in (sets := settings(found)):
         made: dict[str, Sequence[float | None]] = {}
@@ -227,7 +227,7 @@ def _traffic_grids(lines: Sequence[Found]) -> Iterator[Panel]:
 
 
 def _grid_of(title: str, made: dict[tuple[str, int], Any]) -> GridPanel:
-    """Arrange ratios by (kernel, rows) as a grid, None for a wrong kernel; its colours span at least 0 to 2."""
+    """Arrange ratios by (case or op, rows) as a grid, None if wrong or missing; its colours span at least 0 to 2."""
     names, sizes = list(dict.fromkeys(name for name, _ in made)), sorted({m for _, m in made})
     values = [[made.get((name, m)) for m in sizes] for name in names]
     axes = "rows, M", "kernel", names, [str(m) for m in sizes]

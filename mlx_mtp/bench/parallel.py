@@ -53,7 +53,9 @@ def contenders(
         found[MLX_LM] = partial(_batch, partial(MlxLmBatchGenerator, theirs, prefill_step_size=step))
     except ValueError as e:
         missing = first_line(e)
-    drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}, **({DRAFTED: {}} if model.mtp else {})}
+    drafts: dict[str, dict[str, Any]] = {PLAIN: {"num_draft_tokens": 0}}
+    if model.max_draft_tokens:
+        drafts[DRAFTED] = {}
     for replays in (False, True) if replayed else (None,):
         for name, options in drafts.items():
             ours = partial(BatchGenerator, model, prefill_step_size=step, compile_cycles=replays, **options)
@@ -122,7 +124,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """Return a table of a result: tok/s of all sequences and of one, over mlx-lm's (else our loop's), and gaps.
+    """Return a table of a result: tok/s together and of each sequence, ratio to mlx-lm (else our loop), and gaps.
 
     Speeds are the highest and gaps the lowest of all rounds, ratios the median.
     """

@@ -107,9 +107,10 @@ def decode_in_phases(work: Workload, watch: Watch) -> Watch:
 
 
 def read_prompt(model: Any, prompt: Sequence[int], k: int, step: int, more: int) -> tuple[Decoder, Flight]:
-    """Prefill a prompt in the target and in heads that draft k; return the decoder and the flight of its first token.
+    """Prefill a prompt in the target and, if k > 0, the heads; return the decoder and the flight of its first token.
 
-    step: prompt tokens per chunk. more: number of tokens for which the cache reserves memory after the prompt.
+    The last rows may still be pending for the heads. step: prompt tokens per chunk. more: number of tokens for which
+    the cache reserves memory after the prompt.
     """
     cache = make_prompt_cache(model, num_draft_tokens=k)
     cache.reserve(len(prompt) + more)

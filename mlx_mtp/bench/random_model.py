@@ -44,9 +44,9 @@ def random_model(file: Path, *, seed: int = 0, **shape: Any) -> Any:
 def shaped_model(
     file: Path, *, layers: int | None = None, bits: int | None = None, group_size: int | None = None, mtp: bool = True
 ) -> tuple[Any, dict]:
-    """Build a port's model of a config.json without computing arrays; also return the config.
+    """Build a port's model of a config.json without computing arrays; also return the config, cut to its layers.
 
-    layers: keep only this number of first layers (None: all). mtp: with all heads, else none.
+    layers: keep only this number of first layers (None: all). mtp: with the heads of `head_count`, else none.
     bits, group_size: None uses the file's `quantization`, else 4 and 64. With 16 bits weights have the precision of
     activations: float32 on a CPU, else bfloat16. Bits of single modules follow the file, or mlx-lm's rules for the
     family.
@@ -91,14 +91,18 @@ def first_layers(config: dict, layers: int) -> dict:
     text = config.get("text_config", config)
     total = text.get("num_hidden_layers")
     if not isinstance(total, int) or not 0 < layers <= total:
-        raise ValueError(f"layers={layers}: allowed is 1 to {total}, the number in config.json")
+        allowed = f"1 to {total}, the number in config.json" if total else "none, config.json lacks num_hidden_layers"
+        raise ValueError(f"layers={layers}: allowed is {allowed}")
     cut = {name: _first(name, value, layers, total) for name, value in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if "text_config" in config else cut
 
 
 def _first(name: str, value: Any, layers: int, total: int) -> Any:
-    """Return an entry of config.json, cut if it has one item or letter per layer, or lists layer indices."""
+    """Return an entry of config.json, cut if it has one item or letter per layer, or is a text of layer indices.
+
+    Items after those of the `total` layers, the heads', are kept.
+    """
     if isinstance(value, str) and INDICES.fullmatch(value):
         kept = [i for i in value.split(",") if int(i) < layers]
         return ",".join(kept or [str(10 * total)])  # no layer has this number; an empty list would mean the default

@@ -42,13 +42,13 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_cores() -> int | None:
-    """Return the number of GPU cores on a Mac, which MLX does not report; None elsewhere."""
+    """Return the number of GPU cores on a Mac, which MLX does not report; None if unknown, as elsewhere."""
     found = re.search(r'"gpu-core-count" = (\d+)', _output("ioreg", "-rc", "AGXAccelerator", "-d", "1") or "")
     return int(found[1]) if found else None
 
 
 def thermal_state() -> str | None:
-    """Return macOS's thermal state in one line; None elsewhere."""
+    """Return macOS's thermal state in one line; None if unknown, as elsewhere."""
     lines = (_output("pmset", "-g", "therm") or "").splitlines()
     return "; ".join(line.strip(" \t-") for line in lines if line.strip()) or None
 
@@ -60,7 +60,7 @@ def _output(*command: str) -> str | None:
 
 
 def result(kind: str, model: dict[str, Any], options: dict[str, Any], **measured: Any) -> dict[str, Any]:
-    """Return a benchmark's result, ready to be written as one line of JSON.
+    """Return a benchmark's result as it is after JSON: keys are strings, tuples are lists.
 
     kind: one of KINDS. model: name, family, bytes, quantization, kernels that are on. options: the requested
     settings. measured: raw values, which become further entries.
@@ -94,7 +94,7 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result from a file of `write`, or from the last line of a file.
+    """Read a result from a file of `write`, or from the last line of a file that does not begin with "{".
 
     kind: of KINDS, the only one that is accepted; None for all. Raises ValueError if it is no result in this format,
     or one of another kind, and OSError if the file cannot be opened.

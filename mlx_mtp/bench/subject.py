@@ -95,16 +95,16 @@ def open_subject(
 ) -> Subject:
     """Load a checkpoint (a directory, a hub name, "demo", or None for the demo), or create a model of a config.json.
 
-    layers, bits, group_size: of the random model, see `random_model`; with a checkpoint `layers` is an error, and the
-    other two are ignored. kernels, draft_model, tensor_group: as in
-    `load`. mtp: with the MTP heads.
+    A GGUF file is transcoded. layers, bits, group_size: of the random model, see `random_model`; with a checkpoint
+    `layers` is an error, and the other two are ignored. kernels: as in `load`. draft_model, tensor_group: as in
+    `load`; with config they are errors. mtp: with the MTP heads.
     synth_rates: shares of drafts to accept per depth; see `drawn_acceptance`.
     Raises a one-line ValueError for what cannot be loaded or combined.
     """
     rates = check_rates(synth_rates) if synth_rates else ()
     if config is not None:
         if model is not None or draft_model is not None:
-            raise ValueError(f"config={config}: not together with a checkpoint; allowed is one of the two")
+            raise ValueError(f"config={config}: not together with a checkpoint or a drafter; leave one of them out")
         if tensor_group is not None:
             raise ValueError(f"config={config}: a drawn model is not split over ranks; allowed is a checkpoint")
         found = random_model(config, layers=layers, bits=bits, group_size=group_size, mtp=mtp)

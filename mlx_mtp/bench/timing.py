@@ -94,7 +94,10 @@ class Call:
 
 
 def chain_seconds(calls: Sequence[Call], steps: int, start: int = 0) -> float:
-    """Time `steps` calls in turn from index `start` on, each after all outputs of the previous one; in seconds."""
+    """Return the seconds of `steps` calls in turn, from index `start` on and cyclically, without building the graph.
+
+    Each call runs after all outputs of the previous one.
+    """
     last: Sequence[mx.array] = ()
     for i in range(start, start + steps):
         call = calls[i % len(calls)]

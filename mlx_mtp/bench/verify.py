@@ -20,9 +20,10 @@ from ..decoding.members import Single
 from ..decoding.run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
 from ..decoding.step import verify
 from ..kernels import on_metal
+from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.port import Port
 from ..tuning.kernel_sites import place
-from ..tuning.kernel_switch import switch, trials
+from ..tuning.kernel_switch import more_trials, switch, trials
 from ..tuning.kernel_trials import decide, requested
 from ..tuning.kernel_verdict import in_words
 from ..tuning.plan import Plan
@@ -41,10 +42,10 @@ class Kernels:
     """The kernels that trials switch on for a model, and that `only` switches off; none without a Metal GPU.
 
     The model must have been loaded without kernels; ValueError if it has no port. lane: which kernels to try, as
-    `kernels` of `load`.
+    `kernels` of `load`; with "off" there are none. rows: maximum number of rows that will be measured.
     """
 
-    def __init__(self, model: Any, lane: str | None):
+    def __init__(self, model: Any, lane: str | None, rows: int = VERIFY_ROWS[-1]):
         self.sites: list[Any] = []
         self.words: tuple[str, ...] = ("none: as requested",) if on_metal() else ("none: no Metal GPU",)
         if not isinstance(model, Port):
@@ -52,7 +53,8 @@ class Kernels:
         if on_metal() and requested(lane) != "off":
             dtype = model.no_hidden().dtype
             self.sites = place(model)
-            verdicts = decide(trials(self.sites, dtype), lane=requested(lane))
+            more = more_trials(self.sites, dtype) if rows > VERIFY_ROWS[-1] else []
+            verdicts = decide([*trials(self.sites, dtype), *more], lane=requested(lane))
             switch(self.sites, verdicts, dtype)
             self.words = in_words(verdicts)
         self.rows = [site.rows for site in self.sites]
@@ -189,7 +191,10 @@ def _timed(turns: Turns, kernels: Kernels, plan: CurvePlan) -> dict[str, dict[in
 
 
 def curve_table(curves: Sequence[Curve], side: str, title: str) -> Table:
-    """Return a table of T(M)/T(1) of one side, a line per M, a column per curve; its first line is T(1) in ms."""
+    """Return a table of T(M)/T(1) of one side, a line per M, a column per curve; its first line is T(1) in ms.
+
+    curves: as read from JSON.
+    """
     seconds = [curve["seconds"][side] for curve in curves]  # as in JSON, with rows as strings
     table = new_table(title, "M", *map(curve_title, curves), left=0)
     table.add_row("1, ms", *(f"{1e3 * measured(of['1']).median:.3f}" for of in seconds), end_section=True)

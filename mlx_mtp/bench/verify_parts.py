@@ -80,7 +80,10 @@ def target_modules(model: Any) -> list[Any]:
 
 
 def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
-    """Return a module's linear layers except `others` (ids) as (op, width of x); those that share x are one op."""
+    """Return a module's own linear layers except `others` (ids) as (op, width of x); those that share x are one op.
+
+    A module with gate, up and down projections is one op.
+    """
     names = {name for name, child in module.items() if isinstance(child, LINEAR) and id(child) not in others}
     if names.issuperset(PROJECTIONS):
         return [(_each([module]), width_of(module.gate_proj))]

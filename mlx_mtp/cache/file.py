@@ -274,9 +274,10 @@ SAMPLED = 256  # values of each tensor; another finetune changes some of them in
 def fingerprint(model: Any, *, heads: bool) -> str:
     """Return a hash that identifies the model, or its heads, to which a saved cache belongs.
 
-    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, and its `args`.
-    heads=True: those of the drafter or MTP heads, and their layout, without MTP heads' own LM heads and d2t, on which
-    no state depends. Of a split model all ranks return the same hash and must call together.
+    It covers the parameters' names, shapes, types and sampled values. heads=False: the target's, its `args`, and the
+    whole content of the selected adapter. heads=True: those of the drafter or MTP heads, and their layout, without
+    MTP heads' own LM heads and d2t, on which no state depends. Of a split model all ranks return the same hash and
+    must call together.
     """
     arrays: Any = tree_flatten(model.parameters())
     other = re.compile(r"mtp\.\d+\.(head\.|d2t$)|(?!(mtp|drafter)\.)" if heads else r"(mtp|drafter)\.")
@@ -286,6 +287,8 @@ def fingerprint(model: Any, *, heads: bool) -> str:
         facts.append(str(getattr(model, "spec", None)))
     elif is_dataclass(args := getattr(model, "args", None)):
         facts.append(asdict(args))  # type: ignore[arg-type] - an instance, not a class
+    if not heads and (adapter := model.runtime.adapters.fingerprint):
+        facts.append(adapter)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     if chosen:
         digest.update(np.array(mx.concatenate([_sample(array) for _, array in chosen])).tobytes())

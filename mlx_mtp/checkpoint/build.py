@@ -23,6 +23,7 @@ from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
+from ..layers.scaled import scale_outputs
 from ..machine.errors import first_line, one_line
 from ..models import drafter_kinds
 from ..models.config.normalize import normalize
@@ -31,10 +32,13 @@ from ..ranks.group import Ranks
 from ..ranks.split import split
 from .block_drafter import attach_block
 from .check_files import check_complete
-from .files import MAX_LAYERS, Header, dequantized, fill_model, read_header, read_tensors, resolve
+from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
-from .parameters import check_numbers, expected, named, origin, same
+from .packed.contents import with_packed
+from .packed.find import without_scales
+from .parameters import check_codes, check_numbers, expected, named, origin, same
+from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import lm_heads, make_report
@@ -42,7 +46,6 @@ from .separate_heads import is_split
 from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
-Raw = tuple[bool, bool]  # whether the trunk's norms are stored zero-centred, and whether the heads' are
 NO_MODEL = "the model cannot be built from it"
 MISBUILT = TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, ValueError
 
@@ -77,6 +80,7 @@ def load_port(
         if ranks:
             read_parts(model, contents, ranks, stored)
         check_numbers(stored, partial(origin, model, contents))
+        check_codes(model, partial(origin, model, contents), heads=False)
         model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
@@ -102,11 +106,12 @@ def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) ->
     """
     args = read_args(port, path, config)
     normalize(config).warn(path / "config.json", stacklevel=5)
-    contents = sort_tensors(port, path, args.num_hidden_layers, drafting)
+    contents = with_packed(sort_tensors(port, path, args.num_hidden_layers, drafting), path, config)
     if reason := packed_by(path, config, contents.heads | ({} if contents.alone else contents.trunk)):
         raise ValueError(reason)
     check_types(contents.heads)
-    raw = conventions(port.Model.ZERO_CENTRED, contents.trunk, contents.heads, alone=contents.alone)
+    named_as_stored = (without_scales(part, contents.packed) for part in (contents.trunk, contents.heads))
+    raw = conventions(port.Model.ZERO_CENTRED, *named_as_stored, alone=contents.alone)
     make = partial(_build, port, path, contents, raw, config)
     with one_line(f"{path}: cannot be loaded", keep=True):
         return fill_model(path, config | contents.overrides(config), make, args), contents, raw
@@ -154,7 +159,7 @@ def _build(port: ModuleType, path: Path, contents: Contents, raw: Raw, config: d
         check_types(contents.trunk)
         check_experts(path, contents.trunk)
     _check_names(model, contents)
-    model.sanitize = partial(_sanitize, model, contents, path, raw)
+    model.sanitize = partial(parameters_of, model, contents, path, raw)
     model.load_weights = partial(_load_checked, model, contents, path)
     return model
 
@@ -173,22 +178,6 @@ def _check_names(model: Any, contents: Contents) -> None:
             raise ValueError(f"{tensor.file}: tensor {name} is not part of the model; {expects}")
 
 
-def _sanitize(model: Any, contents: Contents, path: Path, raw: Raw, weights: dict) -> dict:
-    """Return the model's parameters by path, lazy, made by the port from the checkpoint's tensors.
-
-    weights: mlx-lm's argument, ignored. ValueError for a missing tensor that is stacked or split, or unfit scales.
-    """
-    header = {} if contents.alone else contents.trunk
-    stored = read_tensors(header | contents.heads)  # no name is in both
-    trunk = dequantized({name: stored[name] for name in header}, header)
-    heads = dequantized({name: stored[name] for name in contents.heads}, contents.heads)
-    try:
-        return model.sanitized(trunk, heads, shift_trunk=raw[0], shift_heads=raw[1])
-    except KeyError as e:  # mlx-lm does not check the tensors that it stacks or splits
-        ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
-        raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
-
-
 def _load_checked(
     model: nn.Module, contents: Contents, path: Path, weights: list[Any], *, note: str = "", **_: Any
 ) -> None:
@@ -196,7 +185,9 @@ def _load_checked(
 
     The message names file and tensor. note: the end of the message about a wrong shape; no other message has it.
     """
-    parameters, found = _stored(model, contents), dict(weights)
+    found = dict(weights)
+    scale_outputs(model, found)
+    parameters = _stored(model, contents)
     for name, array in parameters.items():
         if name not in found:
             ((file, raw),) = expected(model, contents, path, [name])
@@ -229,6 +220,7 @@ def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     Updates the report's size and LM heads. Errors and warnings are those of `check_numbers`.
     """
     check_numbers(stored, partial(origin, model, contents))
+    check_codes(model, partial(origin, model, contents), heads=True)
     _tie(model)
     model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
+from ..layers.scaled import SCALE
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import find_port, port_names
@@ -25,7 +26,7 @@ from .convert_precision import Precision, format_of, format_of_heads, formats, l
 from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors, resolve
 from .head_self_test import check_runs
-from .parameters import named, stored_name, trained
+from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split
 from .sort_tensors import Contents, Drafting
@@ -66,8 +67,15 @@ class Source:
                 if precision.dequantize:
                     name = re.sub(r"\.scales$", ".weight", name)
                 self.trained[name] = nan, value if path.startswith("mtp.") else mx.array(True)
-        precision.apply(self.model, self.config.get("torch_dtype") or self.config.get("dtype"))
-        self.dtype = precision.dtype
+        for path, module in self.model.named_modules():
+            for name, nan in nan_codes(path, module).items():
+                self.trained[stored_name(self.model, name)] = nan, mx.array(True)
+        declared = self.config.get("torch_dtype") or self.config.get("dtype")
+        halves = {w.dtype for path, w in named(self.model).items() if path.endswith(".scales")} & {mx.float16}
+        if self.contents.packed and halves and declared == "bfloat16" and precision.dtype is None:
+            declared = self.dtype = "float16"  # bfloat16 would round the scales
+        precision.apply(self.model, declared)
+        self.dtype = precision.dtype or self.dtype
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         """Return (the target's tensors by mlx-lm's names, the heads' by the hub's)."""
@@ -89,6 +97,9 @@ class Source:
         if not self.model.mtp:
             warnings.warn(f"{self.path}: no MTP heads found ({self.contents.source})", stacklevel=3)
             place = self.contents.source
+        if any(SCALE in module for module in self.model.modules()):
+            kept = f"keep their scale per tensor, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
+            warnings.warn(f"{self.path}: NVFP4 weights {kept}", stacklevel=3)
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:

@@ -16,6 +16,7 @@ from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..layers.scaled import SCALE, ScaledLinear, ScaledSwitchLinear, dequantized_weight
 from .parameters import named
 
 MODES = {  # MLX's group sizes and bits, the default first
@@ -33,8 +34,10 @@ WIDE = "kernel_projection|hidden_projection|markov_w1|markov_head.gate_proj|join
 KEPT = re.compile(rf"(^|\.)(eh_proj|fc|gate|shared_expert_gate|{WIDE})$")
 PLAIN = {
     nn.QuantizedLinear: nn.Linear,
+    ScaledLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
+    ScaledSwitchLinear: SwitchLinear,
     QuantizedMultiLinear: MultiLinear,
 }
 
@@ -85,7 +88,7 @@ class Precision:
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
         if self.dequantize:
-            _dequantize(model)
+            _dequantize(model, getattr(mx, dtype) if dtype in DTYPES else mx.bfloat16)
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
@@ -183,10 +186,10 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
     return len(formats(module)) - before
 
 
-def _dequantize(model: nn.Module) -> None:
+def _dequantize(model: nn.Module, dtype: mx.Dtype) -> None:
     """Replace quantized modules by ordinary ones; ValueError for a kind of module that is not supported.
 
-    Their type is that of floating-point scales, else bfloat16.
+    Their type is that of floating-point scales, else `dtype`.
     """
     ordinary, modules = [], dict(model.named_modules())
     for path in formats(model):
@@ -195,7 +198,7 @@ def _dequantize(model: nn.Module) -> None:
         if kind is None or m.get("global_scale") is not None:
             scaled = "" if kind is None else " with a global scale"
             raise ValueError(f"dequantize=True: {path} is a {type(m).__name__}{scaled}, which cannot be dequantized")
-        weight = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode)
+        weight = dequantized_weight(m, dtype)
         plain = kind(*[1] * weight.ndim)
         plain.weight = weight
         plain.pop("bias", None)
@@ -206,7 +209,8 @@ def _dequantize(model: nn.Module) -> None:
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    """Cast floating-point parameters, except those whose type the family's `cast_predicate` keeps."""
+    """Cast floating-point parameters, except output scales and what the family's `cast_predicate` excludes."""
     chosen = getattr(model, "cast_predicate", None) or (lambda path: True)
-    floats = [(path, w) for path, w in named(model).items() if mx.issubdtype(w.dtype, mx.floating)]
+    parameters = {path: w for path, w in named(model).items() if not path.endswith(f".{SCALE}")}
+    floats = [(path, w) for path, w in parameters.items() if mx.issubdtype(w.dtype, mx.floating)]
     model.load_weights([(path, w.astype(dtype)) for path, w in floats if chosen(path)], strict=False)

@@ -34,7 +34,6 @@ MAX_LAYERS = 1024  # every layer is built before the tensors are checked
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8_SCALES = ("_scale_inv", "_scale")  # suffixes to a weight's name: scales per block, and per row or tensor
 FP8_BLOCK = 128
-FP4_GROUP = 16
 CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `mlx-mtp convert` writes
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX, INDEXES)
 TRANSPORTS = ("httpx", "httpx2", "requests")  # modules of connection errors; huggingface_hub's version decides
@@ -247,11 +246,10 @@ def read_tensors(header: Header) -> dict[str, mx.array]:
 
 
 def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.array]:
-    """Return the weights with 8-bit and 4-bit floats dequantized to bfloat16, without their scales; lazy.
+    """Return the weights with 8-bit floats dequantized to bfloat16, without their scales; lazy.
 
     Other weights, and 8-bit floats without a scale, are unchanged. 8-bit floats are uint8 [rows, columns] with a
-    scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block. 4-bit floats (modelopt's NVFP4) are pairs uint8
-    [rows, columns / 2], with 8-bit scales per group and one per tensor. ValueError for scales of another shape.
+    scale per tensor, per row, or per FP8_BLOCK x FP8_BLOCK block. ValueError for scales of another shape.
     """
     plain = dict(weights)
     for name, weight in weights.items():
@@ -260,9 +258,6 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             continue
         scale = plain.pop(name + suffix)
         rows, columns = weight.shape[0], weight.shape[-1]
-        if scale.dtype == mx.uint8 and header[name].dtype != "F8_E4M3":
-            plain[name] = _from_fp4(name, weight, scale, plain.pop(f"{name}_scale_2", mx.array(1.0)), header)
-            continue
         blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         if scale.shape == blocks:
             scale = mx.repeat(mx.repeat(scale, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
@@ -274,16 +269,6 @@ def dequantized(weights: dict[str, mx.array], header: Header) -> dict[str, mx.ar
             scale = scale.reshape(-1, 1)
         plain[name] = (mx.from_fp8(weight, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
     return plain
-
-
-def _from_fp4(name: str, pairs: mx.array, scales: mx.array, scale: mx.array, header: Header) -> mx.array:
-    """Return 4-bit floats, stored in pairs, as bfloat16, times their groups' scales and the tensor's scale."""
-    expected = (*pairs.shape[:-1], 2 * pairs.shape[-1] // FP4_GROUP)
-    if scales.shape != expected or scale.size != 1:
-        found = f"{scales.shape} and {scale.shape}; expected {expected} and one"
-        raise ValueError(f"{header[name].file}: the scales of tensor {name} have shapes {found}")
-    weight = mx.dequantize(pairs.view(mx.uint32), scales, None, FP4_GROUP, 4, "nvfp4", dtype=mx.float32)
-    return (weight * scale.reshape(())).astype(mx.bfloat16)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,9 @@ def self_test(model: Target, path: Path, texts: dict[str, list[int]]) -> None:
     kind, share = list(shares.items())[-1]
     if share < SUSPECT[kind] if model.vocab_size >= SMALL else max(shares.values()) < MIN_AGREEMENT:
         kinds = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-        warnings.warn(f"{path}: the first head agrees with the target on {kinds}; expect no speed-up", stacklevel=4)
+        adapted = f" with adapter {name}" if (name := model.runtime.adapters.selected) else ""
+        text = f"{path}: the first head agrees with the target{adapted} on {kinds}; expect no speed-up"
+        warnings.warn(text, stacklevel=4)
 
 
 def naming_config(path: Path) -> AbstractContextManager[None]:

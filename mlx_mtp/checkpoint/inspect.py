@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
@@ -32,6 +32,8 @@ from .build import check_vectors, is_drafter, open_drafter, read_args
 from .files import Header, read_config, read_header
 from .load import load_model
 from .norm_conventions import conventions, mean
+from .packed.contents import recognize
+from .packed.find import replaced, without_scales
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, missing_experts, relative
@@ -138,7 +140,9 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
     port = find_port(config) if config else None
     contents = tried(_sort, port, path, config, header) if port else None
     contents = contents or Contents(header, {}, 0, "", (), None)  # type: ignore[arg-type] - no heads, no spec
+    contents = replace(contents, packed=tried(recognize, path, config, contents.trunk | contents.heads, stored) or {})
     centred = port.Model.ZERO_CENTRED if port and values else None
+    layouts = [without_scales(part, contents.packed) for part in (contents.trunk, contents.heads)]
     if model is not None and values:
         tried(check_vectors, model, contents)
         messages += tried(_repeated, model, path) or []
@@ -156,7 +160,7 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         declared=declared_heads(config),
         head_tensors=tuple(sorted(contents.heads)),
         missing=tuple(tried(_missing, port, path, config, contents) or ()) if contents.spec else (),
-        zero_centred=tried(conventions, centred, contents.trunk, contents.heads) if centred else None,
+        zero_centred=tried(conventions, centred, *layouts) if centred else None,
         norms=tried(_means, contents.trunk, contents.heads) or () if centred else (),
         longest=longest,
         report=model.report if model else None,
@@ -217,7 +221,7 @@ def _missing(port: ModuleType, path: Path, config: dict, contents: Contents) -> 
     if contents.spec.topology == "recycle":
         depths = min(depths, 1)
     model = port.Model(read_args(port, path, config), depths, contents.spec)
-    found = {parameter for name in contents.heads for parameter in model.renamed(name)}
+    found = {parameter for name in replaced(contents.heads, contents.packed) for parameter in model.renamed(name)}
     lacking = [path for path in named(model) if path.startswith("mtp.") and path not in found]
     experts = [name for name, _, _ in islice(missing_experts(contents.heads), MAX_MISSING_EXPERTS)]
     others = [name for _, name in expected(model, contents, path, lacking)] if lacking else []

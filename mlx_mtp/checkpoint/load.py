@@ -28,6 +28,7 @@ from ..models import find_port
 from ..ranks.group import Ranks, ranks_of
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
+from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
 from .build import load_port
 from .draft_vocab import DraftVocab, reduce_heads
@@ -47,7 +48,7 @@ def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
+    adapter_path: AdapterPath | None = None,
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
@@ -69,7 +70,10 @@ def load(
     Loads from several threads run one after the other, and every thread can use the result.
     A GGUF file, also as `mtp_path`, is transcoded once into the user's cache folder.
 
-    tokenizer_config, adapter_path: as in mlx-lm. LoRA adapters, PEFT's too, change the target and not its heads.
+    tokenizer_config: as in mlx-lm.
+    adapter_path: directory of LoRA adapters of mlx-lm or PEFT, which change the target and not its heads. Of several
+        the changes are added up. A dict of directories by name selects none: `model.runtime.adapters.select(name)`
+        does, for later generations; None there is the model alone.
     model_config: values that replace config.json's. return_config: also return the resulting config.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not
@@ -135,7 +139,7 @@ class LoadOptions(NamedTuple):
     wired: WiredLimit
     ranks: Ranks | None
     lazy: bool
-    adapter_path: str | None
+    adapter_path: AdapterPath | None
 
 
 def _checked(
@@ -150,7 +154,8 @@ def _checked(
     if draft_vocab is not None and not drafting.mtp:
         raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
     vocab, ranks = None if draft_vocab is None else read_vocab(draft_vocab), ranks_of(group)
-    if ranks and (adapters := others["adapter_path"]) is not None:
+    if ranks and (adapters := others["adapter_path"]):
+        adapters = adapters if isinstance(adapters, (str, Path)) else ", ".join(map(str, adapters))
         raise ValueError(f"adapter_path={adapters}: not on {ranks.size} ranks; fuse the adapters first")
     return LoadOptions(drafting, vocab, lane, budget, wired, ranks, **others)
 
@@ -251,10 +256,18 @@ def _test_or_defer(model: Any, path: Path, tokenizer: Any, *, defer: bool) -> No
 
 
 def _test_heads(model: Any, read: Callable[[], None] | None, path: Path, texts: dict[str, list[int]]) -> None:
+    """Read the heads, and test them with the target as it was loaded and with each adapter that can be selected."""
     if read is not None:
         read()
-    self_test(model, path, texts)
-    model.runtime.note(untested=False)
+    adapters, report = model.runtime.adapters, model.report
+    with adapters.using(report.adapter or None):
+        self_test(model, path, texts)
+    alone, found = model.report.agreement, []
+    for name, _ in report.adapters if model.mtp else ():
+        with adapters.using(name):
+            self_test(model, path, texts)
+        found.append((name, model.report.agreement))
+    model.runtime.note(untested=False, agreement=alone, adapters=tuple(found) or report.adapters)
 
 
 def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> None:

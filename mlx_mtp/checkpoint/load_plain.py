@@ -14,15 +14,20 @@ from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.memory_needs import Budget
 from ..layers.runtime import HasRuntime, Runtime
+from ..layers.scaled import scale_outputs
 from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from .files import fill_model, read_tensors
-from .parameters import check_numbers, named
+from .packed.arrays import read_arrays
+from .packed.contents import recognize
+from .packed.modules import Packed
+from .packed.sanitize import Tensors, sanitized
+from .parameters import check_codes, check_numbers, named
 from .quant_methods import packed_by
 from .report import make_report
-from .sort_tensors import Drafting
+from .sort_tensors import OF_ACTIVATIONS, Drafting
 from .weight_files import Stored, read_stored
 
 
@@ -75,6 +80,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
         if not lazy:
             budget.check(model, path)
             check_numbers(named(model), lambda name: (path, name))
+            check_codes(model, lambda name: (path, name), heads=False)
     source = f"model_type {name!r} has no MTP port"
     model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
@@ -94,12 +100,14 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
         reason = f"model_type {name!r} is unknown; known are {ports} and mlx-lm's"
         raise ValueError(f"{path}/config.json: {reason}") from None
     stored = read_stored(path)
+    packed = recognize(path, config, stored.trunk, stored)
+    overrides = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {}} if packed else {}
 
     def build(args: Any) -> Any:
         kind: Any = type("Model", (Plain, family.Model), {})
         model = kind(args)
         apply_rope(model, config)
-        model.sanitize = partial(_sanitize, model, stored)
+        model.sanitize = partial(_sanitize, model, stored, packed)
         model.load_weights = partial(_load_weights, model, stored, ignored)
         return model
 
@@ -107,7 +115,7 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     normal.check(path / "config.json")
     normal.warn(path / "config.json", stacklevel=5)
     try:
-        model = fill_model(path, config, build, family.ModelArgs.from_dict(config))
+        model = fill_model(path, config | overrides, build, family.ModelArgs.from_dict(config))
     except (ValueError, KeyError) as e:
         reason = packed_by(path, config, stored.trunk) or (isinstance(e, KeyError) and stored.lacking())
         if reason:
@@ -117,9 +125,20 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
     return model
 
 
-def _sanitize(model: Any, stored: Stored, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def _sanitize(
+    model: Any, stored: Stored, packed: dict[str, Packed], weights: dict[str, mx.array]
+) -> dict[str, mx.array]:
     """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored."""
-    weights = read_tensors(stored.trunk)
+    parts = {name for module, weight in packed.items() for name in weight.raw(module)}
+    unused = OF_ACTIVATIONS if packed else ()
+    plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}
+    weights = read_tensors(plain)
+    return sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+
+
+def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:
+    """Return the result of mlx-lm's `sanitize` of the family, if there is one."""
+    weights = plain | packed
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 
 
@@ -130,7 +149,9 @@ def _load_weights(
 
     Names of weights that are no parameters are appended to `ignored`.
     """
-    expected, found = named(model), dict(weights)
+    found = dict(weights)
+    scale_outputs(model, found)
+    expected = named(model)
     if missing := sorted(expected.keys() - found.keys()):
         unnamed = f"{stored.path}: tensor {missing[0]} is missing; config.json expects it"
         raise ValueError(stored.lacking(missing) or unnamed)

@@ -14,6 +14,7 @@ from .sort_tensors import NUMBER, Contents, layerless, only
 
 OF_HEAD = re.compile(r"mtp\.\d+\.(?!.*\.biases$)")  # biases of quantized matrices may be zeros
 ROWS = 4096  # compared at a time
+POWER_NAN, FLOAT_NAN = 255, 127  # in 8 bits: of e8m0, and of e4m3, which has the other, too
 BITS = {  # integer types of the same size, and the bits of infinity
     mx.float32: (mx.int32, mx.uint32, 0x7F800000),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7F80),
@@ -82,6 +83,35 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
 
 
+def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:
+    """Return, by parameter path, lazy bools: whether 8-bit scales or weights of a quantized module contain NaN."""
+    found, mode = {}, getattr(module, "mode", "affine")
+    if mode == "affine" or "scales" not in module:
+        return {}
+    for name, codes in (("scales", module["scales"]), ("weight", module["weight"].view(mx.uint8))):
+        if name == "scales" or mode == "mxfp8":
+            found[f"{path}.{name}"] = codes.max() == POWER_NAN
+            if name == "weight" or mode == "nvfp4":  # float8 e4m3 has two
+                found[f"{path}.{name}"] |= codes.view(mx.int8).max() == FLOAT_NAN
+    return found
+
+
+def check_codes(model: nn.Module, place: Callable[[str], tuple[Any, str]], *, heads: bool) -> None:
+    """Raise ValueError for NaN in 8-bit scales or weights of the target, or of the heads.
+
+    place: as in `check_numbers`.
+    """
+    found: dict[str, mx.array] = {}
+    for path, module in model.named_modules():
+        if path.startswith("mtp.") == heads:
+            found |= nan_codes(path, module)
+    mx.eval(list(found.values()))
+    for name, nan in found.items():
+        if nan.item():
+            file, raw = place(name)
+            raise ValueError(f"{file}: tensor {raw} holds NaN, expected trained weights")
+
+
 def _depth(name: str) -> str:
     return name.split(".")[1]
 
@@ -94,7 +124,7 @@ def origin(model: Any, contents: Contents, name: str) -> tuple[str, str]:
     stored = contents.trunk | contents.heads
     for raw, tensor in stored.items():
         if name in model.renamed(raw):
-            return str(tensor.file), raw
+            return str(tensor.file), tensor.stored or raw
     return str(stored[name].file) if name in stored else "checkpoint", name
 
 

@@ -15,6 +15,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
+from ..layers.adapters import shape_of
 from .sort_tensors import EXPERT
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.\w+)?\.weight")
@@ -76,7 +77,7 @@ def put_on(model: Any, file: str, config: dict[str, Any], weights: str, tensors:
         raise ValueError(f"{weights}: none of its tensors fits a module that {file} and the model have{some}")
     if skipped:
         text = f"{weights}: not used, of {len(skipped)} modules that are not targets in the text model: {skipped[0]}"
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=6)
     adapted = [(path, _adapted(modules[path], path, pairs, weights)) for path, pairs in placed.items()]
     model.update_modules(tree_unflatten(adapted))
 
@@ -201,8 +202,7 @@ def _of_pattern(name: str, patterns: Any, default: Any) -> Any:
 
 def _check_shapes(pair: Pair, module: Any, path: str, rank: int, weights: str) -> None:
     """Raise ValueError if an adapter's matrices do not have the module's sizes and the config's rank."""
-    size, width = module.weight.shape[-2:]
-    width = width * 32 // module.bits if "scales" in module else width
+    size, width = shape_of(module)
     for kind, expected in (("A", [rank, width]), ("B", [size, rank])):
         if (shape := [*pair.tensors[kind].shape]) != expected:
             given = f"rank {rank} and the module {path} give {expected}"

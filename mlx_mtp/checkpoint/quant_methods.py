@@ -1,13 +1,18 @@
-"""Refuse checkpoints of unsupported quantization methods, by config.json and the names of their tensors."""
+"""Read the quantization method in config.json, and refuse checkpoints of unsupported methods with an alternative."""
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..machine.errors import one_line
 from .files import FLOATS, FP8_SCALES, Header
 
 KEYS = ("quantization_config", "compression_config")
-READ = ("fp8", "modelopt", "mxfp4", "mxfp8", "bitnet")  # other checks refuse their unsupported variants
+PLAIN = ("fp8", "mxfp4", "mxfp8", "bitnet")  # methods that other checks refuse in unsupported variants
+READ = (*PLAIN, "modelopt")
+MODELOPT = "hf_quant_config.json"
 NAMES = {
     "awq": "AWQ",
     "gptq": "GPTQ",
@@ -27,6 +32,7 @@ TENSORS = {
     r"\.g_idx$": "gptq",
     r"\.qweight$": "AWQ or GPTQ",
     r"\.weight_packed$": "compressed-tensors",
+    r"\.pre_quant_scale$": "modelopt",
     r"\.(absmax|quant_map|SCB)$|\.quant_state\.": "bitsandbytes",
     r"\.W_q$": "hqq",
     r"\.codebooks$": "aqlm",
@@ -34,16 +40,91 @@ TENSORS = {
     r"\.trellis$": "exl3",
 }
 PACKED = ("I8", "U8", "I16", "U16", "I32", "U32")
+ADVICE = "Take a conversion to MLX of this model, or its 16-bit release and `mlx-mtp convert -q`"
 
 
-def method_of(config: dict[str, Any]) -> str | None:
-    """Return the quantization method in a config.json if it is one that is not supported, else None."""
-    text = config | config.get("text_config", {})
-    stored = next((text[key] for key in KEYS if isinstance(text.get(key), dict)), {})
+@dataclass(frozen=True)
+class Settings:
+    """A checkpoint's quantization settings: the method, and the other entries.
+
+    file: where they were read. method: None if no file names it.
+    """
+
+    file: Path
+    method: str | None
+    values: dict[str, Any]
+
+    def scheme(self, module: str) -> dict[str, Any]:
+        """Return the group of compressed-tensors' `config_groups` whose targets match a module; {} without one.
+
+        Names are compared before patterns ("re:..."), and patterns before class names, of which only "Linear" can
+        match. ValueError for groups or patterns of another form.
+        """
+        with one_line(f"{self.file}: the quantization's groups or patterns cannot be read"):
+            groups = [*(self.values.get("config_groups") or {}).values()]
+            if any(_matches(name, module) for name in self.values.get("ignore") or ()):
+                return {}
+            for fits in (lambda target: target == module, lambda target: _matches(target, module)):
+                for group in groups:
+                    if any(map(fits, group.get("targets") or ())):
+                        return group
+            return next((group for group in groups if "Linear" in group.get("targets", ())), {})
+
+    def name(self, module: str = "") -> str | None:
+        """Return the method as messages show it, with modelopt's algorithm for this module; None without a method."""
+        if self.method != "modelopt":
+            return _spelled(self.method) if self.method else None
+        layers = self.values.get("quantized_layers")
+        own = [v for n, v in layers.items() if f"{module}.".startswith(f"{n}.")] if isinstance(layers, dict) else []
+        algorithm = (own[0] if own and isinstance(own[0], dict) else self.values).get("quant_algo")
+        return f"modelopt ({algorithm})" if algorithm else "modelopt"
+
+
+def _matches(target: str, module: str) -> bool:
+    return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+
+def settings_of(path: Path, config: dict[str, Any]) -> Settings:
+    """Return the quantization settings in a config.json, else in modelopt's own file in the same directory.
+
+    ValueError if that file is damaged.
+    """
+    text, file = config | config.get("text_config", {}), path / "config.json"
+    stored = next((text[key] for key in KEYS if isinstance(text.get(key), dict)), None)
+    if not stored and (path / MODELOPT).is_file():
+        file = path / MODELOPT
+        with one_line(f"{file}: not valid JSON, or not modelopt's", (ValueError, OSError, TypeError, AttributeError)):
+            stored = {"quant_method": "modelopt"} | (json.loads(file.read_text()).get("quantization") or {})
+    stored = stored or {}
     method = stored.get("quant_method")
     if method is None and any(stored.get(key) for key in ("load_in_4bit", "load_in_8bit")):
         method = "bitsandbytes"
-    return method if isinstance(method, str) and method not in READ else None
+    return Settings(file, method if isinstance(method, str) else None, stored)
+
+
+def method_of(config: dict[str, Any]) -> str | None:
+    """Return the quantization method in a config.json if mlx-lm does not read it, else None."""
+    method = settings_of(Path(), config).method
+    return method if method not in READ else None
+
+
+def _spelled(method: str) -> str:
+    written = NAMES.get(method, method)
+    return written if written == method else f"{written} ({method})"
+
+
+def refusal(path: Path, name: str | None, found: str, header: Header) -> str:
+    """Return a message that a method's weights are not supported, with alternatives.
+
+    name: the method; None is the method whose tensor names the header contains. found: the reason.
+    """
+    name = name or _spelled(_by_tensors(header) or "an unknown method")
+    return f"{path}: quantized by {name}, which is not supported; {found}. {ADVICE}"
+
+
+def _by_tensors(header: Header) -> str | None:
+    """Return the method whose tensor names the header contains; None without one."""
+    return next((kind for pattern, kind in TENSORS.items() if any(re.search(pattern, name) for name in header)), None)
 
 
 def packed_by(path: Path, config: dict[str, Any], header: Header) -> str | None:
@@ -54,16 +135,11 @@ def packed_by(path: Path, config: dict[str, Any], header: Header) -> str | None:
     packed = next((name for name, tensor in header.items() if _is_packed(name, tensor.dtype, header)), "")
     if not packed:
         return None
-    names = [packed, *header]
-    of_names = (kind for pattern, kind in TENSORS.items() if any(re.search(pattern, name) for name in names))
-    method = method_of(config) or next(of_names, None)
-    if not method:
+    settings = settings_of(path, config)
+    name = None if settings.method in PLAIN else settings.name(packed.rpartition(".")[0])
+    if name is None and _by_tensors(header) is None:
         return None
-    written = NAMES.get(method, method)
-    spelled = written if written == method else f"{written} ({method})"
-    found = f"tensor {packed} has type {header[packed].dtype}"
-    advice = "Take a conversion to MLX of this model, or its 16-bit release and `mlx-mtp convert -q`"
-    return f"{path}: quantized by {spelled}, which is not supported; {found}. {advice}"
+    return refusal(path, name, f"tensor {packed} has type {header[packed].dtype}", header)
 
 
 def _is_packed(name: str, dtype: str, header: Header) -> bool:

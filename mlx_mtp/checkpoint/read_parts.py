@@ -50,7 +50,7 @@ def _sources(model: Any, contents: Contents) -> dict[str, list[StoredTensor]]:
     begins = {file: data_begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for name, tensor in contents.trunk.items():
-        if len(paths := model.renamed(name)) == 1:
+        if name.rpartition(".")[0] not in contents.packed and len(paths := model.renamed(name)) == 1:
             expert = EXPERT.search(name)
             place = StoredTensor(tensor, begins[tensor.file][tensor.stored or name])
             found.setdefault(paths[0], []).append((int(expert[1]) if expert else 0, place))

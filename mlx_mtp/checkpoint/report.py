@@ -17,6 +17,7 @@ ADVICE = "mlx-mtp verify-lossless tests whether it is wired or converted wrongly
 LISTED = 8  # names of tensors in a line
 DRAFTING = ("mtp", "drafter")  # the parts of a model that draft
 COLUMNS = 100  # of a line that can be wrapped
+Agreement = tuple[tuple[str, float], ...]  # share of tokens by kind of text
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Report:
 
     heads: depths loaded; declared: heads in config.json; source: where the heads are, or why there are none.
     agreement: by kind of text, the share of the target's tokens that the first head drafts; empty if not tested.
+    adapter: name of the adapter that the load selected, with which `agreement` was tested; "" for none.
+    adapters: names of the adapters that can be selected, each with its `agreement`.
     untested: the heads' weights are read, checked and tested before the first draft.
     drafted_from: number of LM-head rows with a draft vocabulary, and without; None if there is no draft vocabulary.
     saved_bytes: bytes of heads that the draft vocabulary saves; negative if rows of a shared LM head were copied.
@@ -47,7 +50,9 @@ class Report:
     lm_head: str
     ignored: tuple[str, ...] = ()
     expanded: bool = False
-    agreement: tuple[tuple[str, float], ...] = ()
+    agreement: Agreement = ()
+    adapter: str = ""
+    adapters: tuple[tuple[str, Agreement], ...] = ()
     untested: bool = False
     drafted_from: tuple[int, int] | None = None
     saved_bytes: int = 0
@@ -59,7 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
-        shares = ", ".join(f"{share:.0%} of {kind}" for kind, share in self.agreement)
+        shares, adapted = _shares(self.agreement), f" with adapter {self.adapter}" * bool(self.adapter)
         parts = f"{size(self.head_bytes)}, {self.head_quantization}"
         left, before = self.drafted_from or (0, 0)
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
@@ -74,7 +79,9 @@ class Report:
             ("MTP heads", not self.drafter and f"{found}, {self.source}"),
             ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and parts),
             ("LM heads", self.heads and self.lm_head),
-            ("self-test", shares and f"the first head agrees with the target on {shares}{whole}{few}"),
+            ("adapters", self.adapter or ", ".join(name for name, _ in self.adapters)),
+            ("self-test", shares and f"the first head agrees with the target{adapted} on {shares}{whole}{few}"),
+            *(("", found and f"with adapter {name} on {_shares(found)}") for name, found in self.adapters),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
             ("drafts", before and f"from {left:,} of {before:,} tokens, {size(abs(self.saved_bytes))} {change}"),
             ("ranks", self.ranks > 1 and f"{self.ranks}, each with its part of the target's layers and whole heads"),
@@ -85,6 +92,10 @@ class Report:
             ("not exact", exact and f"{exact}: bits may depend on the number of rows"),
             ("not used", listed(self.ignored)),
         )
+
+
+def _shares(agreement: Agreement) -> str:
+    return ", ".join(f"{share:.0%} of {kind}" for kind, share in agreement)
 
 
 def table(*rows: tuple[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Sort a checkpoint's tensors into the trunk's, the MTP heads', and those that text decoding does not use."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,8 @@ NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 HEAD = re.compile(r"(^|\.)\w*(mtp|nextn|eagle|draft)\w*\.")  # of a head, in any layout
-OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")  # modelopt's scales of activations
+# Scales of activations, of modelopt and compressed-tensors.
+OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Contents:
     depths: number of heads. source: of the heads, for the report. ignored: names, or patterns of names, of tensors
     that text decoding does not use. spec: the heads' wiring. alone: the trunk may be incomplete, and is not loaded.
     stored: the weight files; None for an external drafter. needs_heads: the checkpoint's own heads are to be loaded.
+    packed: packed weights (`packed.Packed`) by module, of which `trunk` and `heads` have entries in MLX's formats.
     """
 
     trunk: Header
@@ -65,21 +67,22 @@ class Contents:
     alone: bool = False
     stored: Stored | None = None
     needs_heads: bool = False
+    packed: Mapping[str, Any] = field(default_factory=dict)
 
     def overrides(self, config: dict) -> dict[str, Any]:
         """Return the replacements for config.json's quantization entries with which mlx-lm loads the target.
 
-        They lack the entries of heads, and the formats that `dequantized` reads. Entries that mlx-lm reads as they
-        are have no replacement. If heads have scales, and config.json no entry, one makes mlx-lm quantize them.
+        They lack the entries of heads, and the formats that this package reads. Entries that mlx-lm reads as they
+        are have no replacement. If there are scales, but no entry in config.json, one makes mlx-lm infer formats.
         """
         found: dict[str, Any] = {}
         stored = (config | config.get("text_config", {})).get("quantization_config") or {}
         if not stored or "modelopt" in stored.values() or method_of(config):
-            found["quantization_config"] = {}  # mlx-lm refuses formats that `dequantized` reads
+            found["quantization_config"] = {}  # mlx-lm refuses formats that this package reads
         if isinstance(listed := config.get("quantization"), dict):
             found["quantization"] = {path: value for path, value in listed.items() if not path.startswith("mtp.")}
-        elif listed is None and any(name.endswith(".scales") for name in self.heads):
-            found["quantization"] = {"group_size": 64, "bits": 4}
+        elif listed is None and (self.packed or any(name.endswith(".scales") for name in self.heads)):
+            found["quantization"] = {"group_size": 64, "bits": 4}  # mlx-lm infers formats from the shapes
         return found
 
 

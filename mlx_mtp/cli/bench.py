@@ -1,6 +1,7 @@
 """Define the commands of `mlx-mtp bench` that load no model (kernels, model, plot), and the group itself."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,17 @@ import click
 from click import IntRange, option
 
 from .bench_decode import compare, decode, parallel, profile, verify
-from .bench_options import complete, console, draw, finish, picture_options, report, result_options, run_options
+from .bench_options import (
+    complete,
+    console,
+    draw,
+    finish,
+    numbers,
+    picture_options,
+    report,
+    result_options,
+    run_options,
+)
 from .options import GIVEN
 from .together import check_command
 
@@ -17,6 +28,10 @@ MOST_ROWS, QUICK_ROWS = 8, 4
 STOCK_TABLES = {"verify_attention": "attention", "verify_moe": "experts", "verify_head": "head"}
 STOCK_TABLES |= dict.fromkeys(("verify_qmm", "verify_glu", "verify_qmm_mma", "verify_gemv"), "products")
 CONTEXT = 4096
+BLOCK_RATES = (
+    "Assume that this share of a block drafter's drafts is accepted, each after an accepted one, such as 0.9,0.85; "
+    "later drafts have the last.  [default: published figures]"
+)
 
 
 @click.group(invoke_without_command=True)
@@ -39,8 +54,8 @@ def kernels(**flags: Any) -> None:
 
     Each kernel runs on the shapes of released models. Times need a Metal GPU. With --emulate each kernel runs on
     small shapes on the CPU, which needs clang (pip install -e '.[emulate]'), and its memory traffic is counted
-    instead. With --op the table includes MLX's own kernel if the emulator has it. Turns are short, so there is no
-    rest before them without --cooldown.
+    instead; with --op, a second table compares it with MLX's own kernel if the emulator has that. Turns are short, so
+    there is no rest before them without --cooldown.
     """
     from ..bench import result
     from ..bench.kernels import OPS, speed_table, timed, traffic, traffic_table
@@ -79,14 +94,19 @@ def kernels(**flags: Any) -> None:
 @option(
     "--ranks", type=IntRange(1), default=1, help="Number of machines: also the traffic between them, over two links."
 )
-@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows.")
+@option("--block-rates", callback=partial(numbers, float), help=BLOCK_RATES)
+@option("--head-rates", callback=partial(numbers, float), help="The same for MTP heads.")
+@option("--quick", is_flag=True, help="Only verifies of 2 and 4 rows, and 3 and 7 drafts of a block.")
 @result_options
 def model(**flags: Any) -> None:
     """Predict a model's byte floor and times on a chip.
 
     No model runs. The floor of a phase is the bytes that it must read: shared weights, each expert that its rows
-    visit once, LM head, KV caches. A cost model with two constants per chip, fitted to published times of M <= 2
-    rows, predicts the times. --measured adds measured times.
+    visit once, LM head, KV caches, and recurrent states, which it also writes. A cost model with two constants per
+    chip, fitted to published times of M <= 2 rows, predicts the times. --measured adds measured times.
+
+    For Qwen3.6-27B, Qwen3.6-35B-A3B and GLM-4.7-Flash it predicts tokens per second by number of drafts, of their MTP
+    heads and of a DFlash2 block drafter, on M1 Max to M5 Max. The shares of accepted drafts are assumptions.
     """
     from ..bench import result
     from ..bench.roofline import assemble, chips
@@ -108,7 +128,9 @@ def model(**flags: Any) -> None:
         if results and not flags["context"]:
             context = assemble.times(results[0])[0]["context"]
         rows = (2, 4) if flags["quick"] else assemble.ROWS
-        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"])
+        assumed = assemble.assumed_of(subject, flags["block_rates"], flags["head_rates"])
+        drafts = (3, 7) if flags["quick"] else assemble.BLOCK_DRAFTS
+        found = assemble.bench_model(subject, chip, context, rows, results, flags["ranks"], assumed, drafts)
     notes = ["no chip that is known: bytes only; name one with --chip"] if chip is None else []
     report(found, flags, [*notes, *summary(found)])
 

@@ -30,7 +30,7 @@ def numbers(kind: type, _ctx: click.Context, _param: click.Parameter, value: str
     try:
         return tuple(kind(part) for part in value.split(",")) if value is not None else ()
     except ValueError:
-        what = "probabilities" if kind is float else "numbers"
+        what = "probabilities" if kind is float else "integers"
         raise click.BadParameter(f"{value!r}; expected {what} with commas between them") from None
 
 
@@ -117,7 +117,7 @@ def cooldown_of(flags: dict[str, Any]) -> float:
 
 
 def bar() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Show a bar on stderr; yield a function that takes a description, the number done and the total."""
+    """Show a bar on stderr if it is a terminal; yield a function of a description, the number done and the total."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from . import progress
@@ -145,7 +145,7 @@ def report(found: dict[str, Any], flags: dict[str, Any], remarks: Iterable[str])
 
 
 def finish(found: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Write the files of --out, --plot and --html; print JSON with --json, and before an exception of writing."""
+    """Write the files of --out, --plot and --html; print JSON with --json, or if writing them fails."""
     from ..bench import result
 
     found = {**found, "command": shlex.join(["mlx-mtp", *sys.argv[1:]])}

@@ -39,8 +39,9 @@ def load(file: Path, session: ChatSession) -> None:
 def read(file: Path) -> tuple[list[dict[str, str]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
-    Without a number, it is that of the assistant's messages. Raises a one-line ValueError unless the messages are
-    [system], then user and assistant in turn up to an assistant's, or none; OSError if the file cannot be read.
+    Without a number, it is that of the assistant's messages. Raises a one-line ValueError for no regular file, and
+    unless the messages are [system], then user and assistant in turn up to an assistant's, or none; OSError if the
+    file cannot be read.
     """
     if file.exists() and not file.is_file():  # a device may never end
         raise ValueError(f"{file}: not a regular file")
@@ -64,7 +65,7 @@ def read(file: Path) -> tuple[list[dict[str, str]], int]:
 
 
 def _check(where: str, message: Any, role: str) -> None:
-    """Raise ValueError unless this is a message of this role."""
+    """Raise ValueError unless this is a message of this role, with a valid text and no other keys."""
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
         raise ValueError(f'{where}: expected {{"role": "{role}", "content": "..."}}')
     if message["role"] != role:

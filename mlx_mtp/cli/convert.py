@@ -93,7 +93,7 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
     others = (*OF_TARGET, "mtp_only", "mtp_q_bits", "mtp_q_group_size", "revision")
     for name in others:
         if flags[name] and name != "mlx_path":
-            raise click.UsageError(f"--{name.replace('_', '-')}: not for a GGUF file, whose blocks are kept")
+            raise click.UsageError(f"--{name.replace('_', '-')}: not for a GGUF file; leave it out")
     return {**flags, "gguf": flags["gguf"] or flags["hf_path"]}
 
 

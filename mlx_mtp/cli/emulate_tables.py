@@ -54,7 +54,10 @@ def _launches(kernel: Callable[..., object], *args: Any, **options: Any) -> list
 
 
 def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), rows: int = 8) -> Table:
-    """Return the table of bytes requested for 1 to `rows` rows times a 4-bit matrix. stock: only MLX's kernels."""
+    """Return the table of bytes requested for 1 to `rows` rows times a matrix. stock: only MLX's kernels.
+
+    The matrix has 4 bits, for verify_gemv float32. By kind of buffer the bytes are over the distinct ones.
+    """
     columns = ("kernel", "M", *BUFFERS, "KiB requested", "lines per access")
     title = f"bytes requested / distinct bytes, 4-bit ({shape[0]}, {shape[1]}), emulated"
     table = _counts_table(title, columns, _by_kernel(_products(stock, *shape), range(1, rows + 1)))
@@ -64,7 +67,7 @@ def products_table(stock: bool = False, shape: tuple[int, int] = (64, 1024), row
 
 
 def _products(stock: bool, n: int, k: int) -> Iterator[tuple[str, Measure]]:
-    """Yield (kernel's name, measure) for a 4-bit matrix (n, k): MLX's and, unless `stock`, ours."""
+    """Yield (kernel's name, measure) for a 4-bit matrix (n, k), of verify_gemv dense: MLX's, unless `stock` ours."""
     dense = mx.ones((n, k))
     whole = Quantized(*mx.quantize(dense, 64, 4), 64, 4, "affine", (n,))
     halves = Quantized(whole.w, whole.scales, whole.biases, 64, 4, "affine", (n // 2, n // 2 * 2))

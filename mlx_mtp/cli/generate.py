@@ -94,7 +94,7 @@ def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> 
     tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own, "ignore_chat_template": not prefix.template})
     if tokens[: cache.offset] != cache.tokens:
         raise click.UsageError(
-            f"{flags['prompt_cache_file']}: followed by this text, its prompt no longer has the tokens it holds "
-            "(another chat template, or one with a date); make it again with `mlx-mtp cache-prompt`"
+            f"{flags['prompt_cache_file']}: its prompt, followed by this text, does not begin with its tokens "
+            "(another chat template or tokenizer, or one with a date); write it again with `mlx-mtp cache-prompt`"
         )
     return tokens[cache.offset :]

@@ -24,7 +24,10 @@ SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
 
 
 def _parse_template_config(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict:
-    """Return the JSON object of --chat-template-config, {} without it; raise BadParameter for anything else."""
+    """Return the JSON object of --chat-template-config, {} without it.
+
+    Raises BadParameter for anything else, and for variables that the command sets.
+    """
     try:
         parsed = json.loads(value or "{}")
     except (ValueError, RecursionError) as e:
@@ -149,7 +152,12 @@ checkpoint_options = options(
 model_options = options(
     checkpoint_options,
     *gguf_options,
-    option("--adapter-path", help="Directory of LoRA adapters of mlx-lm or PEFT."),
+    option(
+        "--adapter-path",
+        multiple=True,
+        help="Directory of LoRA adapters of mlx-lm or PEFT; repeatable: `serve` uses the one that a request names, "
+        "other commands add them up.",
+    ),
     option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
     option(
         "--draft-model",
@@ -262,7 +270,7 @@ def continues_cache(flags: dict[str, Any]) -> None:
 def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, Any] | None = None) -> Path:
     """Return the directory of the checkpoint of --model, by default the demo; download it if it is on the hub.
 
-    code: also its Python files. flags: the command's; they contain the options for transcoding a GGUF file, once.
+    code: also its Python files. flags: the command's, for a GGUF file, which is transcoded if that is not cached.
     """
     from ..checkpoint.files import resolve
     from ..checkpoint.gguf.cached import is_gguf
@@ -336,7 +344,8 @@ def saved_cache(model: Any, flags: dict[str, Any]) -> Any:
     for name, found in cache.layout.items():
         if requested.get(name, found) != found:
             flag = f"--{name.replace('_', '-')} {requested[name]}"
-            raise click.UsageError(f"{flag}: the prompt cache in {file} was made with {found}; leave it out")
+            made = "without it" if found is None else f"with {found}"
+            raise click.UsageError(f"{flag}: the prompt cache in {file} was made {made}; leave {flag} out")
     if model.mtp and not cache.heads and not flags["quiet"]:
         click.echo(f"{file} holds no state of the heads: decoding plainly.", err=True)
     return cache

@@ -26,7 +26,7 @@ def shows_progress(*, quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def loading(*, shown: bool) -> Iterator[None]:
-    """While entered, show a spinner on stderr and the progress of kernel trials, which take long the first time."""
+    """If `shown`, show a spinner on stderr and the progress of kernel trials, which take long the first time."""
     if not shown:
         yield
         return

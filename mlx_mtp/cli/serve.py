@@ -67,6 +67,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     generation_config.json.
     """
     try:
+        from ..checkpoint.adapters import by_name
         from ..serve.engine import Limits
         from ..serve.follow import follow
         from ..serve.guard import Rules
@@ -80,6 +81,8 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         raise click.UsageError(
             f"--host {flags['host']} can be reached from other machines; give --api-key or --no-auth"
         )
+    if len(flags["adapter_path"]) > 1:
+        flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
     size = int(flags["prompt_cache_size"] * 1e9)
@@ -143,7 +146,10 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
 
 def _advised(path: Path) -> dict[str, Any]:
-    """Return the sampling values in a checkpoint's generation_config.json; {} without it or with do_sample false."""
+    """Return the sampling values in a checkpoint's generation_config.json by name, temperature as temp.
+
+    {} if it is missing or invalid, or do_sample is false.
+    """
     try:
         found = json.loads((path / "generation_config.json").read_text())
     except (OSError, ValueError):

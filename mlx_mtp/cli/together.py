@@ -19,7 +19,10 @@ SAME = "ranks"  # start of errors that all ranks raise
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """Run a block as one of several ranks: those above 0 print only errors, and each reports its exit code to all."""
+    """Run a block as one of several ranks: those above 0 print only errors, and each reports its exit code to all.
+
+    In a single process nothing changes.
+    """
     here = launched()
     if here is None:
         yield

@@ -35,11 +35,11 @@ def verify_lossless(**flags: Any) -> None:
     probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
     increases it.
 
-    --tasks FILE: each line is {"question": "...", "answer": "..."}. An answer is right if it equals the last
-    \\boxed{...} of the text or, without one, its last number; an answer that is not a number must occur in the box or
-    in the text.
+    --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
+    the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
 
-    Exit codes: 0 if lossless, 1 if output diverged or heads are wired wrongly, 2 for a wrong command line.
+    Exit codes: 0 if lossless, 1 if output diverged, heads are wired wrongly or something failed, 2 for a wrong
+    command line.
     """
     if not flags["mtp"] or flags["num_draft_tokens"] == 0:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
@@ -108,6 +108,6 @@ def _drafts(model: Any, asked: int | None) -> int:
     if not hasattr(model, "spec"):
         raise ValueError(f"model_type {model.report.family!r} does not support drafting: there is nothing to verify")
     if asked is not None and asked > most:
-        allowed = f"1 to {most} with the MTP heads of the model" if most else "none, as no MTP heads are loaded"
+        allowed = f"1 to {most} with this model" if most else "none, as no MTP heads are loaded"
         raise ValueError(f"num_draft_tokens={asked}: allowed is {allowed}")
     return default_draft_tokens(model) if asked is None else asked

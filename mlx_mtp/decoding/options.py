@@ -33,8 +33,8 @@ adaptive: choose the number of drafts, also none, by measured costs and acceptan
     num_draft_tokens.
 draft_p_min: do not verify the first draft with a smaller probability, by the head, nor the drafts after it. Such a
     cycle waits once more. With `adaptive` only where that is faster. 0: verify all drafts.
-prompt_lookup: draft up to 15 tokens (7 on a GPU) that followed an earlier copy of the last ones. None: where that
-    is faster, with `adaptive`.
+prompt_lookup: draft up to 15 tokens that followed an earlier copy of the last ones. None: where that is faster,
+    with `adaptive`.
 compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, unless a trial finds that slower.
 draft_sampling: at a temperature, drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's draws ("coupled", the default).

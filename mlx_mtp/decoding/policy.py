@@ -6,8 +6,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
+from ..cache.ring import MAX_ROWS
 from ..layers.experts import expert_counts
-from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..machine.remembered import digest
 from ..tuning.controller import Controller
@@ -19,8 +19,7 @@ from .drafters import drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
-LOOKUP_DRAFTS = 15  # maximum on a CPU: rings take 16 rows
-LOOKUP_DRAFTS_ON_METAL = VERIFY_ROWS[-1] - 1  # maximum, because the kernels of one sequence keep the bits of 8 rows
+LOOKUP_DRAFTS = MAX_ROWS - 1  # maximum: a verify has the newest token as well
 
 
 def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, asked: bool | None) -> int:
@@ -32,8 +31,7 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
     if asked and (plain or cache.is_mlx_lm):
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed are False and None")
-    most = LOOKUP_DRAFTS if mx.default_device() == mx.cpu else LOOKUP_DRAFTS_ON_METAL
-    return most if asked or (asked is None and adaptive and k) else 0
+    return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
 
 
 class Learned:

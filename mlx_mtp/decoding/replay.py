@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
     drafts: whether the step has a drafter. rows: of the previous run. end: upper bound of all positions after the
-    step.
+    step. adapter: the name of the selected one.
     form, shapes: of the caches and their arrays. pick: sampling options, whether logprobs are returned, and draft
     sampling, the same for all sequences.
     """
@@ -54,6 +54,7 @@ class Kind(NamedTuple):
     form: CacheForm
     shapes: tuple
     pick: tuple[Sampling, bool, str]
+    adapter: str | None = None
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: tuple[Sampling, bool, str]) -> "Kind":
@@ -62,7 +63,8 @@ class Kind(NamedTuple):
         for c in caches:
             c.hold(end)
         shapes = tuple(part.shape for c in caches for part in c.parts)
-        return cls(frame.plan, frame.drafter is not None, rows, end, frame.cache.form(), shapes, pick)
+        form, adapter = frame.cache.form(), frame.model.runtime.adapters.selected
+        return cls(frame.plan, frame.drafter is not None, rows, end, form, shapes, pick, adapter)
 
 
 def rounded(frame: Frame, rows: int) -> Frame:
@@ -126,15 +128,15 @@ def _measured(step: Callable, held: list[int], *args: Any, **more: Any) -> Any:
 class Recorder:
     """The recorded steps of one model by thread, in order of last use.
 
-    verdict: whether replaying is faster than building; None before a trial. Records hold the model's parameters:
-    `fit` drops those of a changed model.
+    verdict: whether replaying is faster than building; None before a trial. Records hold the model's parameters, each
+    with one adapter selected: `fit` drops those of a changed model.
     """
 
     def __init__(self):
         self.cycles: dict[tuple[threading.Thread, Any], Record] = {}
         self.seen: Counter[tuple[threading.Thread, Any]] = Counter()
         self.verdict: bool | None = None
-        self._state: list = []
+        self._states: dict[str | None, list] = {}
 
     def __reduce__(self):
         return Recorder, ()  # a copy of the model records its own
@@ -144,11 +146,15 @@ class Recorder:
         self.cycles.clear()
 
     def fit(self, model: Target) -> None:
-        """Drop all records if the model, its kernels, its drafter or the device has changed since they were made."""
+        """Drop the records with the selected adapter if the model has changed since they were made.
+
+        That includes its kernels, its drafter and the device.
+        """
         state = [str(mx.default_device()), getattr(model, "drafter", None), *_state(model)]
-        if len(state) != len(self._state) or not all(map(_same, state, self._state)):
-            self.cycles.clear()
-            self._state = state
+        known = self._states.get(adapter := model.runtime.adapters.selected, [])
+        if len(state) != len(known) or not all(map(_same, state, known)):
+            self.cycles = {key: record for key, record in self.cycles.items() if key[1].adapter != adapter}
+            self._states[adapter] = state
 
     def find(self, model: Target, kind: Kind, record: Callable, held: int) -> tuple[Callable | None, bool]:
         """Return (the recorded step of a kind, whether it is new), or (None, False) before its OFTEN-th occurrence.

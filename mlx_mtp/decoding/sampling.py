@@ -206,7 +206,7 @@ def random_key(seed: int | None) -> mx.array:
     if seed is None:
         key = mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32)
         # Evaluated here: the thread's next draw happens outside of this turn.
-        mx.eval(key, _random_state())
-        return mx.array(np.array(key))
+        drawn, _ = (np.array(array) for array in (key, *_random_state()))
+        return mx.array(drawn)
     # Hashed: otherwise neighbouring seeds would share keys at neighbouring positions.
     return mx.random.split(mx.random.key(seed))[0]

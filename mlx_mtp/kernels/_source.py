@@ -13,15 +13,7 @@ from ._text import kernel_text
 from .contraction import SPELLINGS, kernel_spelling
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)  # supported by kernels
-COMPILED_ROWS = (
-    1,
-    2,
-    4,
-    6,
-    8,
-    12,
-    16,
-)  # compiled row counts; above 8 for several sequences only
+COMPILED_ROWS = (1, 2, 4, 6, 8, 12, 16)  # compiled row counts
 BLOCK, MOST_BLOCKS = 128, 2  # values of a head that a simdgroup processes at once; maximum number of such blocks
 RESERVED = 16384  # bytes that MLX reserves in addition to a launch's source (write_signature in metal_kernel.cpp)
 Names = tuple[str, ...]

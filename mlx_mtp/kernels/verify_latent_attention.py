@@ -100,11 +100,11 @@ def _values_metal(
     return out, ml
 
 
-def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, chosen: Maybe) -> bool:
+def _supported(q: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> bool:
     """Return whether the kernels support these: one type of 16 or 32 bits, whole fragments, tiles that fit."""
     dv, dr = q.shape[-1], q_pe.shape[-1]
     fits = (dv + dr) * _keys(q.dtype) * q.dtype.size < MEMORY
-    same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe)) and (chosen is None or chosen.size >= DEVICE)
+    same = all(x.dtype == q.dtype for x in (q_pe, latent, k_pe))
     return same and floats(q) and dv % 32 == 0 and dr % 8 == 0 and fits and q.size > 0
 
 
@@ -147,10 +147,12 @@ def verify_latent_attention(
     alone; else the reference runs. Raises ValueError if shapes or limit do not match.
     """
     _check_shapes(q, q_pe, latent, k_pe, limit, chosen)
-    if not (on_metal() and _supported(q, q_pe, latent, k_pe, chosen)):
+    if not (on_metal() and _supported(q, q_pe, latent, k_pe)):
         return verify_latent_attention_ref(q, q_pe, latent, k_pe, offset, scale=scale, start=start, chosen=chosen)
     _, heads, L, dv = q.shape
     count = limit if chosen is None else chosen.shape[1]
+    if chosen is not None and chosen.size < DEVICE:  # MLX would pass it in constant memory
+        chosen = mx.tile(chosen, (DEVICE, 1))
     scores, peaks = _scores_metal((q, q_pe), (latent, k_pe), offset, scale, count, start, chosen)
     out, ml = _values_metal(scores, peaks, latent, offset, L, count, chosen)
     return merge(out, ml, L, q.dtype).reshape(1, L, heads, dv).swapaxes(1, 2)

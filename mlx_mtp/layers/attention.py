@@ -155,7 +155,7 @@ class Attention(CachedAttention):
 
     def _read(self, x: mx.array, offset: int, op: Callable | None = None) -> mx.array:
         parts = self._before(x.dtype)[0]
-        cache = self._filled(parts if self.format else [part.astype(x.dtype) for part in parts])
+        cache = self._filled(parts if self.format else [part.astype(x.dtype) for part in parts], offset + len(x))
         return self.fused(self._queries(x), cache, offset, None, op)[0]
 
     def _queries(self, x: mx.array) -> mx.array:
@@ -177,7 +177,7 @@ class Attention(CachedAttention):
                 bits, group_size = self.format
                 parts = [stored for part in parts for stored in mx.quantize(part, group_size, bits)]
             masks = {}
-            for rows in self.candidates:
+            for rows in self.every_count:
                 cache = self._filled(parts)
                 cache.seek(device_offset(self.OFFSET), self.OFFSET)
                 masks[rows] = cache.make_mask(rows)
@@ -185,10 +185,11 @@ class Attention(CachedAttention):
             self.tried = parts, masks
         return self.tried
 
-    def _filled(self, parts: list[mx.array]) -> Any:
+    def _filled(self, parts: list[mx.array], end: int = 0) -> Any:
+        """Return a cache of these arrays, for rows up to position `end`, or the rows of a usual verify."""
         cache = self.make_cache()
         cache.parts = tuple(parts)
-        cache.seek(device_offset(self.OFFSET), self.OFFSET + VERIFY_ROWS[-1])
+        cache.seek(device_offset(self.OFFSET), max(end, self.OFFSET + VERIFY_ROWS[-1]))
         return cache
 
 

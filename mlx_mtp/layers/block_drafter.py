@@ -6,7 +6,7 @@ written behind them for the time of the pass. Source: DFlash (arXiv 2602.06036),
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,6 +67,36 @@ class BlockShape:
         return f"{kind}, {len(self.reaches)} layers, blocks of {self.drafts} drafts"
 
 
+class BlockPlace(NamedTuple):
+    """Where the rows of a pass are: the block begins at `position`, int32 [n].
+
+    context: context rows [n, R, H] that are appended before it, or None. order: the row that each position from the
+    first of these on gets, of the context's followed by the block's, int32 [n, R + b, 1]: the block's rows replace
+    rejected ones. masks: those of this pass, by reach and number of slots.
+    """
+
+    position: mx.array
+    context: mx.array | None
+    order: mx.array | None
+    masks: dict[tuple, mx.array]
+
+    @classmethod
+    def of(cls, first: mx.array, block: int, context: mx.array | None, last: mx.array | None) -> "BlockPlace":
+        """Return the place of `block` rows after context rows 0..last, int32 [n]; the caches are at `first`."""
+        if context is None or last is None:
+            return cls(first, None, None, {})
+        count, rows = last + 1, context.shape[1]
+        row = mx.arange(rows + block)
+        order = mx.where(row < count[:, None], row, mx.minimum(row - count[:, None], block - 1) + rows)
+        return cls(first + count, context, order[..., None], {})
+
+    def after_context(self, x: mx.array) -> mx.array:
+        """Return the rows to write from the caches' position on, for a block's rows x [n, b, H]."""
+        if self.context is None or self.order is None:
+            return x
+        return mx.take_along_axis(mx.concatenate([self.context, x], axis=1), self.order, axis=1)
+
+
 class BlockAttention(nn.Module):
     """Attention of a block's rows to the context in a cache and to the block."""
 
@@ -87,22 +117,19 @@ class BlockAttention(nn.Module):
         keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
         return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
 
-    def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
-        """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`.
-
-        masks: those of this pass, by reach and number of slots; a missing one is added.
-        """
-        queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=kv.offset)
-        keys, values = self.append(x, kv, rope)
+    def __call__(self, x: mx.array, kv: Any, rope: Any, place: BlockPlace) -> mx.array:
+        """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`."""
+        queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=place.position)
+        keys, values = self.append(place.after_context(x), kv, rope)
         slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
         key = self.reach, slots
-        if key not in masks:
-            masks[key] = block_mask(kv, x.shape[1], slots, self.reach)
-        out = scaled_dot_product_attention(queries, keys, values, kv, self.scale, masks[key])
+        if key not in place.masks:
+            place.masks[key] = block_mask(kv, place.position, x.shape[1], slots, self.reach)
+        out = scaled_dot_product_attention(queries, keys, values, kv, self.scale, place.masks[key])
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
     def _by_head(self, x: mx.array) -> mx.array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
+        return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
 
 
 class BlockMLP(nn.Module):
@@ -129,8 +156,8 @@ class BlockLayer(nn.Module):
         if shape.conv:
             self.attention_conv, self.mlp_conv = (DynamicConv(width, *shape.conv) for _ in range(2))
 
-    def __call__(self, x: mx.array, kv: Any, rope: Any, masks: dict[tuple, mx.array]) -> mx.array:
-        attend = partial(self.self_attn, kv=kv, rope=rope, masks=masks)
+    def __call__(self, x: mx.array, kv: Any, rope: Any, place: BlockPlace) -> mx.array:
+        attend = partial(self.self_attn, kv=kv, rope=rope, place=place)
         normed = self.input_layernorm(x)
         x = x + (self.attention_conv(normed, attend) if "attention_conv" in self else attend(normed))
         normed = self.post_attention_layernorm(x)
@@ -183,14 +210,23 @@ class BlockNetwork(nn.Module):
         for layer, kv in zip(self.layers, caches, strict=True):
             layer.self_attn.append(context, kv, self.rope)
 
-    def __call__(self, embeddings: mx.array, caches: list[Any]) -> mx.array:
+    def __call__(
+        self,
+        embeddings: mx.array,
+        caches: list[Any],
+        context: mx.array | None = None,
+        last: mx.array | None = None,
+    ) -> mx.array:
         """Return normed output rows of a block [n, b, H], which begins at the caches' position.
 
-        The caches are then at the end of the block, whose rows they hold: seek back before anything else is written.
+        context, last: context rows [n, R, H] to append first; the block begins after the first last + 1, int32 [n].
+        The caches then hold the block's rows, and are after its end: seek back before anything else is written.
         """
-        x, masks = embeddings.astype(self.dtype) * self.shape.embed_scale, {}
+        x = embeddings.astype(self.dtype)
+        x = x if self.shape.embed_scale == 1 else x * self.shape.embed_scale
+        place = BlockPlace.of(caches[0].offset, x.shape[1], context, last)
         for layer, kv in zip(self.layers, caches, strict=True):
-            x = layer(x, kv, self.rope, masks)
+            x = layer(x, kv, self.rope, place)
         return self.norm(x)
 
     def token(self: Any, row: mx.array) -> mx.array:

@@ -20,14 +20,14 @@ class Reach(NamedTuple):
     bounded: bool = False
 
 
-def block_mask(kv: Any, rows: int, slots: int, reach: Reach) -> mx.array:
+def block_mask(kv: Any, position: mx.array, rows: int, slots: int, reach: Reach) -> mx.array:
     """Return a boolean [n, 1, rows, slots]: the slots that each row of the block attends to within its reach.
 
-    It is [n, 1, 1, slots] if all rows attend to the same. The block is the last `rows` positions that the cache
-    holds. Slots are masked that have no position from `kv.start` to the block's end, as those of rejected rows.
+    It is [n, 1, 1, slots] if all rows attend to the same. The block begins at `position`, int32 [n] or [1]. Slots are
+    masked that have no position from `kv.start` to the block's end, as those of rejected rows.
     """
-    end = kv.offset.reshape(-1, 1, 1, 1)  # on the device, of each sequence
-    first = end - rows
+    first = position.reshape(-1, 1, 1, 1)
+    end = first + rows
     queries = first + mx.arange(rows)[:, None]
     positions = _positions(kv, end, slots)
     seen = (positions >= kv.start) & (positions < end)

@@ -25,17 +25,19 @@ class DynamicConv(nn.Module):
 
     def __call__(self, x: mx.array, inner: Callable[[mx.array], mx.array]) -> mx.array:
         """Return the convolved output of `inner` for the convolved normed rows x [n, b, H]."""
-        taps = self.base_kernel.shape[1]
-        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
-        return self._convolved(inner(self._convolved(x, dynamic, 0)), dynamic, 1)
+        base = self.base_kernel
+        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], *base.shape[:2], -1, 1)
+        kernels = (base.reshape(*dynamic.shape[2:-1], self.group) + dynamic).flatten(-2)
+        return _convolved(inner(_convolved(x, kernels[:, :, 0])), kernels[:, :, 1])
 
-    def _convolved(self, x: mx.array, dynamic: mx.array, index: int) -> mx.array:
-        found = mx.zeros_like(x)
-        for tap in range(self.base_kernel.shape[1]):
-            kernel = self.base_kernel[index, tap] + mx.repeat(dynamic[:, :, index, tap], self.group, axis=-1)
-            shifted = mx.pad(x, [(0, 0), (tap, 0), (0, 0)])[:, : x.shape[1]]
-            found = found + kernel * shifted
-        return found
+
+def _convolved(x: mx.array, kernels: mx.array) -> mx.array:
+    """Return the sum over taps of kernels [n, b, taps, H] times rows x [n, b, H] that many rows earlier."""
+    found = x * kernels[:, :, 0]
+    for tap in range(1, kernels.shape[2]):
+        # Rows before the block are zeros.
+        found = found + mx.pad(x, [(0, 0), (tap, 0), (0, 0)])[:, :-tap] * kernels[:, :, tap]
+    return found
 
 
 class CandidateSelector(nn.Module):

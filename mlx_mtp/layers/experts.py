@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from ..kernels import Experts, Routing, moe_splits, route_ref, verify_moe, verify_moe_ref
-from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
+from .kernel_site import Site, format_of, known_format, quantized, rows_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 UNGATED = ("fc1", "fc2")  # with a squared ReLU
@@ -65,7 +65,6 @@ class Mixture(Site):
 
     op = "verify_moe"
     own_bits = stock_exact = True
-    together = TOGETHER_ROWS
 
     def __init__(self, block: Any):
         self.block, self.routing = block, routing_of(block)

@@ -1,15 +1,17 @@
 """Define the interface of a site, a place in a model where a kernel may run, for trials and reports."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 
+from ..cache.ring import MAX_ROWS
 from ..kernels import Quantized, served
+from .scaled import SCALE
 
-VERIFY_ROWS = range(2, 9)  # rows of a verify that kernels may serve
-TOGETHER_ROWS = tuple(range(9, 17))  # rows of a verify of several sequences in one pass
+VERIFY_ROWS = range(2, 9)  # rows of a verify of up to seven drafts
+TOGETHER_ROWS = tuple(range(9, MAX_ROWS + 1))  # rows of a verify of more drafts, or of several sequences in one pass
 
 
 def quantized(module: Any) -> Quantized:
@@ -23,10 +25,13 @@ def format_of(module: Any) -> str:
     return f"{module.bits}-bit {module.mode} g{module.group_size}"
 
 
-def known_format(module: Any) -> bool:
-    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale."""
+def known_format(module: Any, *, scaled: bool = False) -> bool:
+    """Return whether kernels support a module's format, or it is unquantized; False if it has a global scale.
+
+    scaled: whether an output scale is supported.
+    """
     form = "scales" not in module or served(module.mode, module.bits, module.group_size)
-    return form and module.get("global_scale") is None
+    return form and module.get("global_scale") is None and (scaled or module.get(SCALE) is None)
 
 
 def rows_of(x: mx.array) -> int:
@@ -44,7 +49,7 @@ class Site:
 
     op: name of the kernel. shape: description of everything else that decides which is faster. width: K of x [M, K].
     candidates: the row counts M that the kernel may serve. rows: those for which it is on, none at first.
-    together: further row counts, tried once several sequences share a pass.
+    together: further row counts, tried once a cycle may have more than seven drafts or several sequences.
     rows_of_context: `rows` by member of CONTEXTS, for those tried in addition; `rows` hold for the others.
     kind: the part of the shape that the compiled kernel depends on, "" for all of it. Of an op's sites of one kind
         the one with the most weights is timed for all. weights_read: a measure of those by which sites of a kind
@@ -65,7 +70,7 @@ class Site:
     width: int
 
     candidates: tuple[int, ...] = (1, *VERIFY_ROWS)
-    together: tuple[int, ...] = ()
+    together: tuple[int, ...] = TOGETHER_ROWS
     kind: str = ""
     weights_read: int = 1
     asked: bool = True
@@ -73,6 +78,11 @@ class Site:
     split: frozenset[int] = frozenset()
     rows_of_context: Mapping[int, frozenset[int]] = MappingProxyType({})
     tried: Any = None  # inputs that a trial has created
+
+    @property
+    def every_count(self) -> tuple[int, ...]:
+        """All row counts that the kernel may serve."""
+        return *self.candidates, *self.together
 
     @property
     def rows(self) -> frozenset[int]:
@@ -99,10 +109,11 @@ class Site:
         raise NotImplementedError
 
 
-def inexact_rows(site: Site) -> set[int]:
+def inexact_rows(site: Site, more: Collection[int] = ()) -> set[int]:
     """Return the row counts at which a row's bits may differ from those at other counts.
 
-    The kernel counts as on for the `site.rows` at which it is on at every context.
+    more: the row counts of `together` that occur as well. The kernel counts as on for the `site.rows` at which it is
+    on at every context.
     """
     if not getattr(site, "bits", True):
         return set(site.rows)
@@ -110,4 +121,4 @@ def inexact_rows(site: Site) -> set[int]:
     if getattr(site, "stock_exact", False) and not (own_bits and site.rows):
         return set()
     rows = site.rows.intersection(*getattr(site, "rows_of_context", {}).values())
-    return set(site.candidates if own_bits else VERIFY_ROWS) - rows
+    return {*(site.candidates if own_bits else VERIFY_ROWS), *more} - rows

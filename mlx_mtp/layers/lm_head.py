@@ -12,7 +12,8 @@ import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
-from .kernel_site import TOGETHER_ROWS, Site, format_of, known_format, quantized, rows_of
+from .kernel_site import Site, format_of, known_format, quantized, rows_of
+from .scaled import SCALE, ScaledLinear
 
 Top = tuple[mx.array, mx.array, mx.array]
 KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
@@ -23,7 +24,6 @@ class LMHeadSite(Site):
 
     op = "verify_head"
     own_bits = stock_exact = True  # its greedy choice is MLX's; its sums for a draw are not
-    together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
         self.module, w = module, module.weight
@@ -120,10 +120,13 @@ def sliced(module: Any, rows: mx.array) -> Any:
     """Return a linear layer of these weight rows of a linear layer or embedding; its products have the same bits."""
     part: Any = nn.Linear(1, 1, bias=False)
     if "scales" in module:
-        part = nn.QuantizedLinear(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups
+        kind = ScaledLinear if SCALE in module else nn.QuantizedLinear
+        part = kind(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups
     for name in ("weight", "scales", "biases", "bias"):
         if name in module:
             part[name] = module[name][rows]
+    if SCALE in module:
+        part[SCALE] = module[SCALE][rows] if module[SCALE].size > 1 else module[SCALE]
     return part
 
 

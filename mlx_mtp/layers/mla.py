@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
+from ..cache.ring import MAX_ROWS
 from ..kernels import Quantized, splits, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
 from .attention import CachedAttention
 from .kernel_site import Site, format_of, quantized, side_by_side
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
 
-ABSORBED_ROWS = 8
+ABSORBED_ROWS = MAX_ROWS
 Mask = mx.array | None  # boolean [L, S] or broadcast to it
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import Rope, norm_rope
+from .adapters import shape_of
 from .kernel_site import Site, side_by_side
 
 Pair = tuple[mx.array, mx.array]
@@ -44,8 +45,7 @@ class Form:
         """Return the form of one of mlx-lm's attention modules."""
         names = ("num_heads", "n_heads", "num_attention_heads"), ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
         heads, kv_heads = (next(getattr(module, n) for n in alike if hasattr(module, n)) for alike in names)
-        linears = (module[name] for name in ("q_proj", "k_proj", "v_proj"))  # an adapter wraps its linear layer
-        columns = [linear.get("linear", linear).weight.shape[0] for linear in linears]
+        columns = [shape_of(module[name])[0] for name in ("q_proj", "k_proj", "v_proj")]
         width, head_dim, value_dim = columns[0] // heads, columns[1] // kv_heads, columns[2] // kv_heads
         doubled = width == 2 * head_dim
         gate = "value" if doubled else "head" if getattr(module, "use_head_wise_attn_gate", False) else None

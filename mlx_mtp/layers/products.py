@@ -13,18 +13,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import Quantized, splits, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .kernel_site import TOGETHER_ROWS, VERIFY_ROWS, Site, format_of, rows_of
+from .kernel_site import VERIFY_ROWS, Site, format_of, rows_of
+from .scaled import SCALE, finished, widened
 
 
 class Stack(Site):
     """One quantized linear layer, or several that read the same x, stacked along N.
 
-    The weights of several become views of the stack. Biases are stacked too if each layer has one of the same type;
-    otherwise they are added to the products.
+    The weights of several become views of the stack. Biases are stacked too if each layer has one of the same type,
+    and none an output scale; otherwise they are added to the products.
     """
 
     op = "verify_qmm"
-    together = TOGETHER_ROWS
 
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.matrix_rows = list(modules), frozenset()
@@ -33,7 +33,7 @@ class Stack(Site):
         w = self.stacked
         self.width = w.k
         heights = "+".join(str(module.scales.shape[0]) for module in self.modules)
-        bias = " with bias" if w.bias is not None else " with some biases" if self.mixed else ""
+        bias = " with bias" if w.bias is not None else " scaled" * self.scaled or " with some biases" * self.mixed
         self.shape = f"{heights}x{w.k} {format_of(w)}{bias}"
         self.kind, self.weights_read = w.kind + (", stacked" if len(self.modules) > 1 else ""), w.k * w.ends[-1]
 
@@ -42,7 +42,8 @@ class Stack(Site):
         ends = tuple(itertools.accumulate(module.scales.shape[0] for module in self.modules))
         whole: dict[str, Any] = {name: first.get(name) for name in ("weight", "scales", "biases")}
         types = {None if (bias := module.get("bias")) is None else bias.dtype for module in self.modules}
-        self.mixed = len(types) > 1
+        self.scaled = any(module.get(SCALE) is not None for module in self.modules)
+        self.mixed = len(types) > 1 or self.scaled
         whole["bias"] = None if self.mixed else first.get("bias")
         stored = [name for name, array in whole.items() if array is not None]
         if len(self.modules) > 1:
@@ -72,26 +73,31 @@ class Stack(Site):
         return splits(rows)
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
-        w = self.weights
+        w, dtype, x = self.weights, x.dtype, self.widened(x)
         if rows_of(x) in self.matrix_rows:
-            return self.biased(verify_qmm_mma(x, w))
+            return self.biased(verify_qmm_mma(x, w), dtype)
         if rows_of(x) > 1:
-            return self.biased(verify_qmm(x, w, split=split))
+            return self.biased(verify_qmm(x, w, split=split), dtype)
         y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
         y = y if w.bias is None else y + w.bias
-        return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)))
+        return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)), dtype)
 
     def stock(self, x: mx.array) -> list[mx.array]:
         how = {"transpose": True, **self.weights.format}
         parts = [(m.weight, m.scales, m.get("biases")) for m in self.modules]
-        return self._plus_biases([mx.quantized_matmul(x, *part, **how) for part in parts])
+        wide = self.widened(x)
+        return self._finished([mx.quantized_matmul(wide, *part, **how) for part in parts], x.dtype)
 
-    def biased(self, products: list[mx.array]) -> list[mx.array]:
-        """Add the biases that are not stacked to the products [..., N_i]."""
-        return self._plus_biases(products) if self.mixed else products
+    def widened(self, x: mx.array) -> mx.array:
+        """Return x in the type in which layers with output scales compute."""
+        return widened(x) if self.scaled else x
 
-    def _plus_biases(self, products: list[mx.array]) -> list[mx.array]:
-        return [y if m.get("bias") is None else y + m.bias for m, y in zip(self.modules, products, strict=True)]
+    def biased(self, products: list[mx.array], dtype: mx.Dtype) -> list[mx.array]:
+        """Apply the output scales, and add the biases that are not stacked, to the products [..., N_i]."""
+        return self._finished(products, dtype) if self.mixed else products
+
+    def _finished(self, products: list[mx.array], dtype: mx.Dtype) -> list[mx.array]:
+        return [finished(m, y, dtype) for m, y in zip(self.modules, products, strict=True)]
 
     def part(self, x: mx.array, index: int) -> mx.array:
         """Return layer `index`'s product; the others are kept until each was read with this array x, or x changes."""
@@ -111,7 +117,6 @@ class Matrices(Site):
 
     op = "verify_qmm_mma"
     candidates = (5, 6, 7, 8)
-    together = TOGETHER_ROWS
     bits = False
 
     def __init__(self, stack: Stack):
@@ -128,14 +133,15 @@ class Matrices(Site):
         self.stack.rows |= rows
 
     def ours(self, x: mx.array) -> list[mx.array]:
-        return self.stack.biased(verify_qmm_mma(x, self.stack.weights))
+        return self.stack.biased(verify_qmm_mma(self.stack.widened(x), self.stack.weights), x.dtype)
 
     def stock(self, x: mx.array) -> list[mx.array]:
         """Run the Stack's kernel, with MLX's bits; a trial requires more speed, and at most twice its error."""
-        return self.stack.biased(verify_qmm(x, self.stack.weights, split=rows_of(x) in self.stack.split))
+        split = rows_of(x) in self.stack.split
+        return self.stack.biased(verify_qmm(self.stack.widened(x), self.stack.weights, split=split), x.dtype)
 
     def truth(self, x: mx.array) -> list[mx.array]:
-        return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights))
+        return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights), mx.float32)
 
 
 class GLU(Site):
@@ -143,7 +149,6 @@ class GLU(Site):
 
     op = "verify_glu"
     stock_exact = True
-    together = TOGETHER_ROWS
 
     def __init__(self, mlp: Any):
         self.mlp, self.stack = mlp, mlp.gate_proj.site
@@ -186,7 +191,6 @@ class Dense(Site):
 
     op = "verify_gemv"
     candidates = tuple(VERIFY_ROWS)
-    together = TOGETHER_ROWS
 
     def __init__(self, module: Any):
         self.module = module

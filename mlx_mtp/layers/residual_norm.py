@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kernels import add_norm
-from .kernel_site import TOGETHER_ROWS, Site, rows_of
+from .kernel_site import Site, rows_of
 
 
 class Sum(Site):
@@ -13,7 +13,6 @@ class Sum(Site):
 
     op = "add_norm"
     stock_exact = True
-    together = TOGETHER_ROWS
 
     def __init__(self, norm: Any):
         self.norm, self.width = norm, norm.weight.size

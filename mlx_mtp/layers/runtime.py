@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from ..ranks.group import Ranks
+from .adapters import Adapters
 from .kernel_site import Site
 
 
@@ -33,6 +34,7 @@ class Runtime:
     failed: reasons for which kernels do not compile or run, by op, shape and rows.
     learned: costs of cycles on this machine (`decoding.policy.Learned`).
     recorder: the recorded cycles (`decoding.replay.Recorder`).
+    adapters: the adapters that were loaded with the model, and the selected one.
     """
 
     report: LoadReport | None = None
@@ -43,6 +45,7 @@ class Runtime:
     failed: dict[tuple[str, str, int], str] = field(default_factory=dict)
     learned: Any = None
     recorder: Any = None
+    adapters: Adapters = field(default_factory=Adapters)
 
     def note(self, **facts: Any) -> None:
         """Replace these fields of the load report, if there is one."""

@@ -1,21 +1,23 @@
 """Check a loaded model: compare drafted with plain output, test its draws and its heads, and list the faults."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..checkpoint.head_self_test import MIN_AGREEMENT
 from ..decoding.drafters import drafter_of
+from ..decoding.drafters.block import Block
 from ..decoding.drafters.small_model import SmallModel
 from ..layers.target import Target
+from .block import TRIED, block_alternatives, first_positions, right_block
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
-from .heads import LONGEST, Known, Rights, kept, right, shares, suspicions
+from .heads import LONGEST, USUAL, Known, Rights, kept, right, shares, suspicions
 from .prompts import Prompt, built_in, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
 from .small_model import right_small
-from .wirings import Better, diagnose
+from .wirings import Better, alternatives, diagnose
 
 Progress = Callable[[str, int, int], None]  # receives a stage, the items done and their number
 P_MIN = 0.5
@@ -36,10 +38,11 @@ def with_progress(items: Sequence[Any], stage: str, progress: Progress) -> Itera
 
 @dataclass(frozen=True)
 class Settings:
-    """What to check. drafts: maximum per cycle, 0 for none; max_tokens: per output; draws: outputs to test.
+    """What to check. drafts: the drafter's maximum per cycle; with 0 only lookups draft.
 
-    seed: of draws. adaptive, lookup, compiled: also check drafting with these options. p_min: the `draft_p_min` that
-    is checked, P_MIN for 0. diagnose: try other wirings of the heads.
+    max_tokens: per output; shorter for sampled ones. draws: number of outputs whose distribution is tested. seed: the
+    first one. adaptive, compiled (both only with drafts), lookup: also check drafting with these options. p_min: the
+    `draft_p_min` that is checked, P_MIN for 0. diagnose: try other wirings of the heads or block drafter.
     """
 
     drafts: int
@@ -67,13 +70,15 @@ class Settings:
 class Verdict:
     """The result of a check.
 
-    greedy, sampled: output of each way compared with plain decoding; all ways of a sampled output share its seed.
+    greedy: the one pass, then each way, compared with plain decoding. sampled: the same of ways that sample, with
+        the plain output's seed.
     drift:     of the changes of a logprob by drafting, the greatest relative to its tolerance; None if not measured.
     fits:      tests of distributions.
     agreement: per depth, from the first, the share of positions whose prediction is the target's token; empty without
-        heads or a small model.
-    kept:      accepted drafts with one draft per head, and the number that `agreement`'s predictions would accept.
-    better:    wirings of the heads that predict more tokens correctly, best first.
+        a drafter; those of a block have blocks of the maximum.
+    kept:      accepted drafts with one draft per head, or a block's maximum, and the number that `agreement`'s
+        predictions would accept.
+    better:    wirings of the heads or block drafter that predict more tokens correctly, best first.
     warnings:  suspicious findings that change no output; broken: faults.
     """
 
@@ -90,15 +95,15 @@ class Verdict:
 
     @property
     def diverged(self) -> bool:
-        """Whether drafts change the output (near-ties excepted) or the probabilities of sampled output."""
+        """Whether a comparison, also of the one pass, found more than near-ties, or a test of draws is refused."""
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
 def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
-    """Return the verdict on a model: drafted compared with plain output, tested draws, and its heads or small model.
+    """Return the verdict on a model: drafted compared with plain output, tested draws, and its drafter.
 
-    With `drafts` = 0 only lookups draft, and draws and a small model are not tested. Faults are listed in the
-    verdict, not raised. progress: receives a stage, the items done and their number.
+    With `drafts` = 0 only lookups draft, and logprobs, sampled output and another drafter are not tested. Faults are
+    listed in the verdict, not raised. progress: receives a stage, the items done and their number.
     """
     stops = tuple(tokenizer.eos_token_ids)
     prompts = built_in(model, tokenizer, settings.max_tokens)
@@ -111,14 +116,20 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
         verdict.drift = max(drifts, key=by_share)
         verdict.sampled = _sampled(model, prompts[:SAMPLED_PROMPTS], stops, settings, progress)
         verdict.fits = _fits(model, references, settings, progress)
+    references.sort(key=lambda r: len(r.one_pass.tokens))
+    drafter, drafts = drafter_of(model), settings.drafts
     if model.mtp:
-        references.sort(key=lambda r: len(r.one_pass.tokens))
-        passes = [*(r.one_pass for r in references), OnePass(model, source(tokenizer))]
-        own = examine(model, [Known.of(p.tokens, p.hidden, p.predicted) for p in passes], settings, verdict, progress)
-        verdict.kept = _kept(references, own, verdict.greedy[: settings.drafts + 1], len(model.mtp))
-    elif isinstance(small := drafter_of(model), SmallModel) and settings.drafts:
-        texts = [Known.of(p.tokens, p.hidden, p.predicted) for p in (r.one_pass for r in references)]
-        own = [right_small(small, text) for text in with_progress(texts, "small model", progress)]
+        texts = _known([*(r.one_pass for r in references), OnePass(model, source(tokenizer))])
+        own = examine(model, texts, settings, verdict, progress)
+        verdict.kept = _kept(references, own, verdict.greedy[: drafts + 1], len(model.mtp))
+    elif isinstance(drafter, Block) and drafts:
+        texts = _known([*(r.one_pass for r in references), OnePass(model, source(tokenizer))])
+        masks = getattr(tokenizer, "added_tokens_decoder", ())
+        own = examine_block(model, texts, settings, verdict, progress, masks=masks)
+        verdict.kept = _kept(references, own, verdict.greedy[: drafts + 1], drafts)
+    elif isinstance(drafter, SmallModel) and drafts:
+        texts = with_progress(_known([r.one_pass for r in references]), "small model", progress)
+        own = [right_small(drafter, text) for text in texts]
         verdict.agreement, verdict.kept = shares(own), _kept(references, own, verdict.greedy[:3], 1)
     conclude(model, verdict)
     return verdict
@@ -183,16 +194,39 @@ def examine(model: Target, texts: list[Known], settings: Settings, verdict: Verd
     verdict.agreement = shares(own)
     verdict.warnings += suspicions(model, own)
     if settings.diagnose:
-        verdict.better = diagnose(model, texts, own, partial(progress, "other wirings"))
+        verdict.better = diagnose(model, texts, own, alternatives(model), partial(progress, "other wirings"))
     return own
 
 
-def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
-    """Return (accepted drafts, the number that the heads alone predict correctly), over the same outputs.
+def examine_block(
+    model: Target, texts: list[Known], settings: Settings, verdict: Verdict, progress: Progress, masks: Iterable[int]
+) -> Rights:
+    """Return `right_block` of each text, and add to `verdict` as `examine` does; blocks have `drafts` drafts.
 
-    These have as many drafts per cycle as heads, equal the plain output and are within LONGEST tokens. own: results
-    of `right` by text, in the order of `references`. fixed: comparisons of fixed numbers of drafts, from 0. modules:
-    number of heads.
+    masks: tokens that may be the mask token. Later drafts of a block are right less often by nature.
+    """
+    own = [right_block(model, text, settings.drafts) for text in with_progress(texts, "drafter", progress)]
+    verdict.agreement = shares(own)
+    if (share := verdict.agreement[0]) < USUAL:
+        verdict.warnings.append(f"the first draft is right in {share:.0%} of cases; released drafters are in 60-97%")
+    if settings.diagnose:
+        starts = [first_positions(text, settings.drafts) for text in texts]
+        known = [[rows[: TRIED + settings.drafts - 1 - j] for j, rows in enumerate(rights)] for rights in own]
+        wirings = block_alternatives(model, masks)
+        verdict.better = diagnose(model, starts, known, wirings, partial(progress, "other wirings"))
+    return own
+
+
+def _known(passes: list[OnePass]) -> list[Known]:
+    return [Known.of(p.tokens, p.hidden, p.predicted) for p in passes]
+
+
+def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], modules: int) -> tuple[int, int]:
+    """Return (accepted drafts, the number that the predictions in `own` would accept), over the same outputs.
+
+    These have as many drafts per cycle as `modules`, the number of heads, or the most in `fixed` if that is less;
+    they equal the plain output and end within LONGEST tokens. own: results of `right` by text, in the order of
+    `references`. fixed: comparisons by number of drafts; the first is not used.
     """
     k = min(len(fixed) - 1, modules)
     were = should = 0
@@ -208,6 +242,7 @@ def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], mod
 def conclude(model: Target, verdict: Verdict) -> None:
     """Add the faults (`broken`) and warnings that follow from a verdict's measurements to the verdict."""
     report, broken, agreement = model.report, verdict.broken, verdict.agreement
+    named = ("the heads are", "they read") if report.heads else ("the drafter is", "it reads")
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):
         if ways := [c.way for c in found if c.diverged]:
             broken.append(f"{name} text differs from the plain one: {', '.join(ways)}")
@@ -218,17 +253,18 @@ def conclude(model: Target, verdict: Verdict) -> None:
         else:
             verdict.warnings.append(text + "what rounding explains without experts; check with --float32")
     broken += [f"{f.mode} sampling: p = {f.p:.1g} for the target's probabilities" for f in verdict.fits if f.refused]
-    if report.declared and not report.heads:
+    if report.declared and not (report.heads or report.drafter):
         broken.append(f"config.json declares {report.declared} MTP heads, none were loaded ({report.source})")
     for depth, share in enumerate(agreement[: max(1, report.heads)], 1):
         if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
-            head = head if report.heads else "the drafter"
-            broken.append(f"{head} predicts the target's token in {share:.1%} of cases")
+            broken.append(
+                f"{head if report.heads else 'the drafter'} predicts the target's token in {share:.1%} of cases"
+            )
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
-        expected = f"{right_ones} that the heads predict correctly when they read the whole text"
+        expected = f"{right_ones} that are right when {named[1]} the whole text"
         broken.append(f"{were} drafts were accepted of {expected}")
     for better in verdict.better[:1]:
         before, after = (" / ".join(f"{s:.0%}" for s in some) for some in (better.before, better.after))
-        broken.append(f"the heads are wired or converted wrongly: right {before}, with {better.wiring} {after}")
+        broken.append(f"{named[0]} wired or converted wrongly: right {before}, with {better.wiring} {after}")

@@ -72,7 +72,10 @@ def ways(k: int, *, adaptive: bool, p_min: float, lookup: bool, compiled: bool) 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two different tokens at a position of the output, and the judgement on them; None is a token after its end."""
+    """Two different tokens at a position of the output, and the judgement on them.
+
+    plain, drafted: None if that output has ended before; the judgement is then None, too.
+    """
 
     prompt: str
     way: str
@@ -91,7 +94,7 @@ class Comparison:
     """One way's outputs for all prompts compared with the references, as differences.
 
     prompts, tokens: number of prompts, and of the references' tokens. kept: by prompt, the accepted drafts of the
-    first run, before any restart. stats: of all runs, restarts included.
+    first run, before any restart. stats: of all runs, restarts included. Both stay empty for the one pass.
     """
 
     way: str

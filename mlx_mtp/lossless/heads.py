@@ -47,10 +47,10 @@ class Known:
 
 
 def right(model: Target, text: Known, depths: int) -> list[mx.array]:
-    """Return per depth whether its prediction is right at each position: boolean [L - 1 - depth], evaluated.
+    """Return per depth, from 0, whether its prediction is right at each position: boolean [L - 1 - depth] or empty.
 
     depths: number of depths, from the first. If the model has one head, which is recycled, and `depths` is greater,
-    the last item is that of `right_recycled`.
+    the last item is that of `right_recycled`. The others are evaluated.
     """
     found, length = [], text.tokens.size
     hidden = model.capture(text.hidden)
@@ -70,7 +70,7 @@ def right(model: Target, text: Known, depths: int) -> list[mx.array]:
 def right_recycled(model: Target, text: Known) -> mx.array:
     """Return, as `right`, whether a recycled head's second draft, from its own output, is right at each position.
 
-    Boolean [min(RECYCLED, L - 2)], evaluated. The model must have one head.
+    Boolean [min(RECYCLED, L - 2)], or empty, for the first positions. The model must have one head.
     """
     (head,), hidden = model.mtp, model.capture(text.hidden)
     (cache,) = make_caches([head.window], starts=[0])

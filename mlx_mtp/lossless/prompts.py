@@ -41,15 +41,15 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:
     """Return document lengths in tokens, by the document's name.
 
-    For each window up to LONGEST a ring cache wraps within the `max_tokens` new tokens, and within the prompt.
-    Without such a window there is one document of NO_WINDOW tokens.
+    For each window up to LONGEST, of the target or the heads, there are two: in one a ring cache first wraps within
+    the `max_tokens` new tokens, in the other within the prompt. Without such a window there is one, of NO_WINDOW.
     """
     windows = {w for w in (*model.windows(), *model.head_windows()) if isinstance(w, int) and w <= LONGEST}
     found = {}
     for window in sorted(windows):
         ring = window + 2 * MAX_ROWS
         found[f"up to window {window}"] = max(1, ring - max_tokens // 2)
-        found[f"past window {window}"] = 2 * ring - max_tokens // 2
+        found[f"past window {window}"] = max(ring + 1, 2 * ring - max_tokens // 2)
     return found or {"document": NO_WINDOW}
 
 
@@ -64,13 +64,13 @@ def document(tokenizer: Any, length: int) -> list[int]:
         text = BUILT_IN["document"].format(section, section + 7, section + 7)
         found = tokenizer.encode(text, add_special_tokens=not tokens)
         if not found:
-            raise ValueError("the tokenizer encodes a text to no tokens")
+            raise ValueError("the tokenizer encodes a paragraph of text to no tokens: it does not suit this check")
         tokens += found
     return tokens[:length]
 
 
 def source(tokenizer: Any) -> list[int]:
-    """Return the first tokens, at most SOURCE, of the .py files in this directory, which no model wrote."""
+    """Return the first tokens, at most SOURCE, of this directory's .py files, which the target did not write."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(file.read_text("utf-8") for file in files)
     return tokenizer.encode(text[: 8 * SOURCE])[:SOURCE]

@@ -55,7 +55,7 @@ class OnePass:
         return greedy(self.model.logits, self.hidden).tolist()  # type: ignore[return-value]
 
     def floor(self, position: int) -> float:
-        """Return an estimate of the least rounding error of a difference of two logits; see the module."""
+        """Return FLOOR times the estimated rounding error of a difference of two logits, without experts."""
         row = self.logits(position)
         unit = UNITS[self.dtype]
         if self.dtype == mx.float32:  # sums of products are rounded in float32, too
@@ -63,7 +63,10 @@ class OnePass:
         return FLOOR * unit * float(math.sqrt(2 * len(self.model.layers)) * row.std() + np.abs(row).max())
 
     def reach(self, position: int) -> float:
-        """Return the measured error of a row's logprobs at a position under other roundings; at least `floor`."""
+        """Return REACH times the greatest change of a logprob at a position in passes with other roundings.
+
+        At least `floor`.
+        """
         row = _logprobs(self.logits(position))
         moved = max(float(np.abs(_logprobs(other) - row).max()) for other in self._others(position))
         return max(self.floor(position), REACH * moved)
@@ -71,8 +74,8 @@ class OnePass:
     def judge(self, position: int, tokens: tuple[int, int], noise: np.ndarray | float = 0.0) -> Judgement:
         """Return the judgement on two tokens at a position >= 1 of the text, given logits plus `noise` [V].
 
-        The tolerance is `floor`; if the gap is greater or NaN, it is the error measured with repeated passes, at
-        least `floor`.
+        The tolerance is `floor`; if the gap is greater or NaN, it is REACH times the greatest change of the gap in
+        passes with other roundings, at least `floor`.
         """
         row = self.logits(position)
         scores = row + noise

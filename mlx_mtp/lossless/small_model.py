@@ -9,7 +9,7 @@ from .rounding_judge import greedy
 
 
 def right_small(drafter: SmallModel, text: Known) -> list[mx.array]:
-    """Return `heads.right` for the small model's one depth, whether each prediction is right: boolean [L - 1]."""
+    """Return, as `heads.right` but lazy, a list of one array: whether each prediction is right, boolean [L - 1]."""
     caches = make_caches(list(drafter.windows), starts=[0] * len(drafter.windows))
     rows = drafter.outputs(text.tokens[None], caches)
     return [greedy(drafter.logits, rows)[1:] == text.predicted[1:]]

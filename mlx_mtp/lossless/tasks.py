@@ -54,16 +54,16 @@ def _task(where: str, line: str) -> Task:
         found = json.loads(line)
     question, answer = (found.get(name) if isinstance(found, dict) else None for name in ("question", "answer"))
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f'{where}: expected {{"question": "...", "answer": "..."}}')
+        raise ValueError(f'{where}: expected {{"question": "...", "answer": "..."}}, with text in question')
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise ValueError(f"{where}: answer is {answer!r}, expected text or a number")
+        raise ValueError(f"{where}: answer is {answer!r}, expected text that is not empty, or a number")
     return Task(question, str(answer).strip())
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Return whether the last \\boxed{...} of a text, or else its last number, equals `answer`.
+    """Return whether the last number in the last \\boxed{...} of a text, or else in the text, equals `answer`.
 
-    An answer that is not a number must occur in the box or in the text, ignoring case and spaces.
+    An answer that is not a number must occur there as whole words, in any case and with any white space between them.
     """
     given = text if (box := _boxed(text)) is None else box
     if not NUMBER.fullmatch(answer):
@@ -74,7 +74,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last \\boxed{...}, whose braces may be nested; None without a closed one there."""
+    """Return the contents of the last \\boxed{...}, whose braces may be nested; None without one or its end."""
     _, box, rest = text.rpartition(BOX)
     depth = 1
     for i, c in enumerate(rest if box else ""):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -43,7 +43,7 @@ class Wiring:
     depths:   the index of the head used at each depth.
     lm_heads: for each head, the index of the head whose LM head it uses; None is the target's.
     norms:    a regex of norms' paths in a head, and the value added to their weights.
-    hidden:   offset of the hidden state that the first depth reads; `on` does not apply it, but
+    hidden:   offset, in positions, of the target's hidden states that the heads read; `on` does not apply it, but
         `Known.shifted` does.
     """
 
@@ -53,6 +53,15 @@ class Wiring:
     lm_heads: Sequence[int | None] = ()
     norms: tuple[str, int] | None = None
     hidden: int = 0
+
+    def right(self, model: Any, text: Known, depths: int) -> list[mx.array]:
+        """Return `heads.right` of a text with this wiring, of at most `depths` depths.
+
+        A recycled head's second draft is included only where it depends on the wiring, through the feedback.
+        """
+        depths = depths if "feedback" in self.spec else min(depths, len(model.mtp))
+        with self.on(model):
+            return right(model, text.shifted(self.hidden) if self.hidden else text, depths)
 
     @contextmanager
     def on(self, model: Any) -> Generator[None, None, None]:
@@ -114,37 +123,45 @@ def alternatives(model: Any) -> list[Wiring]:
     return found
 
 
-def diagnose(model: Any, texts: list[Known], own: Rights, progress: Callable[[int, int], None]) -> list[Better]:
-    """Return the wirings that predict clearly more tokens of these texts than the `own` one, best first.
+class Tried(Protocol):
+    """A wiring that can be tried. `right` returns whether predictions with it are right, as `heads.right` does."""
+
+    @property
+    def name(self) -> str: ...
+
+    def right(self, model: Any, text: Known, depths: int) -> list[mx.array]: ...
+
+
+def diagnose(
+    model: Any, texts: list[Known], own: Rights, wirings: Sequence[Tried], progress: Callable[[int, int], None]
+) -> list[Better]:
+    """Return a Better per wiring that predicts clearly more tokens of these texts than the `own` one, best first.
 
     own: `right` of each text with the model's wiring, which is restored. progress: called before each wiring with its
     index and their number.
     """
-    found, wirings = [], alternatives(model)
+    found = []
     for i, wiring in enumerate(wirings):
         progress(i, len(wirings))
-        # Only a recycled head's second draft depends on the feedback.
-        depths = len(own[0]) if "feedback" in wiring.spec else len(model.mtp)
-        with wiring.on(model):
-            found.append(_try(model, wiring, texts, [shown[:depths] for shown in own]))
+        found.append(_try(model, wiring, texts, own))
     return sorted(filter(None, found), key=lambda better: -better.sds)
 
 
-def _try(model: Any, wiring: Wiring, texts: list[Known], own: Rights) -> Better | None:
-    """Return the gain of the active wiring over the `own` one; None if it is not clearly better.
+def _try(model: Any, wiring: Tried, texts: list[Known], own: Rights) -> Better | None:
+    """Compare the active wiring with the `own` one; return None if it is not clearly better.
 
     It stops at the first text after which it is clearly worse.
     """
     found: Rights = []
     gains, sds = np.zeros(0), 0.0
     for text, before in zip(texts, own, strict=True):
-        found.append(right(model, text.shifted(wiring.hidden) if wiring.hidden else text, len(before)))
-        gains = np.append(gains, _gains(before, found[-1]))
+        found.append(wiring.right(model, text, len(before)))
+        gains = np.append(gains, _gains(before[: len(found[-1])], found[-1]))
         # Standard deviations of the sum, from blocks because neighbouring predictions are correlated.
         sds = float(gains.sum() / (math.sqrt((gains**2).sum()) or 1.0))
         if sds < LOST:
             return None
-    was, now = shares(own), shares(found)
+    was, now = shares([rights[: len(found[0])] for rights in own]), shares(found)
     gain = max(b - a for a, b in zip(was, now, strict=True))
     return Better(wiring.name, was, now, sds) if sds > WON and gain > LEAST_GAIN else None
 

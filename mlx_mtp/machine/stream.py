@@ -10,8 +10,8 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -52,22 +52,24 @@ def in_turn() -> Iterator[None]:
         _turn.release()
 
 
-def in_turns(steps: Generator[T, None, None]) -> Generator[T, None, None]:
+def in_turns(
+    steps: Generator[T, None, None], within: Callable[[], AbstractContextManager] = nullcontext
+) -> Generator[T, None, None]:
     """Yield the items of `steps`, computing each in its own turn in the thread that requests it.
 
     Between items the turn is free. `steps` is closed, in a turn, when it ends or raises, or this generator is closed
-    after its first step.
+    after its first step. within: returns a context for each turn.
     """
     end: Any = object()
     try:
         while True:
-            with in_turn():
+            with in_turn(), within():
                 item = next(steps, end)
             if item is end:
                 return
             yield item
     finally:
-        with in_turn():
+        with in_turn(), within():
             steps.close()
 
 

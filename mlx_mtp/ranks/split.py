@@ -68,6 +68,8 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     """Raise ValueError if mlx-lm cannot split the model, or a size cannot be split over this number of ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
+    if any("output_scale" in module for layer in model.layers for module in layer.modules()):
+        raise ValueError(f"ranks={ranks}: weights with a scale per tensor (NVFP4) cannot be split; allowed is 1")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):

@@ -126,9 +126,9 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the names of the model except "*", with the fields of OpenAI and Anthropic. Raises Refused as `ready`."""
+    """List the names of the model, with the fields of OpenAI and Anthropic. Raises Refused as `ready`."""
     info = request.app.state.service.ready()
-    found = [_model(info, name) for name in info.names if name != "*"]
+    found = [_model(info, name) for name in info.listed]
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return JSONResponse({"object": "list", "data": found, **ends})
 

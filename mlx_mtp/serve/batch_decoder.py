@@ -11,6 +11,7 @@ from ..batch.settings import SAMPLING
 from ..cache.prompt_cache import PromptCache
 from ..decoding.sampling import Sampling
 from ..generate import GenerationResponse, text_response
+from ..layers.adapters import adapters_now
 from .failures import dropped
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -22,23 +23,34 @@ class BatchDecoder:
     """Decodes jobs of one model in a shared batch, which the first job creates; `step` advances all of them.
 
     options: keyword arguments of `stream_generate` for all jobs. step: size of a prefill chunk.
+    all: this decoder and those of the model's other adapters, each with a batch of its own and the adapter that was
+    selected when it was created. other: one of those.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any], step: int):
+    def __init__(
+        self, model: Any, tokenizer: Any, options: dict[str, Any], step: int, other: "BatchDecoder | None" = None
+    ):
         self.model, self.tokenizer, self.options, self.chunk = model, tokenizer, options, step
+        self.all: list[BatchDecoder] = other.all if other else []
+        self.all.append(self)
+        self._adapted = adapters_now(model)
         self._batch: BatchGenerator | None = None
         self._responses: dict[int, list[Response]] = {}
         self._raised: dict[int, BaseException] = {}
 
     def step(self) -> None:
-        """Run one cycle of all jobs and queue their responses; without jobs do nothing.
+        """Run one cycle of all jobs, a pass for each adapter, and queue their responses; without jobs do nothing.
 
         An exception in the prefill, sampler or logits processor of one job ends that job, any other
-        exception all; none is raised here.
+        exception all of its batch; none is raised here.
         """
-        batch = self._batch
-        if batch is None or not self._responses:
-            return
+        busy = [(each, batch) for each in self.all if each._responses and (batch := each._batch)]
+        for each, batch in busy:
+            if len(busy) > 1:
+                batch.hide()
+            each._cycle(batch)
+
+    def _cycle(self, batch: BatchGenerator) -> None:
         try:
             for response in batch.next()[1]:
                 if (queue := self._responses.get(response.uid)) is not None:
@@ -55,10 +67,14 @@ class BatchDecoder:
         with suppress(BaseException):
             log.error(FAILED, exc_info=error)
         with suppress(BaseException):  # a broken batch may raise again
-            self.close()
+            self._close()
 
     def close(self) -> None:
-        """Release the batch; the generators of jobs that are not finished raise RuntimeError at their next step."""
+        """Release all batches; the generators of jobs that are not finished raise RuntimeError at their next step."""
+        for each in self.all:
+            each._close()
+
+    def _close(self) -> None:
         batch, self._batch, self._responses, self._raised = self._batch, None, {}, {}
         if batch:
             batch.close()
@@ -130,7 +146,8 @@ class BatchDecoder:
 
     def _made(self) -> BatchGenerator:
         options = {**self.options, "stop_tokens": self._stops(self.options), "check_memory": False}
-        return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
+        with self._adapted():
+            return BatchGenerator(self.model, prefill_step_size=self.chunk, **options)
 
     def _stops(self, options: dict[str, Any]) -> list[list[int]]:
         """Return a job's stop sequences: one for each of its stop tokens and of the end-of-text tokens."""

@@ -22,7 +22,7 @@ from ..cache.pieces import Checkpoint, check_piece, has_rows, packed_checkpoint,
 from ..cache.prompt_cache import PromptCache
 from ..checkpoint.convert_writer import DTYPES, header
 from ..machine.errors import one_line
-from .prefixes import Chunk
+from .prefix_chunks import Chunk
 
 FORMAT = "prefix 1"  # a string, because the format of a prompt cache file is a number
 BLANK = "0" * 64  # placeholder of a digest

@@ -13,11 +13,24 @@ import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
-from ..machine.errors import first_line, with_type
+from ..machine.errors import with_type
 from ..machine.stream import in_turn
+from .endings import closed, failed_by, must_end
 from .failures import dropped
 from .follow import PREFILL, as_json
-from .job import LOST, Failed, Interrupted, Job, Served, answer, compare_rows, keep, prefill_next, prefill_tail
+from .job import (
+    LOST,
+    DecodeRequest,
+    Failed,
+    Job,
+    Served,
+    answer,
+    compare_rows,
+    keep,
+    prefill_next,
+    prefill_tail,
+    with_adapter,
+)
 
 Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
@@ -68,10 +81,10 @@ class Engine:
         self._wake = threading.Event()  # set by each request, and by `stop`
         self._finished: deque[tuple[Job, PromptCache | None]] = deque(maxlen=MAX_FINISHED)
         self._background: Iterator[Any] | None = None  # prefills a prompt that a client may send next
-        self._prefill_prompt: list[int] = []  # that prompt
+        self._prefill: tuple[str | None, list[int]] = None, []  # its adapter and that prompt
         self._prefilled = 0  # number of its prefilled tokens
         self._comparing: Iterator[Any] | None = None  # decides whether the tree may store decoded rows
-        self._last_prompt: list[int] = []  # the prompt of the last finished job
+        self._last: DecodeRequest | None = None  # of the last finished job
         self._unsaved: float | None = None  # end of the last job; None once its entry is in a file
         self._stopping: float | None = None
         self._opened = False
@@ -171,7 +184,7 @@ class Engine:
             return False
         if self._queue and not self._loaded():
             return self.error is None
-        for job, steps in [running for running in self.running if _must_end(running[0])]:
+        for job, steps in [running for running in self.running if must_end(running[0])]:
             self._advance(job, steps)  # first: jobs that begin may reuse their caches
         while self._queue and len(self.running) < self.limits.active:
             self._begin()
@@ -189,7 +202,7 @@ class Engine:
         job = self._queue[0]
         try:
             with dropped("a prefix was not stored"), in_turn():
-                self._keep_for(self.served, job.request.prompt)
+                self._keep_for(self.served, job.request)
             self._broadcast("begin", id(job), as_json(job.request))
             self.running.append((job, answer(self.served, job, lambda: len(self.running) > 1)))
         except BaseException as e:
@@ -197,27 +210,29 @@ class Engine:
         finally:
             del self._queue[0]
 
-    def _keep_for(self, served: Served, prompt: list[int]) -> None:
+    def _keep_for(self, served: Served, request: DecodeRequest) -> None:
         """Store the finished jobs' rows that a new prompt can reuse, because background work has not stored them yet.
 
-        A prompt of another conversation must share at least a chunk: all share the first tokens of the template.
-        If the prompt starts with all tokens that the background prefill has processed, that ends, which stores its
-        last chunk so that the prompt can continue there.
+        They must have the same adapter. A prompt of another conversation must share at least a chunk: all share the
+        first tokens of the template. If the prompt starts with all tokens that the background prefill has processed,
+        that ends, which stores its last chunk so that the prompt can continue there.
         """
-        for job, cache in self._finished:
+        prompt, adapter, (of, begun) = request.prompt, request.adapter, self._prefill
+        served = with_adapter(served, adapter)
+        for job, cache in [found for found in self._finished if found[0].request.adapter == adapter]:
             continues = prompt[: len(job.request.prompt)] == job.request.prompt
             if cache and (continues or shared(cache.tokens, prompt) >= served.tree.chunking.least):
                 keep(served, prompt[:-1], cache)
-        if self._background and 0 < self._prefilled <= shared(self._prefill_prompt, prompt):
+        if self._background and of == adapter and 0 < self._prefilled <= shared(begun, prompt):
             work, self._background = self._background, None
             self._broadcast("close")
-            _closed(work)
+            closed(work)
 
     def _advance(self, job: Job, steps: Steps) -> None:
-        """Advance a job by a step; end it after its last one or an exception, or before it if `_must_end`."""
+        """Advance a job by a step; end it after its last one or an exception, or before it if `must_end`."""
         try:
             with in_turn():
-                if _must_end(job):
+                if must_end(job):
                     self._end(job, steps, TIMED_OUT)
                     return
                 self._broadcast("step", id(job))
@@ -240,17 +255,18 @@ class Engine:
         assert self.served
         if len(self._finished) == MAX_FINISHED:
             self._keep_oldest(self.served)
-        self._finished.append((job, None if self.served.tree.decoded is False else cache))
+        tree = with_adapter(self.served, job.request.adapter).tree
+        self._finished.append((job, None if tree.decoded is False else cache))
 
     def _keep_oldest(self, served: Served) -> None:
         """Remove the oldest finished job from the queue; store its decoded rows if the tree may hold such rows."""
-        _, cache = self._finished.popleft()
-        keep(served, cache.tokens if cache else [], cache)
+        job, cache = self._finished.popleft()
+        keep(with_adapter(served, job.request.adapter), cache.tokens if cache else [], cache)
 
     def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
 
-        failed: sent as its last event unless the client has left; an exception is converted by `_failed`. If the
+        failed: sent as its last event unless the client has left; an exception is converted by `failed_by`. If the
         closed generator returns a cache after its prefill, the job is queued for a prefill of its conversation.
         """
         self.running = [running for running in self.running if running[0] is not job]
@@ -258,7 +274,7 @@ class Engine:
         if is_error := isinstance(failed, BaseException):
             error, failed = failed, LOST
             with dropped("an error has no text"):
-                failed = _failed(error)
+                failed = failed_by(error)
         if failed and not job.cancelled:
             job.send(failed)
         if steps or is_error:
@@ -266,9 +282,9 @@ class Engine:
                 self._broadcast("close", id(job))
         if steps:
             with dropped("a job was not closed"), in_turn():
-                cache = _closed(steps)
+                cache = closed(steps)
                 if not job.prefilling:
-                    self._last_prompt = job.request.prompt
+                    self._last = job.request
                     if cache is not None:
                         self._add_finished(job, cache)
 
@@ -303,7 +319,7 @@ class Engine:
         elif self.served and self._finished:
             with dropped("the next prompt was not prefilled"):
                 self._start_prefill(self.served)
-        elif self.served and (self._comparing or (self._last_prompt and self.served.tree.decoded)):
+        elif self.served and (self._comparing or (self._last and self.served.tree.decoded)):
             if self._stays_idle(QUIET):
                 self._use_quiet_time(self.served)
         elif self.served and self._unsaved is not None:
@@ -319,25 +335,26 @@ class Engine:
         If that encoding is unknown or fails, the prompt is the cache's own tokens; without a cache nothing starts.
         """
         job, cache = self._finished.popleft()
-        self._last_prompt, prompt = job.request.prompt, cache.tokens if cache else []
+        self._last, prompt = job.request, cache.tokens if cache else []
         if job.request.follows:
             with dropped("the next prompt was not prefilled"):
                 prompt = job.request.follows(job.parts)
         if prompt:
             self._broadcast("prefill", content=prompt)
             with in_turn():
-                self._background = prefill_next(served, prompt, cache)
-            self._prefill_prompt, self._prefilled = prompt, 0
+                self._background = prefill_next(with_adapter(served, job.request.adapter), prompt, cache)
+            self._prefill, self._prefilled = (job.request.adapter, prompt), 0
 
     def _use_quiet_time(self, served: Served) -> None:
         """Do a step of the row comparison, or start to prefill the end of the last prompt in case it is repeated."""
         if self._comparing:
             self._comparing = self._continued(self._comparing, "rows were not compared")
             return
-        prompt, self._last_prompt = self._last_prompt, []
-        self._prefill_prompt, self._prefilled = prompt, 0
+        assert self._last
+        (prompt, adapter), self._last = (self._last.prompt, self._last.adapter), None
+        self._prefill, self._prefilled = (adapter, prompt), 0
         with dropped("the end of a prompt was not prefilled"):
-            self._background = prefill_tail(served, prompt)
+            self._background = prefill_tail(with_adapter(served, adapter), prompt)
 
     def _continued(self, work: Iterator[Any], failure: str) -> Iterator[Any] | None:
         """Do a step of background work; return the work, None if it has ended or failed. failure: for the log."""
@@ -370,29 +387,3 @@ class Engine:
         self._queue.clear()
         with dropped("the other ranks were not stopped"):
             self._broadcast("end")
-
-
-def _must_end(job: Job) -> bool:
-    """Return whether a job must end now: its client has disconnected, or it has reached its time limit."""
-    return job.cancelled or time.monotonic() > job.deadline
-
-
-def _closed(steps: Any) -> PromptCache | None:
-    """Interrupt the generator of a job or a prefill; return the prompt cache of a job, None if it has none."""
-    try:
-        steps.throw(Interrupted)
-    except StopIteration as end:
-        return end.value
-    except Interrupted:
-        return None
-    steps.close()
-    return None
-
-
-def _failed(error: BaseException) -> Failed:
-    """Convert an exception to an event: status 400 for a ValueError, which the request caused; else log it, 500."""
-    if isinstance(error, ValueError):
-        return Failed(400, first_line(error))
-    with contextlib.suppress(BaseException):
-        log.error("a request failed", exc_info=error)
-    return Failed(500, with_type(error))

@@ -34,7 +34,8 @@ def _alike(letters: str, names: str, note: str = "", neutral: tuple[Any, ...] = 
 
 FIELDS: dict[str, Field] = {
     # Prompt
-    "model": Field("hhhh", "a name of the served model"),
+    "model": Field("hhhh", "a name of the served model, or `name:adapter`"),
+    "adapter": Field("hhhh", "name of an adapter of `--adapter-path`"),
     "messages": Field("h--h"),
     "prompt": Field("-hr-", "completions: a string, token ids, or a list of either; responses: " + STORED),
     "input": Field("--h-", "text or items"),

@@ -27,6 +27,7 @@ class ModelInfo:
     template: default variables of the chat template. turns: whether encoded prompts need `Prompt.turns`.
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: reason why tool calls may be returned as text; None if they are parsed.
+    adapters: names of adapters that requests can select.
     """
 
     names: tuple[str, ...]
@@ -39,14 +40,21 @@ class ModelInfo:
     turns: bool
     created: int
     unread_calls: str | None = None
+    adapters: tuple[str, ...] = ()
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names without "*", then each with each adapter: "name:adapter"."""
+        own = [name for name in self.names if name != "*"]
+        return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
+
     def has_name(self, name: Any) -> bool:
-        return "*" in self.names or name in self.names
+        return "*" in self.names or name in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
         """Return the model name in a request, by default the first; raises Refused (404) for another model's name."""
@@ -54,10 +62,28 @@ class ModelInfo:
             return self.name
         name = text(body, "model")
         if not self.has_name(name):
-            allowed = ", ".join(repr(each) for each in self.names)
+            allowed = ", ".join(repr(each) for each in self.listed)
             raise Refused(
                 f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
             )
+        return name
+
+    def adapter_of(self, body: dict[str, Any]) -> str | None:
+        """Return the adapter that a request names in `adapter` or after its model's name; None if in neither.
+
+        Raises Refused for an unknown adapter, or two different ones.
+        """
+        model, name = body.get("model"), body.get("adapter")
+        before, _, after = ("" if model in self.names else text(body, "model")).rpartition(":")
+        named = after if after in self.adapters and ("*" in self.names or before in self.names) else None
+        if name is None:
+            return named
+        shown = repr(name)[:80]
+        if not isinstance(name, str) or name not in self.adapters:
+            allowed = ", ".join(map(repr, self.adapters)) or "none, as the server was started without --adapter-path"
+            raise Refused(f"adapter={shown}: allowed is {allowed}", param="adapter")
+        if named not in (None, name):
+            raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
         return name
 
 

@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mlx_lm.sample_utils import make_logits_processors
@@ -14,6 +15,7 @@ from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
 from ..machine.errors import first_line
+from ..machine.stream import in_turns
 from .answer import Part, Splitter, TextPart
 from .batch_decoder import BatchDecoder, Responses
 from .continued import Continuation
@@ -39,6 +41,7 @@ class DecodeRequest:
     thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: a tool
               result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
+    adapter:  name of the adapter to decode with; None for the server's default.
     """
 
     prompt: list[int]
@@ -56,6 +59,7 @@ class DecodeRequest:
     continues: bool = False
     follows: Callable[[list[Part]], list[int]] | None = None
     after_tool: bool = False
+    adapter: str | None = None
 
 
 class Begun(NamedTuple):
@@ -139,6 +143,7 @@ class Served(NamedTuple):
 
     options: default keyword arguments of `stream_generate`. batch: decodes all active jobs in shared passes; None on
     several ranks, where each job decodes alone. frames: marks between which the model writes the parts of an answer.
+    apart: the same with each adapter that requests can select, whose prefix cache and batch are its own.
     """
 
     model: Any
@@ -149,11 +154,17 @@ class Served(NamedTuple):
     files: PrefixFiles | None = None
     batch: BatchDecoder | None = None
     frames: Frames | None = None
+    apart: Mapping[str, "Served"] = MappingProxyType({})
 
     @property
     def ranks(self) -> Any:
         """The group of ranks that the model is split over; None for a single process."""
         return self.model.ranks
+
+
+def with_adapter(served: Served, name: str | None) -> Served:
+    """Return the model as served with an adapter; None, or an adapter that is always in use: `served` itself."""
+    return served if name is None else served.apart.get(name, served)
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
@@ -163,7 +174,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     Raises ValueError if the prompt and one token do not fit in memory; any exception of decoding leaves it, too.
     crowded: returns whether other jobs run between the steps, so that measured times are invalid.
     """
-    request = job.request
+    request, served = job.request, with_adapter(served, job.request.adapter)
     caches = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
     max_tokens, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
     job.send(Begun(cached))
@@ -243,7 +254,8 @@ def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
     """Append to a cache the tokens that it lacks."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
-    next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
+    with served.tree.adapted():
+        next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
 def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
@@ -284,11 +296,12 @@ def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
 
 
 def compare_rows(served: Served) -> Iterator[bool]:
-    """Set `tree.decoded` and yield it, with one forward pass per step; it is False until the comparison has ended."""
-    tree = served.tree
-    for found in comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST)):
-        tree.decoded = found
-        yield found
+    """Set `decoded` of each tree and yield it, with one forward pass per step; it is False until that has ended."""
+    for tree in served.tree.trees:
+        steps = comparisons(served.model, tree.blank, max(tree.chunking.step, 2 * LAST))
+        for found in in_turns(steps, tree.adapted):
+            tree.decoded = found
+            yield found
 
 
 def _decode(
@@ -353,7 +366,8 @@ def _decode_alone(
     """Decode a job without a batch; yield its responses, and None after each cycle, so that other jobs can run."""
     step, stats, cycles = served.tree.chunking.step, options["stats"], 0
     options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
-    responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
+    with served.tree.adapted():
+        responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
     with contextlib.closing(responses):
         for response in responses:
             stats.crowded = crowded()

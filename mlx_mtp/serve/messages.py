@@ -135,6 +135,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
     """Return {"input_tokens": the prompt's length}, and the request's warnings. Raises Refused."""
     info.called(body)
+    info.adapter_of(body)
     warnings = check_fields("messages", body)
     tools, _ = _tools(body, warnings)
     messages, template = conversation_of(body, warnings), template_of(body, info, warnings)

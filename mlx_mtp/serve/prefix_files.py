@@ -15,7 +15,8 @@ from ..machine import atomic
 from ..machine.errors import first_line
 from ..machine.memory import check_room
 from .chunk_file import FOREIGN, ChunkReader, Stored, bytes_needed, read_stored, write_chunks
-from .prefixes import Chunk, PrefixTree, resumable_path
+from .prefix_chunks import Chunk, resumable_path
+from .prefixes import PrefixTree
 
 log = logging.getLogger("mlx_mtp.serve")
 ENDING = ".prefix.safetensors"
@@ -66,7 +67,7 @@ class PrefixFiles:
                 self.known[file] = FOREIGN
 
     def save(self, tree: PrefixTree, until: float = float("inf")) -> None:
-        """Write all sequences of a tree, the last used first; warn and stop at `until` (of time.monotonic())."""
+        """Write the sequences of `tree.trees`, the last used first; warn and stop at `until`, a time.monotonic()."""
         while self.step(tree):
             if time.monotonic() > until:
                 log.warning("not all prefixes were written to %s before the server ended", self.directory)
@@ -91,13 +92,13 @@ class PrefixFiles:
         tried: set[Chunk] = set()
         self._refresh()
         self._make_room(0, float("inf"), ())
-        while leaves := [leaf for leaf in tree.leaves(tails=False) if leaf not in tried]:
-            leaf = max(leaves, key=lambda c: c.used)
+        while leaves := [(t, leaf) for t in tree.trees for leaf in t.leaves(tails=False) if leaf not in tried]:
+            of, leaf = max(leaves, key=lambda found: found[1].used)
             tried.add(leaf)
             path = resumable_path(leaf.path())
-            if path and not self._is_stored(tree, path):
+            if path and not self._is_stored(of, path):
                 with contextlib.suppress(Outgrown):
-                    yield from self._write(tree, path, leaf)
+                    yield from self._write(of, path, leaf)
 
     def _write(self, tree: PrefixTree, path: list[Chunk], leaf: Chunk) -> Iterator[int]:
         """Write a sequence to a file, a piece before each yield, then remove the files that it replaces.

@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import version
 from typing import NamedTuple
@@ -20,15 +20,16 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..cache.file import fingerprint
-from ..cache.layer_cache import Parts
 from ..cache.mark import Mark
-from ..cache.pieces import Checkpoint, buffers, checkpoint_of, cut, has_rows, join
+from ..cache.pieces import checkpoint_of, cut, has_rows, join
 from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..decoding.prefill import evaluated, without_refused
+from ..layers.adapters import adapters_now
 from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
 from ..tuning.kernel_fallback import run_first
+from .prefix_chunks import Chunk, Size, resumable_path
 
 MAX_BUFFERS = METAL_BUFFERS // 20  # of a tree; with the model and active requests less than a tenth is used
 LAST = 4  # rows that `comparisons` compares: those of a cycle with three drafts
@@ -59,66 +60,31 @@ class Chunking(NamedTuple):
         return found
 
 
-@dataclass(eq=False)
-class Chunk:
-    """Tokens after those of its `parent`, their cache rows, and, if sequences can continue at its end, a checkpoint.
-
-    rows: one tuple per cache, layers before heads; () without rows. checkpoint: everything in the caches, at the
-    end of the chunk, that is not a row of one position, such as recurrent states. primed: number
-    of positions that the MTP heads have read. used: `time.time()` of the last use. is_tail: it ends at the end of a
-    prompt, where `Chunking` has no chunk end.
-    """
-
-    tokens: tuple[int, ...] = ()
-    parent: "Chunk | None" = None
-    rows: list[Parts] = field(default_factory=list)
-    checkpoint: Checkpoint | None = None
-    primed: int = 0
-    used: float = 0.0
-    is_tail: bool = False
-    children: dict[tuple[int, ...], "Chunk"] = field(default_factory=dict)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [part for parts in self.rows for part in parts] + (self.checkpoint.arrays if self.checkpoint else [])
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.arrays)
-
-    @property
-    def buffers(self) -> int:
-        """Number of Metal buffers: one per dtype of the rows, and one per dtype of the checkpoint."""
-        rows = (part for parts in self.rows for part in parts)
-        return buffers(rows) + (buffers(self.checkpoint.arrays) if self.checkpoint else 0)
-
-    def path(self) -> list["Chunk"]:
-        """List the chunks from the start of the sequence to this one, without the empty root."""
-        chunks, chunk = [], self
-        while chunk.parent is not None:
-            chunks.append(chunk)
-            chunk = chunk.parent
-        return chunks[::-1]
-
-
-def resumable_path(path: list[Chunk]) -> list[Chunk]:
-    """Return a path up to its last chunk with a checkpoint; [] if none has one."""
-    return path[: max((i for i, chunk in enumerate(path, 1) if chunk.checkpoint), default=0)]
-
-
 class PrefixTree:
     """The prefix cache; the least recently used leaves are evicted first.
 
     blank: an empty prompt cache with the layout of all. limit: maximum bytes; 0 disables the tree.
+    trees: this tree and those of the model's other adapters, which share the limits. other: one of those.
+    adapted: selects the adapter that was selected when the tree was created.
     decoded: whether rows computed by decoding may be stored; None (as False) until `comparisons` has ended.
     is_stateless: all layers store rows, so that sequences can continue at any position.
     """
 
     decoded: bool | None = False
 
-    def __init__(self, blank: PromptCache, chunking: Chunking, limit: int, max_buffers: int = MAX_BUFFERS):
+    def __init__(
+        self,
+        blank: PromptCache,
+        chunking: Chunking,
+        limit: int,
+        max_buffers: int = MAX_BUFFERS,
+        other: "PrefixTree | None" = None,
+    ):
         self.blank, self.chunking, self.limit, self.max_buffers = blank, chunking, limit, max_buffers
-        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
+        self.root, self.size = Chunk(), Size()
+        self.trees: list[PrefixTree] = other.trees if other else []
+        self.trees.append(self)
+        self.adapted = adapters_now(blank.model)
         self._now = 0.0
         self.is_stateless = all(has_rows(c) for c in blank.caches)
 
@@ -126,8 +92,10 @@ class PrefixTree:
     def identity(self) -> str:
         """Digest of everything except the tokens that determines the bits of a chunk."""
         blank, device = self.blank, mx.device_info()
+        with self.adapted():
+            model = [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])]
         facts = (
-            [fingerprint(blank.model, heads=heads) for heads in ([False, True] if blank.heads else [False])],
+            model,
             [c.config for c in blank.caches],
             blank.quantizing and asdict(blank.quantizing),
             blank.reach,
@@ -137,6 +105,21 @@ class PrefixTree:
             os.environ.get("LD_PRELOAD"),  # another BLAS may round differently
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all trees."""
+        return sum(tree.size.nbytes for tree in self.trees)
+
+    @property
+    def buffers(self) -> int:
+        """Number of Metal buffers of all trees."""
+        return sum(tree.size.buffers for tree in self.trees)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of all trees."""
+        return sum(tree.size.chunks for tree in self.trees)
 
     @property
     def stores(self) -> bool:
@@ -252,9 +235,10 @@ class PrefixTree:
         """Mark a chunk and its ancestors as used now; evict the least recently used leaves above the limits."""
         self._touch(chunk)
         while self.nbytes > self.limit or self.buffers > self.max_buffers:
-            oldest = min(self.leaves(), key=lambda c: c.used)
+            leaves = [(leaf.used, i, leaf) for i, tree in enumerate(self.trees) for leaf in tree.leaves()]
+            _, i, oldest = min(leaves, key=lambda found: found[0])
             assert oldest.parent is not None
-            self._count(oldest, -1)
+            self.trees[i]._count(oldest, -1)
             del oldest.parent.children[oldest.tokens]
 
     def leaves(self, *, tails: bool = True) -> Iterator[Chunk]:
@@ -268,14 +252,14 @@ class PrefixTree:
                 yield chunk
 
     def clear(self) -> None:
-        """Remove all chunks."""
-        self.root, self.nbytes, self.buffers, self.chunks = Chunk(), 0, 0, 0
+        """Remove all chunks of this tree."""
+        self.root, self.size = Chunk(), Size()
 
     def _count(self, chunk: Chunk, sign: int = 1) -> None:
-        """Add the size of a chunk to the totals, or subtract it with sign -1."""
-        self.nbytes += sign * chunk.nbytes
-        self.buffers += sign * chunk.buffers
-        self.chunks += sign
+        """Add the size of a chunk to the tree's, or subtract it with sign -1."""
+        self.size.nbytes += sign * chunk.nbytes
+        self.size.buffers += sign * chunk.buffers
+        self.size.chunks += sign
 
     def _can_store(self, cache: PromptCache) -> bool:
         """Return whether a cache can be stored: it is not empty, and the tree stores and is quantized alike."""
@@ -323,7 +307,7 @@ def _trimmed(cache: PromptCache, length: int) -> PromptCache | None:
     return trimmed if length and trimmed.trim(cache.offset - length) else None
 
 
-def comparisons(model: Target, blank: PromptCache, rows: int) -> Iterator[bool]:
+def comparisons(model: Target, blank: PromptCache, rows: int) -> Generator[bool, None, None]:
     """Compare the rows of plain steps, of a verify pass, and of a chunk of `rows` (more than 4) tokens.
 
     Yields False after each forward pass except the last, then the result: whether a chunk's rows differ from those of

@@ -137,19 +137,27 @@ def listening(host: str, port: int) -> list[socket.socket]:
 def shared(loaded: Loaded, settings: Settings) -> Served:
     """Return a loaded model with its prefix cache, batch decoder (None on several ranks) and formats of answers."""
     model, tokenizer, _, layout = loaded
+    adapters = model.runtime.adapters
     k = settings.options.get("num_draft_tokens")
     k = default_draft_tokens(model) if k is None else k
     blank = make_prompt_cache(model, num_draft_tokens=k, **layout)
     largest, least = CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK
     step, ranks = settings.step or min(largest, default_chunk(model)), model.ranks
-    tree = PrefixTree(blank, Chunking(step, least, frozenset(tokenizer.eos_token_ids)), settings.cache_bytes)
-    if tree.limit and not ranks and not blank.is_mlx_lm:
-        tree.decoded = None  # not with ranks: their engines are not idle at the same time
-    options = {**settings.options, "num_draft_tokens": k}
+    chunking, options = Chunking(step, least, frozenset(tokenizer.eos_token_ids)), {**settings.options}
+    tree, options["num_draft_tokens"] = PrefixTree(blank, chunking, settings.cache_bytes), k
     batch = None if ranks else BatchDecoder(model, tokenizer, options, step)
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
-    return Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames)
+    apart: dict[str, Served] = {}
+    served = Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames, apart)
+    for name in adapters.names if adapters.selected is None else ():
+        with adapters.using(name):
+            own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
+            more = BatchDecoder(model, tokenizer, options, step, other=batch)
+        apart[name] = served._replace(tree=own, batch=more)
+    for each in tree.trees if tree.limit and not ranks and not blank.is_mlx_lm else ():
+        each.decoded = None  # not with ranks: their engines are not idle at the same time
+    return served
 
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
@@ -169,6 +177,7 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         turns=not served.tree.is_stateless,
         created=int(time.time()),
         unread_calls=unread_calls(tokenizer, served.tool_format),
+        adapters=model.runtime.adapters.names,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

@@ -24,6 +24,7 @@ from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
 from ..layers.products import GLU, Dense, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP, VerifyRouter
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
+from ..layers.scaled import SCALE, ScaledLinear
 from ..layers.sparse_mla import ChosenAttention, SparseMLA
 
 # Names of linears of a module that read the same x; one kernel can compute them together.
@@ -34,6 +35,7 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
+LINEARS = nn.QuantizedLinear, ScaledLinear
 KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches; the first group size that divides the head sizes is used
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ def place(model: Port) -> list[Site]:
     modules = [module for _, module in model.named_modules()]  # type: ignore[attr-defined]
     sites: list[Site] = []
     for module, names in itertools.product(modules, TOGETHER):
-        found = [child for name in names if type(child := module.get(name)) is nn.QuantizedLinear]
+        found = [child for name in names if type(child := module.get(name)) in LINEARS]
         for _, alike in itertools.groupby(found, key=_format):
             sites += _stack(list(alike))
     for module in modules:
@@ -63,12 +65,13 @@ def place(model: Port) -> list[Site]:
 
 
 def _format(linear: Any) -> tuple:
-    return linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
+    form = linear.mode, linear.bits, linear.group_size, linear.scales.shape[1], linear.scales.dtype
+    return *form, SCALE in linear
 
 
 def _stack(linears: Sequence[Any]) -> list[Site]:
     """Add one site to linears that read the same x, if a kernel supports their format; return it in a list."""
-    if not known_format(linears[0]):
+    if not known_format(linears[0], scaled=True):
         return []
     stack = Stack(linears)
     for index, linear in enumerate(linears):
@@ -80,7 +83,7 @@ def _stack(linears: Sequence[Any]) -> list[Site]:
 def _single(model: Port, module: Any) -> list[Site]:
     """Add the site of a module whose kernel serves this module alone, if any; return it in a list."""
     kind, tie = type(module), tied(model, module)
-    if kind is nn.QuantizedLinear:
+    if kind in LINEARS:
         return _stack([module])
     if kind in model.MLP and _is_stacked(module):
         return [_swap(module, "glu", GLU(module), VerifyMLP)]
@@ -99,10 +102,10 @@ def tied(model: Any, module: Any) -> bool:
 
 
 def _is_stacked(mlp: Any) -> bool:
-    """Return whether an MLP's gate and up projections share one site, without biases."""
+    """Return whether an MLP's gate and up projections share one site, without biases and output scales."""
     both = [mlp.gate_proj, mlp.up_proj]
     stack = getattr(mlp.gate_proj, "site", None)
-    return isinstance(stack, Stack) and stack.modules == both and not any("bias" in linear for linear in both)
+    return isinstance(stack, Stack) and stack.modules == both and not any({"bias", SCALE} & {*m} for m in both)
 
 
 def _swap(module: Any, name: str, site: T, mixin: type) -> T:

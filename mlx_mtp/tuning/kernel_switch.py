@@ -16,7 +16,7 @@ from ..kernels import on_metal
 from ..kernels.contraction import take
 from ..layers.attention import VerifyAttention
 from ..layers.gated_delta import GatedDelta
-from ..layers.kernel_site import Site, inexact_rows
+from ..layers.kernel_site import VERIFY_ROWS, Site, inexact_rows
 from ..layers.mamba2 import Mamba2
 from ..layers.port import Port
 from ..layers.products import Matrices, Stack
@@ -24,7 +24,7 @@ from ..layers.sparse_mla import SparseMLA
 from ..machine.remembered import digest
 from ..ranks.ordered_sum import parts_alone, sum_over
 from .ab_test import LAYERS, KernelTrial, compile_kernel
-from .kernel_sites import place, tied
+from .kernel_sites import LINEARS, place, tied
 from .kernel_trials import ASKED, DRAWS_OF_FOLLOWING, NOT_TRIED, RIGHT, decide, is_stale
 from .kernel_verdict import KernelVerdict, in_words, off
 from .verdict_file import Found, Key, RememberedVerdicts
@@ -45,7 +45,7 @@ def switch_on(
     that a trial finds faster; "off" uses none. lazy: whether weights are lazy; None then uses no kernel, because a
     trial would read them. kv_bits: bits of the quantized caches that will be used.
     By trial, only kernels of the first cycles are decided here. `runtime.trials` tries the others later, and those
-    for the rows of a batch once `switch_on_for_batches` is called.
+    for more than eight rows once `switch_on_for_drafts` or `switch_on_for_batches` is called.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -75,6 +75,17 @@ def switch_on(
     return found.apply()
 
 
+def switch_on_for_drafts(model: Any, drafts: int) -> None:
+    """Decide on kernels for a verify of this number of drafts of one sequence, once per model, if it is above seven.
+
+    Switches them and updates the report. In a lane all kernels that are right are on; by trial those that an earlier
+    process tried, and others are tried for MORE_SECONDS, or while the model is idle. Call it on all ranks.
+    """
+    found = model.runtime.trials
+    if found and drafts + 1 > VERIFY_ROWS[-1] and found.try_long_rows():
+        put_on(model, found)
+
+
 def switch_on_for_batches(model: Any) -> None:
     """Decide on kernels for the row counts of batches, once per model; switches them and updates the report.
 
@@ -96,24 +107,26 @@ class ModelTrials:
     """All kernel trials of a loaded model and their verdicts, which only `apply` puts into use.
 
     lane: the kernels to use: None for those that a trial finds right and faster, "exact" or "fast" for all that are
-    right. matrices: in the lane "fast", the trials of matrix-unit products; else None.
+    right. matrices: in the lane "fast", the trials of matrix-unit products; else None. batched: whether
+    `try_batch_rows` was called.
     """
 
     def __init__(self, model: Port, sites: Sequence[Site], kv_bits: Collection[int] = (), lane: str | None = None):
         self.model, self.sites, self.dtype, self.lane = model, sites, model.no_hidden().dtype, lane
         self.matrices: ModelTrials | None = None
+        self.batched = False
         for site in sites:
             site.asked = site.asked or site.format[0] in kv_bits  # type: ignore[attr-defined]
-        self.trials = trials(sites, self.dtype)
+        self.trials: list[KernelTrial] = []
+        self.verdicts: dict[Key, KernelVerdict] = {}
+        self._add(trials(sites, self.dtype))
         self.remembered = RememberedVerdicts(digest(f"{len(trial.pairs)} {trial.key}" for trial in self.trials))
-        self.verdicts = {trial.key: off(f"{NOT_TRIED}, as nothing uses it") for trial in self.trials}
-        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in self.needed()}
 
     @classmethod
     def of_sites(cls, model: Port, sites: Sequence[Site]) -> "ModelTrials":
         """Return the trials of sites that were switched on without any, with verdicts that match the sites."""
         found = cls(model, sites)
-        found.trials += trials(sites, found.dtype, "together")
+        found.add_more_rows()
         on = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.rows}
         split = {(site.op, _typed(site.shape, found.dtype), m) for site in sites for m in site.split}
         for trial in found.trials:
@@ -128,6 +141,11 @@ class ModelTrials:
     @property
     def all_verdicts(self) -> dict[Key, KernelVerdict]:
         return {**self.verdicts, **(self.matrices.verdicts if self.matrices else {})}
+
+    @property
+    def more_rows(self) -> set[int]:
+        """The row counts above eight that have trials, none before they are added."""
+        return {trial.rows for trial in self.trials if trial.rows > VERIFY_ROWS[-1]}
 
     def reject(self, key: Key, reason: str, *, remembered: bool) -> None:
         """Mark a kernel as failed, in all contexts; `apply` then switches it off. remembered: also for later loads.
@@ -161,18 +179,57 @@ class ModelTrials:
         if self.has_untried(needed := self.needed()):
             self.decide(needed, stop=stop)
 
+    def add_more_rows(self) -> bool:
+        """Add the trials of more than eight rows; return False if that was done before."""
+        more = [t for t in more_trials(self.sites, self.dtype) if t.key not in self.verdicts]
+        self._add(more)
+        return bool(more)
+
+    def _add(self, more: list[KernelTrial]) -> None:
+        self.trials += more
+        asked = {trial.key for trial in self.needed()}
+        reasons = (f"{NOT_TRIED} yet" if t.key in asked else f"{NOT_TRIED}, as nothing uses it" for t in more)
+        self.verdicts |= {trial.key: off(reason) for trial, reason in zip(more, reasons, strict=True)}
+
+    def try_long_rows(self) -> bool:
+        """Decide on kernels for more than eight rows of one sequence; return False if that was done before.
+
+        By trial, stored verdicts are used; further trials take at most MORE_SECONDS, and none before all others.
+        """
+        end = time.monotonic() + (0.0 if self.has_untried(self.needed()) else MORE_SECONDS)
+        if not self.add_more_rows():
+            return False
+        if self.lane is not None:
+            self._decide_more()
+        elif not self.model.ranks or self.model.ranks.rank == 0:
+            self._decide_more(stop=lambda: time.monotonic() >= end)
+        self.agree()
+        if self.matrices:
+            self.matrices.agree()
+        return True
+
     def try_batch_rows(self) -> bool:
         """Decide on kernels for the row counts of batches; return False if that was done before."""
-        more = [t for t in trials(self.sites, self.dtype, "together") if t.key not in self.verdicts]
-        if not more:
+        if self.batched:
             return False
-        self.trials += more
-        self.verdicts |= {trial.key: off(f"{NOT_TRIED} yet") for trial in more}
-        self.decide(more)
+        self.batched = True
+        self.add_more_rows()
+        return self._decide_more()
+
+    def _decide_more(self, **how: Any) -> bool:
+        """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
+
+        Then on such products by matrices, in the lane "fast". Returns False if there were none. how: as in `decide`.
+        """
+        more = self.more_rows
+        among = self.needed() if self.lane is None else self.trials
+        untried = [trial for trial in among if trial.rows in more and self.has_untried([trial])]
+        if untried:
+            self.decide(untried, **how)
         if self.matrices:
             self.apply()
             self.matrices.try_batch_rows()
-        return True
+        return bool(untried)
 
     def needed(self) -> list[KernelTrial]:
         """Return the trials of all kernels that something in use needs, tried or not."""
@@ -190,7 +247,7 @@ class ModelTrials:
         if self.matrices:
             lines += self.matrices.apply()[0]
             sites += self.matrices.sites
-        return lines, (*rows_not_exact(sites), *others_not_exact(self.model))
+        return lines, (*rows_not_exact(sites, self.more_rows), *others_not_exact(self.model))
 
     def agree(self) -> None:
         """If the model is split over ranks, use rank 0's verdicts on all, because rows need the same bits.
@@ -242,6 +299,11 @@ def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> 
     return sorted(found, key=lambda trial: (trial.op in of_caches, trial.rows))
 
 
+def more_trials(sites: Sequence[Site], dtype: mx.Dtype) -> list[KernelTrial]:
+    """Return the `trials` of more than eight rows."""
+    return trials(sites, dtype, "together")
+
+
 def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows: str) -> list[KernelTrial]:
     first = sites[0]
     more: dict[str, Any] = {
@@ -273,8 +335,7 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)
-        tried = (*site.candidates, *site.together)
-        site.split = frozenset(m for m in tried if (v := verdicts.get((site.op, shape, m))) and v.split)
+        site.split = frozenset(m for m in site.every_count if (v := verdicts.get((site.op, shape, m))) and v.split)
         contexts = getattr(site, "at_contexts", {})
         site.rows_of_context = {c: _on(site, in_context(shape, c), verdicts) for c in contexts}
         for tried in contexts.values():
@@ -283,16 +344,19 @@ def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: 
 
 
 def _on(site: Site, shape: str, verdicts: Mapping[Key, KernelVerdict]) -> frozenset[int]:
-    tried = (rows for rows in (*site.candidates, *site.together) if (site.op, shape, rows) in verdicts)
+    tried = (rows for rows in site.every_count if (site.op, shape, rows) in verdicts)
     return frozenset(rows for rows in tried if verdicts[site.op, shape, rows].on)
 
 
-def rows_not_exact(sites: Sequence[Site]) -> Lines:
-    """Return a line per op with the row counts M at which a row may have other bits than alone."""
+def rows_not_exact(sites: Sequence[Site], more: Collection[int] = ()) -> Lines:
+    """Return a line per op with the row counts M at which a row may have other bits than alone.
+
+    more: the row counts above eight that occur.
+    """
     off: dict[str, list[set[int]]] = {}
     covered = {id(getattr(site, "covers", None)): site.rows for site in sites}
     for site in sites:
-        if rows := inexact_rows(site) - covered.get(id(site), frozenset()):
+        if rows := inexact_rows(site, more) - covered.get(id(site), frozenset()):
             off.setdefault(site.op, []).append(rows)
     return tuple(
         f"{len(found)} layers' {op} at M={', '.join(map(str, sorted(set().union(*found))))}"
@@ -304,13 +368,14 @@ def others_not_exact(model: Any) -> Lines:
     """Return the names of a model's operations that have no exact kernel."""
     modules = [module for _, module in model.named_modules()]
     attentions = [m for m in modules if "o_proj" in m]
+    selectable = model.runtime.adapters.names if isinstance(model, Port) else ()
     found = {
-        FORMATS: any(type(m) in (nn.QuantizedLinear, nn.QQLinear) or tied(model, m) for m in modules),
+        FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
         "the choice of sparse attention": any(isinstance(m, SparseMLA) for m in modules),
         "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
-        "adapters": any("lora_a" in m for m in modules),
+        "adapters": bool(selectable) or any("lora_a" in m for m in modules),
     }
     return tuple(name for name, present in found.items() if present)

@@ -10,7 +10,7 @@ from command_line import call
 from sweep import sampled
 
 import mlx_mtp
-from mlx_mtp.bench import decode, documents, timing
+from mlx_mtp.bench import decode, documents, parallel, timing
 from mlx_mtp.bench.decode import (
     PLAIN,
     LoopSettings,
@@ -25,7 +25,7 @@ from mlx_mtp.bench.decode import (
     twin,
 )
 from mlx_mtp.bench.decode_tables import categories, changes, compared, overall, rows, settings, unlike
-from mlx_mtp.bench.subject import make_prompts, open_subject
+from mlx_mtp.bench.subject import BenchPrompt, make_prompts, open_subject
 from mlx_mtp.demo import demo_path
 
 WHOLE = (0, None, None)
@@ -292,6 +292,18 @@ def test_loops_that_cannot_run_are_left_out_and_named(demo):
     assert {e["contender"] for e in session.entries} == {PLAIN}
     with pytest.raises(ValueError, match=r"drafts=4: allowed with this model is 1 to 3"):
         open_session(demo, [4], 1, 0.0)
+
+
+def test_a_drafter_that_replaces_the_heads_is_timed():
+    """A small model, here the target itself, whose drafts are therefore all accepted."""
+    subject = open_subject(draft_model=str(demo_path()))
+    session = open_session(subject, [2], 1, 0.0)
+    assert [loop.name for loop in session.loops] == ["mlx-lm", PLAIN, "k=2", "adaptive"]
+    assert len([loop.name for loop in open_session(subject, [], 1, 0.0).loops]) == 3 + decode.USUAL_DRAFTS
+    assert parallel.DRAFTED in parallel.contenders(subject, 64)[0]
+    measure(session, [BenchPrompt("text", [1, 2, 3])], LoopSettings(max_tokens=4), lambda *_: None)
+    assert session.entries[2]["drafted"] == session.entries[2]["accepted"] != [[]]
+    assert not session.differences
 
 
 def test_the_published_figures_and_their_conditions(demo):

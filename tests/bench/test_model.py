@@ -103,6 +103,7 @@ RELEASED = {
     "GLM-4.5": "glm-4.5-fp8",
     "Qwen3.6-27B": "qwen3.5-27b",
     "Qwen3.6-35B-A3B": "qwen3.6-35b-a3b",
+    "GLM-4.7-Flash": "glm-4.7-flash",
     "DeepSeek-V3": "deepseek-v3",
 }
 

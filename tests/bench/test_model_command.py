@@ -59,7 +59,7 @@ def test_a_result_of_another_model_or_context_is_refused():
     with pytest.raises(ValueError, match="bench verify was measured at 128, 4096 tokens"):
         assemble.bench_model(demo, None, 2000, results=[verify_result()])
     step = assemble.find_model("step-3.5-flash", on_chip=True)
-    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: set --model"):
+    with pytest.raises(ValueError, match=r"Step-3\.5-Flash has 111 GB: give the measured model with --model"):
         assemble.bench_model(step, M3_ULTRA, 128, results=[verify_result()])
     with pytest.raises(ValueError, match="a result of bench model; allowed are decode, verify, profile"):
         assemble.times({"bench": "model"})

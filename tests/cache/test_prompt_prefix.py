@@ -170,7 +170,7 @@ def test_errors_of_the_commands(once, tmp_path, monkeypatch):
     damaged.write_bytes(file.read_bytes()[:-1])
     for flags, message in (
         (["--prompt-cache-file", damaged], "damaged"),
-        (["--prompt-cache-file", file, "--kv-bits", 4], "--kv-bits 4: the prompt cache in .* was made with None"),
+        (["--prompt-cache-file", file, "--kv-bits", 4], "--kv-bits 4: the prompt cache in .* was made without it"),
         (["--prompt-cache-file", file, "--max-kv-size", 9], "--max-kv-size 9"),
         (["--prompt-cache-file", file, "--mtp-kv-bits", 8], "--mtp-kv-bits 8"),
         (["--prompt-cache-file", file, "--kv-group-size", 32], "--kv-group-size 32"),

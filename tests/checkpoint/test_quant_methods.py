@@ -14,8 +14,11 @@ from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 
 # Of each method: config.json's entry, and a matrix's tensors by suffix with their types.
 METHODS = {
-    "AWQ": ({"quant_method": "awq", "bits": 4}, {"qweight": mx.int32, "qzeros": mx.int32, "scales": mx.float16}),
-    "GPTQ": ({"quant_method": "gptq"}, {"qweight": mx.int32, "g_idx": mx.int32, "scales": mx.float16}),
+    "AWQ": (
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
+        {"qweight": mx.int32, "qzeros": mx.int32, "scales": mx.float16},
+    ),
+    "GPTQ": ({"quant_method": "gptq", "bits": 5}, {"qweight": mx.int32, "g_idx": mx.int32, "scales": mx.float16}),
     "AutoRound": ({"quant_method": "auto-round"}, {"qweight": mx.int32, "qzeros": mx.int32, "scales": mx.float16}),
     "compressed-tensors": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},

@@ -1,4 +1,4 @@
-"""Load heads from the released checkpoint, mlx-vlm's drafters, and modelopt's 4-bit floats."""
+"""Load heads from the released checkpoint, and mlx-vlm's drafters."""
 
 import json
 from pathlib import Path
@@ -82,48 +82,6 @@ def test_drafters_of_mlx_vlm(released, tmp_path):
     assert (
         inspect_checkpoint(drafter).problems[0].endswith("a drafter, for --draft-model with its target; not a model")
     )
-
-
-def in_4_bits(w: mx.array) -> tuple[dict[str, mx.array], mx.array]:
-    """Return a matrix in modelopt's layout of paired 4-bit floats, and its values."""
-    scale = mx.array(0.5)
-    packed, scales = mx.quantize(w / scale, 16, 4, mode="nvfp4")
-    plain = mx.dequantize(packed, scales, None, 16, 4, "nvfp4", dtype=mx.float32) * scale
-    names = {"weight": packed.view(mx.uint8), "weight_scale": scales, "weight_scale_2": scale}
-    return names | {"input_scale": mx.array(1.0)}, plain.astype(mx.bfloat16)
-
-
-def as_float8(file: Path) -> None:
-    """Change the type of groups' scales in a file's header from MLX's U8 to 8-bit floats."""
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    for name, entry in header.items():
-        if name.endswith(".weight_scale"):
-            entry["dtype"] = "F8_E4M3"
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-@pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
-def test_modelopts_4_bit_floats(tmp_path, where):
-    hub, weights, _ = families.build("glm4_moe", tmp_path / "hub")
-    config, plain, packed = json.loads((hub / "config.json").read_text()), {}, {}
-    for name, w in weights.items():
-        wide = w.ndim == 2 and w.shape[1] % 16 == 0 and "_proj" in name and "eh_proj" not in name
-        stored, plain[name] = in_4_bits(w) if wide else ({"weight": w}, w)
-        packed |= {name.removesuffix("weight") + kind if wide else name: a for kind, a in stored.items()}
-    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    path = tiny.save(tmp_path / "packed", config, packed)
-    as_float8(path / "model.safetensors")
-    if where == "config.json":
-        (path / where).write_text(
-            json.dumps(config | {"quantization_config": quantization | {"quant_method": "modelopt"}})
-        )
-    else:
-        (path / where).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
-    model, expected = mlx_mtp.load_model(path), mlx_mtp.load_model(tiny.save(tmp_path / "plain", config, plain))
-    assert same(parameters(model), parameters(expected))
 
 
 @pytest.mark.parametrize("bits", [None, 4])

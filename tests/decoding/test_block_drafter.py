@@ -205,9 +205,9 @@ def test_quantized_caches(made):
     assert ours(model, PROMPTS[0], 6, mtp_kv_bits=8, kv_group_size=32) == plain
 
 
-def test_the_default_is_at_most_seven_drafts_and_the_controller_chooses(made):
+def test_the_default_is_the_trained_block_and_the_controller_chooses(made):
     model, *_ = made("dflash")
     stats = mlx_mtp.Stats()
     text = [t for t, *_ in mlx_mtp.generate_step(PROMPTS[0], model, max_tokens=60, stats=stats)]
-    assert stats.num_draft_tokens == min(7, model.drafter.most) > 2
+    assert stats.num_draft_tokens == model.drafter.most == 15
     assert text == ours(model, PROMPTS[0], 0, 60)

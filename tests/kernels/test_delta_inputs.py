@@ -67,7 +67,9 @@ def check(P, n, T, dtype, contraction, **more):
 @linux_only
 @pytest.mark.parametrize(("dtype", "contraction"), sampled([(BF16, "fast")], [*CONTRACTION.items(), (F32, "fast")]))
 def test_bits(dtype, contraction):
-    for P, n, T in sampled([(0, 0, 1), (4, 4, 8)], [(0, 0, 1), (4, 0, 3), (4, 4, 8), (7, 2, 1)]):
+    for P, n, T in sampled(
+        [(0, 0, 1), (16, 11, 16)], [(0, 0, 1), (4, 0, 3), (4, 4, 8), (7, 2, 1), (16, 11, 16), (3, 3, 9)]
+    ):
         check(P, n, T, dtype, contraction)
     check(3, 1, 2, dtype, contraction, taps=3, hv=40)
 

@@ -34,6 +34,7 @@ SAMPLE = [
     ("packed", F32, 4, 4, 8, True),
     ("packed in an odd number of groups", F16, 3, 0, 2, False),
     ("scalar", BF16, 8, 7, 1, False),
+    ("packed", BF16, 16, 11, 16, False),
     ("scalar of 128", F16, 3, 3, 5, False),
     ("scalar of 16 bits", BF16, 2, 1, 2, False),
     ("vector", F32, 4, 2, 6, False),
@@ -89,7 +90,7 @@ def test_a_verify_is_mlx_lms_single_rows(case, contraction):
 
 @linux_only
 @pytest.mark.parametrize("order", sampled([5], ["reverse", 5]))
-@pytest.mark.parametrize("case", [SAMPLE[0], SAMPLE[3], SAMPLE[6]], ids=lambda c: c[0])
+@pytest.mark.parametrize("case", [SAMPLE[0], SAMPLE[3], SAMPLE[7]], ids=lambda c: c[0])
 def test_in_any_order_of_threads(case, order):
     with emulator.emulated(emulator.Options(order=order)) as launches:
         check(case, launches)
@@ -102,6 +103,7 @@ def test_in_any_order_of_threads(case, order):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sweep(layout, dtype, contraction):
     sizes = [(P, n, T) for P in (0, 1, 3, 8) for n in {0, P // 2, P} for T in range(1, 9)]
+    sizes += [(16, n, T) for n in (3, 16) for T in (9, 12, 13, 16)]
     for (P, n, T), last in itertools.product(sizes, (False, True)):
         with emulator.emulated(emulator.Options(fp_contract=contraction, traffic=False)) as launches:
             assert len(check((layout, dtype, P, n, T, last), launches)) == 1, (P, n, T, last)

@@ -24,7 +24,7 @@ def draw(T, H, D, dtype, weights=None):
 @linux_only
 @pytest.mark.parametrize(
     ("T", "H", "D", "dtype", "weights", "contraction"),
-    [(4, 2, 10, BF16, BF16, "off"), (3, 5, 128, F16, F32, "fast"), (2, 3, 196, F32, F32, "on")],
+    [(4, 2, 10, BF16, BF16, "off"), (16, 5, 128, F16, F32, "fast"), (2, 3, 196, F32, F32, "on")],
 )
 def test_bits(T, H, D, dtype, weights, contraction):
     y, z, weight = draw(T, H, D, dtype, weights)

@@ -78,6 +78,7 @@ def check(dtype: mx.Dtype, P: int, n: int, T: int, *, last: bool, contraction: s
         (F32, 0, 0, 8, True, "on"),
         (F32, 3, 0, 2, False, "fast"),
         (F16, 2, 1, 3, True, "fast"),
+        (BF16, 16, 9, 16, False, "on"),
     ],
 )
 def test_a_verify_is_mlx_lms_single_rows(dtype, P, n, T, last, contraction):
@@ -106,6 +107,8 @@ def test_types_that_compilers_fuse_differently_are_left_to_mlx():
 def test_sweep(sizes, dtype, contraction):
     for n, T, last in itertools.product((0, 1, 4, 8), range(1, 9), (False, True)):
         check(dtype, 8, n, T, last=last, contraction=contraction, **sizes)
+    for n, T in itertools.product((5, 16), (9, 12, 16)):
+        check(dtype, 16, n, T, last=False, contraction=contraction, **sizes)
 
 
 @linux_only

@@ -146,5 +146,5 @@ def test_a_compile_error_names_the_line():
     with pytest.raises(CompileError, match=r"kernels/moe_route.metal:\d+: use of undeclared identifier 'nothing'"):
         registers(broken, text.kernel)
     undefined = broken.replace("nothing()", "starts[0] = int(tanh(float(logits[0])))")
-    with pytest.raises(CompileError, match=r"calls .*tanh.*, which strict/registers\.h has to define"):
+    with pytest.raises(CompileError, match=r"calls .*tanh.*, which strict/registers\.h must define"):
         registers(undefined, text.kernel)

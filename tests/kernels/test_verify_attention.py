@@ -29,6 +29,10 @@ CASES = [
     Case(G=2, L=5, D=64, Dv=64, offset=77, slots=128, bits=4, group=64, dtype=mx.float16),
     Case(G=2, L=3, D=64, Dv=128, offset=90, slots=96, window=64, bits=8, group=32, start=2, sinks=True),
     Case(G=8, gate="head"),  # compiled for four queries, one of them missing: a whole block of 8 rows
+    Case(G=3, L=16, offset=133, slots=96, window=64, gate="value"),
+    Case(Hkv=2, G=2, L=9, D=64, Dv=64, offset=77, slots=128, bits=8, group=64, dtype=mx.float16),
+    Case(G=6, L=13, D=256, Dv=256, offset=40, slots=64, start=7, dtype=mx.bfloat16),  # two groups of 6 blocks of rows
+    Case(G=12, L=16, D=64, Dv=64, dtype=mx.bfloat16, offset=30, slots=64, sinks=True),  # two groups of 12
 ]
 
 
@@ -59,7 +63,7 @@ def check(case: Case, contraction: str) -> None:
 
 
 # Gates of both kinds, windows, sinks and a start, and both widths of codes.
-@pytest.mark.parametrize("number", sampled((1, 6, 8), range(len(CASES))))
+@pytest.mark.parametrize("number", sampled((1, 6, 8, 9), range(len(CASES))))
 def test_rows_are_what_they_are_alone(number):
     check(CASES[number], CONTRACTIONS[number % 3])
 

@@ -19,6 +19,7 @@ KS = (64, 128, 192, 256, 320, 512, 1024)
 CASES = [
     *(("affine", 4, 64, 128, 24, 3, 3, 64, BF16, "on"), ("affine", 8, 32, 64, 65, 2, 8, 0, F32, "fast")),
     ("affine", 4, 64, 192, 13, 3, 4, 64, F16, "fast"),
+    ("affine", 8, 64, 128, 20, 2, 16, 64, BF16, "on"),
 ]
 
 
@@ -67,7 +68,7 @@ def test_rows_of_heads_have_the_bits_of_one_row(case):
 def test_sweep(contraction):
     for fmt, dtype in itertools.product(FORMATS, DTYPES):
         rng = random.Random(f"{fmt}{dtype}{contraction}")
-        for m in range(1, 11):
+        for m in range(1, 17):
             k = rng.choice([k for k in KS if k % fmt[2] == 0])
             n, heads, more = rng.randrange(8, 40), rng.randrange(1, 5), rng.choice((0, 7, 64))
             assert_rows_exact(*fmt, k, n, heads, m, more, dtype, contraction)

@@ -3,14 +3,18 @@
 import contextlib
 import copy
 
+import block_drafters
+import drafters
+import families
 import mlx.core as mx
 import pytest
+import tiny
 from exact import same_bits
 from metal_cases import linux_only
 from plans import Listed, follow
-from quantized_models import save_checkpoints
+from quantized_models import quantized, save_checkpoints
 from stock_ops import stock_ops
-from sweep import sweep
+from sweep import SWEEP, sweep
 
 import mlx_mtp
 from mlx_mtp import emulator
@@ -66,6 +70,77 @@ class Singly:
         return self.read[tokens][0]
 
 
+V = 16
+DENSE = {
+    **drafters.HEADLESS["qwen3"],
+    **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": V},
+}
+DRAFTER = {**block_drafters.CONFIG, "hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "vocab_size": V}
+PRODUCTS = {"verify_qmm", "verify_glu"}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A 4-bit model with a block drafter of 15 drafts, and all kernels on for every row count."""
+    path = tmp_path_factory.mktemp("dense")
+    directory, _ = families.headless(path / "whole", DENSE)
+    weights = quantized(dict(mx.load(str(directory / "model.safetensors"))))
+    tiny.save(path / "target", DENSE | {"quantization": {"group_size": 32, "bits": 4}}, weights)
+    model = mlx_mtp.load_model(path / "target", draft_model=block_drafters.save(path / "drafter", DRAFTER))
+    all_on(model)
+    return model
+
+
+def all_on(model) -> None:
+    for site in kernel_sites.place(model):
+        site.rows = frozenset(site.every_count)
+
+
+def text_of(model, k: int, n: int) -> list[int]:
+    how = {"prompt_lookup": k > 0, "compile_cycles": False}
+    steps = mlx_mtp.generate_step(PROMPT, model, max_tokens=n, num_draft_tokens=min(k, model.max_draft_tokens), **how)
+    return [token for token, _, _ in steps]
+
+
+def compare(model, passes, known) -> None:
+    """Compare every row of the passes over more than one row behind the prompt with passes over one row."""
+    singly = Singly(model)
+    for at, fed, rows in (each for each in passes if each[0] >= len(PROMPT) and len(each[1]) > 1):
+        for i in range(len(fed)):
+            assert same_bits(rows[i : i + 1], singly.logits(tuple(known[:at] + fed[: i + 1]))), (at, fed, i)
+
+
+def test_fifteen_drafts_keep_the_text_and_the_bits(dense, monkeypatch):
+    """Of prompt lookup and of a block drafter: 16 rows, whose rejected ones are compared as well."""
+    with in_place_of_metal() as launches:
+        passes = recorded(dense)
+        text = text_of(dense, 0, 4)
+        del passes[:], launches[:]
+        plans = [Plan("lookup", 15), Plan("block", 15), Plan("lookup", 8)]
+        follow(monkeypatch, Listed(plans[: 3 if SWEEP else 2]))
+        assert text_of(dense, 15, 4) == text
+        assert (EVERY | PRODUCTS) - {launch.kernel for launch in launches} == set()
+        assert [len(fed) for _, fed, _ in passes][1:3] == [16, 16]
+        compare(dense, passes[: None if SWEEP else 2], PROMPT + text)
+
+
+@sweep
+@pytest.mark.parametrize("name", ["step", "hybrid"])
+def test_many_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeypatch):
+    """With experts, windows and recurrences, after tapes of 16 rows of which some are accepted."""
+    model = mlx_mtp.load_model(checkpoints[name])
+    all_on(model)
+    with in_place_of_metal() as launches:
+        passes = recorded(model)
+        text = text_of(model, 0, LENGTH)
+        del passes[:], launches[:]
+        follow(monkeypatch, Listed([Plan("lookup", n) for n in (15, 12, 8, 10)]))
+        assert text_of(model, 15, LENGTH) == text
+        assert OPS[name] <= {launch.kernel for launch in launches}
+        assert {9, 13, 16} <= {len(fed) for _, fed, _ in passes}
+        compare(model, passes, PROMPT + text)
+
+
 # The layers of the other have tests of their own (tests/layers/test_gated_delta.py).
 @sweep  # CI runs it in a section of its own
 @pytest.mark.parametrize("name", ["step", "hybrid"])
@@ -87,12 +162,8 @@ def test_verified_rows_have_the_bits_of_one_row_steps(checkpoints, name, monkeyp
             texts[k] = [token for token, _, _ in steps]
             assert OPS[name] <= {launch.kernel for launch in launches}
         assert texts[0] == texts[3]
-        known, singly = PROMPT + texts[0], Singly(model)
-        verifies = [(at, fed, rows) for at, fed, rows in passes if at >= len(PROMPT) and len(fed) > 1]
-        assert {len(fed) for _, fed, _ in verifies} == {2, 3, 4}
-        for at, fed, rows in verifies:
-            for i in range(len(fed)):
-                assert same_bits(rows[i : i + 1], singly.logits(tuple(known[:at] + fed[: i + 1]))), (at, fed, i)
+        assert {len(fed) for at, fed, _ in passes if at >= len(PROMPT) and len(fed) > 1} == {2, 3, 4}
+        compare(model, passes, PROMPT + texts[0])
     report = model.report
     assert all("off" not in line for line in report.kernels)
     assert all(line.endswith("at M=5, 6, 7, 8") for line in report.not_exact)

@@ -91,6 +91,13 @@ def test_documents_wrap_the_rings(model):
     assert len(set(names)) == len(names) >= 6
 
 
+@pytest.mark.parametrize("new", [1, 80, 160, 1000])
+def test_documents_of_any_number_of_new_tokens_wrap_the_rings(model, new):
+    ring, found = Ring(8).slots, lengths(model, new)
+    assert 1 <= found["up to window 8"] <= ring <= found["up to window 8"] + new
+    assert ring < found["past window 8"] <= 2 * ring <= found["past window 8"] + new
+
+
 # Faults planted in the product, each with a way that must show it.
 
 

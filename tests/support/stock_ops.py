@@ -61,7 +61,8 @@ def attention(sdpa):
             return sdpa(q, k, v, scale=scale, mask=mask, **more)
         if mask == "causal":
             mask = mx.tril(mx.ones((count, k.shape[2]), mx.bool_), k.shape[2] - count)
-        masks = [None if mask is None else mask[..., i : i + 1, :] for i in range(count)]
+        same = mask is None or mask.shape[-2] == 1
+        masks = [mask if same else mask[..., i : i + 1, :] for i in range(count)]
         rows = [sdpa(q[:, :, i : i + 1], k, v, scale=scale, mask=m, **more) for i, m in enumerate(masks)]
         return mx.concatenate(rows, axis=2)
 

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import families
+import lora
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -22,6 +23,7 @@ from mlx_mtp.cache.kinds import make_cache
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.cache.ring import Ring
+from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.layers.attention import Attention
 from mlx_mtp.layers.experts import Mixture
 from mlx_mtp.layers.kernel_site import inexact_rows
@@ -254,6 +256,24 @@ def test_adapters_around_modules_with_sites(adapted, placed_first, tmp_path):
     assert adapters
     assert {Attention, Mixture} <= {type(site) for site in found}
     assert [text_of(model, k) for k in (0, 1)] == [text] * 2
+
+
+def test_an_adapter_selected_after_the_sites_were_placed(tmp_path):
+    """Sites of modules that it replaces step aside while it is selected, and serve the model alone again."""
+    model = load("mimo", tmp_path / "model")
+    names = ("q_proj", "o_proj", "up_proj", "lm_head")
+    load_adapters(model, {"one": lora.save(tmp_path / "one", model, 1, names)})
+    found, adapters = kernel_sites.place(model), model.runtime.adapters
+    texts = {}
+    for name in (None, "one"):
+        adapters.select(name)
+        texts[name] = text_of(model, 0)
+    for site in found:
+        site.rows = frozenset(site.candidates)
+    for name in ("one", None, "one"):
+        adapters.select(name)
+        assert [text_of(model, k) for k in (0, 1)] == [texts[name]] * 2
+    assert texts["one"] != texts[None]
 
 
 def test_other_caches_and_batches_use_mlxs_attention(tmp_path):

@@ -321,7 +321,7 @@ def test_row_counts_of_batches_are_tried_on_request(checkpoint, monkeypatch):
     kernel_switch.switch_on_for_batches(model)
     assert decided[2:] == [("fast", set(range(9, 17))), (None, set(range(9, 17)))]
     assert all(site.rows >= set(range(10, 17)) and 9 not in site.rows for site in sites)
-    assert max(attention.attention.rows) == 8  # rows of one sequence
+    assert max(attention.attention.rows) == 16  # the drafts of one sequence may be more than seven
     assert any("M=9 off (asked for), M=10-16 on" in line for line in model.report.kernels)
 
 

@@ -15,6 +15,7 @@ from ..documents import MODEL, documents
 from ..random_model import shaped_model
 from ..result import result
 from ..timing import measured as interval
+from .block import ASSUMED, BLOCK_DRAFTS, HEADS_SOURCE, Assumed, by_drafts
 from .chips import CHIPS, Chip, find, fitted_chips, read_fitted
 from .links import over_links
 from .models import MODELS, of_port
@@ -41,8 +42,8 @@ def find_model(name: str | None = None, config: Path | None = None, *, on_chip: 
     """Return the operations of a released model (by default Step-3.5-Flash), the demo, a checkpoint or a config.json.
 
     name: one of MODELS, "demo", or a checkpoint's directory. Weights are not read.
-    on_chip: unquantized weights and caches are counted in 16 bits, as on a Mac; otherwise as on this machine.
-    Raises a one-line ValueError for anything else.
+    on_chip: of a checkpoint or config.json, count unquantized weights and caches in 16 bits, as on a Mac; otherwise
+    in the type that they have on this machine. Raises a one-line ValueError for any other name, or name and config.
     """
     width = 2 if on_chip else None
     if config is not None:
@@ -92,12 +93,15 @@ def bench_model(
     rows: Iterable[int] = ROWS,
     results: Sequence[Found] = (),
     ranks: int = 1,
+    assumed: Assumed | None = None,
+    drafts: Iterable[int] = BLOCK_DRAFTS,
 ) -> Found:
     """Return the result of `bench model`: floors in bytes and, with a chip, predicted times and savings of kernels.
 
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
     ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
     ranks: number of ranks that share the model; above 1, the messages between them are added.
+    assumed, drafts: acceptance and numbers of drafts for which the speeds of drafters are predicted; None: no speeds.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -115,9 +119,30 @@ def bench_model(
         found |= {"predicted": predicted(model, chip, context, rows), "kernels": kernels(model, chip, context)}
     if ranks > 1:
         found["links"] = over_links(model, ranks, rows)
+    if assumed:
+        found["drafters"] = {
+            "assumed": {"block": list(assumed.block), "heads": list(assumed.heads), "source": assumed.source},
+            "lines": by_drafts(model, assumed, fitted_chips(), context, drafts),
+        }
     found["measured"] = [line for other in results for line in nearest(other, context)]
     found["documents"] = documents(fitted_chips()) if subject.name == MODEL else []
     return result("model", facts, {"context": context, "rows": rows}, **found, validation=fitted["validation"])
+
+
+def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
+    """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
+
+    block, heads: rates to assume instead of the published ones. Raises ValueError for rates with such a model.
+    """
+    found = ASSUMED.get(subject.name)
+    if (block or heads) and found is None:
+        raise ValueError(f"model={subject.name}: drafters are predicted only for {', '.join(ASSUMED)}")
+    if wrong := [rate for rate in (*block, *heads) if not 0 <= rate <= 1]:
+        raise ValueError(f"rate {wrong[0]:g} of accepted drafts; allowed are 0 to 1")
+    if found is None:
+        return None
+    sources = "DFlash2: as given" if block else found.source, "MTP heads: as given" if heads else HEADS_SOURCE
+    return Assumed(found.hidden, block or found.block, "; ".join(sources), heads or found.heads)
 
 
 def nearest(found: Found, context: int) -> list[Found]:
@@ -138,7 +163,8 @@ def times(found: Found) -> list[Found]:
     """Return the times in a result of `bench decode`, `verify` or `profile`, one line each.
 
     A line has context (tokens), phase, rows M of the verify, drafts k, side, seconds.
-    For short prompts the context is about the middle of a text. Raises ValueError for a result without times.
+    For short prompts the context is about the middle of a text. Raises ValueError for a result of another command, or
+    without times.
     """
     taken = TAKEN.get(found["bench"])
     if taken is None:
@@ -146,12 +172,15 @@ def times(found: Found) -> list[Found]:
     names = "context", "phase", "rows", "side", "seconds"
     lines: list[Found] = [dict(zip(names, line, strict=True)) for line in taken(found)]
     if not lines:
-        raise ValueError(f"measured: bench {found['bench']} has no times with caches in 16 bits")
+        raise ValueError(f"measured: bench {found['bench']} has no times of several tokens with caches in 16 bits")
     return [line | {"drafts": line["rows"] - 1} for line in lines]
 
 
 def _of_loops(found: Found) -> Iterator[Time]:
-    """Yield whole plain steps and cycles of loops with unquantized caches, host included."""
+    """Yield whole plain steps, ours and mlx-lm's, and cycles of fixed numbers of drafts, host included.
+
+    Only of settings with unquantized caches.
+    """
     for setting in settings(found):
         entries = [e for e in found["entries"] if e["context"] == setting[0]]
         length = sum(e["prompt_tokens"] + sum(e["tokens"]) / len(e["tokens"]) / 2 for e in entries) / len(entries)

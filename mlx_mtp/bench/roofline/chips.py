@@ -48,7 +48,7 @@ CHIPS = {line[0]: _chip(*line) for line in csv.reader((HERE / "chips.csv").read_
 
 
 def read_fitted() -> dict[str, Any]:
-    """Return the output of `python -m bench.cost_model.fit` on published times.
+    """Return the stored output of `python -m bench.cost_model.fit` on published times.
 
     chips: by name the shares `usable` and `issue`, and `fitted_to`, the number of times. validation: as in a result.
     summary: lines about the errors, for printing.

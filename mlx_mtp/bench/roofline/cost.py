@@ -174,7 +174,7 @@ def latent(op: LatentOp, at: PassShape, chip: Chip) -> Cost:
 
 
 def state(op: StateOp, at: PassShape, _: Chip) -> Cost:
-    """Return a state's Cost: read and written once; per row and 4-byte value a decay, two sums and two updates."""
+    """Return a state's Cost: read and written once; six instructions per row and 4-byte value."""
     return Cost(op.name, 2 * op.nbytes, op.nbytes / 4 * 6 * at.m)
 
 

@@ -103,7 +103,7 @@ def _shape(module: Any) -> tuple[int, int, int]:
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
-    """Return the bits of a weight, and the group size that matches the bytes of scales; None: not quantized."""
+    """Return (fewest bits of a weight, the group size that explains all other bytes; None: not quantized)."""
     quantized = [module.bits for module in modules if "scales" in module]
     if not quantized:
         return 8 * width, None
@@ -189,6 +189,11 @@ MODELS = {
         LinearOp("lm_head", 248320, 2048),
         ("qwen delta experts", 30, delta(2048, 16, 32), moe(2048, 512, 256, 8)),
         ("qwen attention experts", 10, gqa(2048, 16, 2, 256, gate=16 * 256), moe(2048, 512, 256, 8)),
+    ),
+    "GLM-4.7-Flash": released(
+        LinearOp("lm_head", 154880, 2048),
+        ("deepseek dense", 1, mla(2048, 20, 768, 512, 64, 192, 256), mlp(2048, 10240)),
+        ("deepseek experts", 46, mla(2048, 20, 768, 512, 64, 192, 256), moe(2048, 1536, 64, 4)),
     ),
     "DeepSeek-V3": released(
         LinearOp("lm_head", 129280, 7168),

@@ -172,7 +172,7 @@ class ModelOps:
 
     @property
     def max_drafts(self) -> int:
-        """Maximum drafts of a cycle whose verify has at most 8 rows."""
+        """Maximum drafts of a cycle: what the heads can make, at most 7."""
         return 7 if self.recycled else min(7, len(self.drafts))
 
     def draft_passes(self, k: int) -> list[tuple[DraftHeadOps, int]]:

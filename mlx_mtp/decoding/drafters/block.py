@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.prompt_cache import PromptCache
+from ...cache.ring import CALL_ROWS
 from ...layers.block_drafter import BlockNetwork
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
@@ -17,7 +18,6 @@ from .block_choice import BlockChoice
 from .drafter import Drafter, Frame
 
 MOST = 15  # maximum drafts per cycle: with the newest token a ring can take back 16 rows
-USUAL = 7  # default maximum: on a GPU kernels keep the bits of 8 rows; the controller chooses fewer where those pay
 
 
 class Block(Drafter):
@@ -32,7 +32,7 @@ class Block(Drafter):
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape
         self.most, self.reads = min(MOST, shape.drafts), shape.taps
-        self.usual = min(USUAL, self.most)
+        self.usual = self.most  # the controller drafts fewer where that is faster
         self.windows = tuple(reach.before for reach in shape.reaches)
 
     @property
@@ -45,26 +45,44 @@ class Block(Drafter):
 
         The block begins at the target's position, after the accepted rows; rejected rows from there on are masked.
         """
-        model, cache, net = frame.model, frame.cache, self.net
-        net.append(self._context(model, run.hidden), cache.heads)
-        cache.heads_follow()
-        if k == 0:
-            return NO_DRAFTS
-        position, newest = cache.layers[0].offset, run.newest()
-        masks = mx.full((newest.shape[0], k - net.shape.anchored), net.shape.mask_token, mx.int32)
+        model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
+        context = self.context(model, run.hidden)
+        if k == 0 or run.size + k + 1 > CALL_ROWS:  # else one call writes context and block
+            self.net.append(context, cache.heads)
+            cache.heads_follow()
+            context = None
+        if k:
+            rows = self.rows(model, cache.heads, run.newest(), k, context, run.last)
+            first, sure = cache.layers[0].offset + 1, bool(frame.plan.p_min)
+            drafts = BlockChoice(model, self.net, frame.members, run.newest(), first, confidence=sure)(rows)
+            cache.heads_follow()
+        return drafts
+
+    def rows(
+        self,
+        model: Target,
+        caches: list[Any],
+        newest: mx.array,
+        k: int,
+        context: mx.array | None = None,
+        last: mx.array | None = None,
+    ) -> mx.array:
+        """Return the output rows [n, k, H] of a block after the newest tokens, int32 [n, 1], of n sequences.
+
+        The last arguments are those of `BlockNetwork`, without context if the caches are at the newest tokens.
+        """
+        masks = mx.full((newest.shape[0], k - self.net.shape.anchored), self.net.shape.mask_token, mx.int32)
         block = mx.concatenate([newest, masks], axis=1)
-        rows = net(self._embedded(model, block), cache.heads)[:, -k:]
-        cache.heads_follow()
-        choice = BlockChoice(model, net, frame.members, newest, position + 1, confidence=bool(frame.plan.p_min))
-        return choice(rows)
+        return self.net(self._embedded(model, block), caches, context, last)[:, -k:]
 
     def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
         """Append rows to the context; the tokens do not matter."""
         for kv in cache.heads:
             kv.seek(first, first)
-        self.net.append(self._context(model, hidden), cache.heads)
+        self.net.append(self.context(model, hidden), cache.heads)
 
-    def _context(self, model: Target, hidden: mx.array) -> mx.array:
+    def context(self, model: Target, hidden: mx.array) -> mx.array:
+        """Return the network's context rows [n, L, H] for the target's hidden rows."""
         return self.net.fused(hidden[..., model.no_hidden().shape[-1] :])
 
     def _embedded(self, model: Any, tokens: mx.array) -> mx.array:

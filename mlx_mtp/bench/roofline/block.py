@@ -1,0 +1,112 @@
+"""Predict tokens per second by number of drafts, of a DFlash2 block drafter and of MTP heads, on Apple's chips.
+
+Nothing here is measured. How often drafts are accepted is an assumption, from figures that others published.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, repeat
+from operator import mul
+from typing import Any
+
+from .chips import Chip
+from .cost import ALL, PassCosts, PassShape, collect, of_drafts, of_model, seconds
+from .models import gqa, mlp
+from .ops import LinearOp, ModelOps, Op
+from .phases import SHOWN_OVERLAP
+
+CHIPS = ("M1 Max", "M2 Max", "M3 Max 40c", "M4 Max 40c", "M5 Max 40c")
+HEAD_DRAFTS, BLOCK_DRAFTS = range(1, 4), range(1, 16)
+PLAIN, HEADS, BLOCK = "plain", "MTP heads", "DFlash2"
+LAYERS, TAPS, WINDOW = 5, 5, 2048  # the last layer reads the whole context
+BITS = 8  # others report that 4 bits lose acceptance
+# Launches of `bench/launches/drafters.py`'s DFlash2 drafter in recorded graphs.
+LAYER_LAUNCHES, FIXED_LAUNCHES, DRAFT_LAUNCHES = 42, 26, 9
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Assumed acceptance of a model's drafts: each one's if the one before is accepted; further drafts have the last.
+
+    hidden: the model's hidden size. source: where the figures are from.
+    """
+
+    hidden: int
+    block: Sequence[float]
+    source: str
+    heads: Sequence[float] = (0.80, 0.70)
+
+
+HEADS_SOURCE = (
+    "MTP heads: 80% for Qwen3.6-27B's first draft (vllm-mlx#660), then a fall like that of Gemma 4's: 84, 60, 39 and "
+    "27% by position (spark-vllm-docker#343)"
+)
+ASSUMED = {
+    "Qwen3.6-27B": Assumed(5120, (0.90,), "5.65 tokens in a cycle of 8 rows, Qwen3.8-27B (vmlx-swift#276)"),
+    "Qwen3.6-35B-A3B": Assumed(2048, (0.87,), "85 to 89% accepted, DFlash (Rapid-MLX#472)"),
+    "GLM-4.7-Flash": Assumed(2048, (0.915,), "6 tokens in a cycle of 8 rows, GLM-5.3-Flash (mlx-vlm#2074)"),
+}
+
+
+def tokens_per_cycle(rates: Sequence[float], k: int) -> float:
+    """Return the expected tokens of a cycle with k drafts. rates: as in `Assumed`; at least one."""
+    each = islice(chain(rates, repeat(rates[-1])), k)
+    return 1 + sum(accumulate(each, mul))
+
+
+def of_block(h: int, lm_head: LinearOp, k: int, at: PassShape, chip: Chip) -> PassCosts:
+    """Return the costs of k drafts of a DFlash2 drafter after a verify of k + 1 rows; `at.m` is ignored.
+
+    h: hidden size. Its sizes are those of a published header in proportion: five layers, MLPs of 3 h, 8 KV heads of
+    128; 32 query heads are assumed.
+    """
+    rows, work = k + 1, list[tuple[int, Op, int]]()
+    context = _stored([LinearOp("fc", h, TAPS * h), *(LinearOp(n, 8 * 128, h) for n in "kv" for _ in range(LAYERS))])
+    work += [(1, op, rows) for op in context]
+    for layer in range(LAYERS):
+        window = WINDOW if layer + 1 < LAYERS else None
+        convolutions = (LinearOp("kernels", 4 * h // 16, h) for _ in range(2))
+        ops = _stored([*gqa(h, 32, 8, 128, window=window), *mlp(h, 3 * h), *convolutions])
+        work += [(1, op, rows) for op in ops]
+    work += [(1, op, k) for op in (*_stored([LinearOp("selector", 256, h)]), lm_head)]
+    return collect(work, at, chip, FIXED_LAUNCHES + LAYERS * LAYER_LAUNCHES + DRAFT_LAUNCHES * k)
+
+
+def _stored(ops: Iterable[Op]) -> list[Op]:
+    """Return the operations with their weights in BITS."""
+    return [LinearOp(op.name, op.n, op.k, BITS) if isinstance(op, LinearOp) else op for op in ops]
+
+
+def by_drafts(
+    model: ModelOps,
+    assumed: Assumed,
+    chips: dict[str, Chip],
+    context: int,
+    drafts: Iterable[int] = BLOCK_DRAFTS,
+) -> list[dict[str, Any]]:
+    """Predict tokens per second with our kernels: plainly, and by number of drafts of heads and of a block drafter.
+
+    A line has drafter, drafts, tokens of a cycle, and seconds and tokens_per_second by chip of CHIPS.
+    """
+    every = [(PLAIN, 0), *((HEADS, k) for k in HEAD_DRAFTS), *((BLOCK, k) for k in drafts)]
+    found = []
+    for drafter, k in every:
+        rates = assumed.heads if drafter == HEADS else assumed.block
+        tokens = tokens_per_cycle(rates, k)
+        times = {name: _cycle(model, assumed.hidden, drafter, k, chips[name], context) for name in CHIPS}
+        speeds = {name: tokens / time for name, time in times.items()}
+        found.append(
+            {"drafter": drafter, "drafts": k, "tokens": tokens, "seconds": times, "tokens_per_second": speeds}
+        )
+    return found
+
+
+def _cycle(model: ModelOps, hidden: int, drafter: str, k: int, chip: Chip, context: int) -> float:
+    """Return the predicted seconds of a cycle with k drafts."""
+    at = PassShape(k + 1, ALL, context, SHOWN_OVERLAP)
+    costs = [of_model(model, at, chip)]
+    if drafter == HEADS:
+        costs.append(of_drafts(model, k, at, chip))
+    elif k:
+        costs.append(of_block(hidden, model.head, k, at, chip))
+    return sum(seconds(cost, chip) for cost in costs)

@@ -1,0 +1,65 @@
+"""Recognize packed floating-point weights: NVFP4, MXFP4, and 8-bit floats with powers of two as scales."""
+
+from .modules import MATRICES, Found, Packed
+
+E8M0 = ("U8", "F8_E8M0")
+POWERS = "expected powers of two for whole groups of 32 numbers in a row"
+
+
+def is_fp4(found: Found) -> bool:
+    """Return whether the module's "weight" contains pairs of 4-bit floats, as modelopt writes them."""
+    parts = found.parts
+    weight, scale = parts.get("weight"), parts.get("weight_scale")
+    if weight is None or weight.dtype != "U8" or len(weight.shape) not in MATRICES:
+        return False
+    if "weight_scale_2" in parts or scale is None:
+        return "weight_scale_2" in parts
+    half = weight.shape[-1]
+    rows = scale.dtype in E8M0 and scale.shape in [(*weight.shape[:-1], half // n) for n in (8, 16)]
+    return scale.dtype == "F8_E4M3" or rows
+
+
+def fp4(found: Found, codes: str) -> Packed:
+    """Return 4-bit floats, two in a byte: NVFP4 in groups of 16, or MXFP4 in groups of 32."""
+    parts = found.parts
+    found.need(codes, "weight_scale")
+    *lead, rows, half = found.matrix(codes)
+    if parts[codes].dtype != "U8" or half % 8:
+        raise found.refuse(f"{found.stored(codes)}; expected U8 and rows of whole groups of 16 numbers")
+    shape, scale = (*lead, rows, 2 * half), parts["weight_scale"]
+    if scale.dtype in E8M0 and scale.shape == (*lead, rows, half // 16) and half % 16 == 0:
+        return Packed("mxfp4", parts, codes, "weight_scale", shape, 4, 32)
+    found.expect("weight_scale", (*lead, rows, half // 8), ("F8_E4M3", "U8"))
+    found.expect_one("weight_global_scale" if codes == "weight_packed" else "weight_scale_2", tuple(lead))
+    return Packed("nvfp4", parts, codes, "weight_scale", shape, 4, 16)
+
+
+def fp8(found: Found) -> Packed | None:
+    """Return 8-bit floats whose scales, of groups in a row or of blocks, are powers of two.
+
+    None for other scales. Float32 scales may be other numbers than `scale_fmt` states; the reader checks them.
+    """
+    parts, values = found.parts, found.settings.values
+    suffix = next((name for name in ("weight_scale_inv", "weight_scale") if name in parts), None)
+    if suffix is None or "weight" not in parts or parts["weight"].dtype not in ("F8_E4M3", "U8"):
+        return None
+    scale, stated = parts[suffix], values.get("weight_block_size")
+    if len(parts["weight"].shape) not in MATRICES or 0 in parts["weight"].shape:
+        return None
+    if scale.dtype not in E8M0 and not (values.get("scale_fmt") == "ue8m0" and scale.dtype == "F32"):
+        return None
+    *lead, rows, columns = found.matrix("weight")
+    for high, wide in (_pair(stated), (1, 32), (32, 32), (128, 128)):
+        blocks = (*lead, -(-rows // high), -(-columns // wide))
+        if scale.shape == blocks and columns % 32 == wide % 32 == 0:
+            return Packed("mxfp8", parts, "weight", suffix, (*lead, rows, columns), 8, 32, (high, wide))
+    if scale.dtype == "F32":
+        return None
+    raise found.refuse(f"{found.stored(suffix)}; {POWERS}")
+
+
+def _pair(sizes: object) -> tuple[int, int]:
+    """Return config.json's block size, or MXFP8's unless it is two positive integers."""
+    if isinstance(sizes, list | tuple) and [type(size) for size in sizes] == [int, int] and min(sizes) > 0:
+        return sizes[0], sizes[1]
+    return 1, 32
