@@ -93,7 +93,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
                 f"{file}: made with another model, or in another precision; load that one, or make it again"
             )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
-            raise ValueError(f"{file}: made with other MTP heads or drafter; load those, or make it again")
+            raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:

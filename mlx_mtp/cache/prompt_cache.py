@@ -55,7 +55,7 @@ class PromptCache(StepCache, ListOfOne):
     primed:  number of positions that the heads have read.
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
     backlog: `drafting.pending` rows that the heads have not read and need, up to the last position held.
-    kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; else a drafter's own.
+    kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.

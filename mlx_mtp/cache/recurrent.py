@@ -48,7 +48,7 @@ class RecurrentCache(LayerCache):
         return self.parts[2] if self.parts else mx.zeros((1, taps - 1, rows.shape[2]), rows.dtype)
 
     def state(self, replay: Replay) -> mx.array | None:
-        """Return the state at `offset`, None at the start: with a tape that after its accepted rows, not stored here.
+        """Return the state at `offset`, None at the start; with a tape, that after its accepted rows.
 
         replay(state, mask [1, T], *tape): returns the state after the tape rows that are true in the mask.
         """

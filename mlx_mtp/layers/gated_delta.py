@@ -71,8 +71,8 @@ class GatedDelta:
     def fused(self: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache: Any) -> mx.array:
         """Return the output of `plain` for the arrays of `grouped`, in three launches, and advance the cache.
 
-        The second launch also replays a tape that has to be; from a tape of states MLX takes one before. The rows of
-        B sequences follow each other: [1, B * S, Hv, Dv].
+        The second launch also replays a tape of inputs; MLX's operations read a tape of states before. The rows of B
+        sequences follow each other: [1, B * S, Hv, Dv].
         """
         accepted, tape = cache.accepted, None
         earlier = cache.convolution_rows(qkv.flatten(2), self.conv_kernel_size)  # uses only the shape of qkv

@@ -110,9 +110,10 @@ class Site:
 
 
 def inexact_rows(site: Site, more: Collection[int] = ()) -> set[int]:
-    """Return the row counts at which a row's bits may differ from those at other counts, with the kernel as it is on.
+    """Return the row counts at which a row's bits may differ from those at other counts.
 
-    more: the row counts of `together` that occur as well. A kernel counts as on if it is at every context.
+    more: the row counts of `together` that occur as well. The kernel counts as on for the `site.rows` at which it is
+    on at every context.
     """
     if not getattr(site, "bits", True):
         return set(site.rows)

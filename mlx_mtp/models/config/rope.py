@@ -50,7 +50,7 @@ class Rope:
 
     @property
     def main(self) -> Config:
-        """Parameters of all or of full-attention layers; if neither are stated, the first that are."""
+        """Parameters of all or of full-attention layers; if neither is stated, of the first layer type."""
         return self.kinds.get("") or self.kinds.get(FULL) or next(iter(self.kinds.values()))
 
     @property
