@@ -30,6 +30,7 @@ from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
+from .grammar import Constraint, Grammar, compiled
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
@@ -78,6 +79,7 @@ def generate_step(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
+    grammar: Grammar | Constraint | None = None,
     draft_sampling: str = "coupled",
     logprobs: bool = False,
     stop_tokens: Collection[int] = (),
@@ -99,15 +101,19 @@ def generate_step(
     stats = stats or Stats()
     stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
+    constraint = None if grammar is None else compiled(grammar, None, model.vocab_size)
+    stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
+    text = constraint and constraint.text
+    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), text)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
-    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
-    compiled = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
+    matcher = constraint.matcher(cache.offset + len(tokens)) if constraint else None
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
+    replay = compiled_for(model, cache, picker, compile_cycles)
+    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=replay)
     agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, compiled)
-    generated = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)))
+    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, replay)
+    generated = decode(decoder, tokens, max_tokens, stops, prompt_progress_callback)
+    return in_turns(_with_costs_kept(generated, partial(remember, model, control, replay)))
 
 
 def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:
@@ -138,6 +144,9 @@ def stream_generate(
     ids = encoded(tokenizer, prompt)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
+    if options.get("grammar") is not None:
+        options["grammar"] = constraint = compiled(options["grammar"], tokenizer, model.vocab_size)
+        stops |= set(constraint.eos)
     options |= {"max_tokens": max_tokens, "stats": stats, "stop_tokens": stops}
     return in_turns(_responses(tokenizer.detokenizer, generate_step(ids, model, **options), stats, stops))
 

@@ -5,8 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..cache.mark import Mark
 from ..cache.prompt_cache import PromptCache
@@ -19,13 +21,14 @@ from .clock import Clock
 from .drafters import drafters_of
 from .drafters.drafter import Frame
 from .history import TokenHistory
+from .masks import mask_rows
 from .members import Single
 from .prefill import evaluated, first_run, prefill
 from .replay import Compiled
 from .run import NO_DRAFTS, Drafts, Run
 from .sampling import Picker
 from .stats import Stats
-from .step import propose, step, verify
+from .step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
 
 PROMPT = Plan()  # plan of the run that chooses the first token after a prompt
 
@@ -37,7 +40,8 @@ class Flight:
     begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
              it. before: mark of the caches after the previous cycle. run: the step's result (with p_min `drafts`,
              from which `submit` builds it). replayed: whether it was recorded. built: the host's seconds for it.
-             late: whether it was begun after the previous cycle was read.
+             late: whether it was begun after the previous cycle was read. passed: with a grammar, instead of run,
+             which `submit` completes when it has read the drafts.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
     read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
              cannot be built before this one is read; None if it can.
@@ -49,6 +53,7 @@ class Flight:
     prefilled: int = 0
     run: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
+    passed: Passed | None = None
     after: Mark = field(init=False)
     base: int = field(init=False)
     accepted: int = 0
@@ -121,6 +126,8 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     """
     cache = d.cache
     d.history = TokenHistory(cache.tokens)
+    if d.picker.matcher:
+        d.picker.matcher.restart()
     while True:
         try:
             run = choose()
@@ -160,10 +167,13 @@ def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        new.run, arrays = (replay or partial(step, frame))(last.run.given, cache.unload(), drafts)
+        masked = d.picker.matcher is not None
+        build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
+        built, arrays = build(last.run.given, cache.unload(), drafts)
+        setattr(new, "passed" if masked else "run", built)
         if replay:
             limit = last.base + last.run.size
-            cache.load(arrays, limit + new.run.size, limit)
+            cache.load(arrays, limit + new.plan.k + 1, limit)
     new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
@@ -227,11 +237,17 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
     if new.plan.p_min:
-        new.run = verify(_frame(d, last, new.plan), last.run, _confident(d, last, new))
+        frame, drafts = _frame(d, last, new.plan), _confident(d, last, new)
+        if d.picker.matcher:
+            new.passed = read_rows(frame, last.run, drafts)
+        else:
+            new.run = verify(frame, last.run, drafts)
     agree(d)
     d.submitted = new
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
+    if new.passed:
+        new.run = _choose(d, _frame(d, last, new.plan), new.passed)
     start(d, new.run)
     if not d.cache.live:
         whole = last.accepted + 1 == last.run.size
@@ -239,6 +255,28 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     new.base = last.base + last.accepted + 1
     d.cache.advance(new.base)
     new.after = d.cache.mark()
+
+
+def _choose(d: Decoder, frame: Frame, passed: Passed) -> Run:
+    """Submit the target's pass; build the choice from its rows under the masks, which depend on the drafts.
+
+    The host reads the drafts and makes the masks while the device computes the pass.
+    """
+    drafts: list[Any] = []
+    if passed.drafts is not None:
+        evaluated(mx.async_eval, passed.drafts)
+    evaluated(mx.async_eval, passed.hidden)
+    if passed.drafts is not None:
+        tic = perf_counter()
+        drafts = evaluated(np.array, passed.drafts)[0].tolist()
+        d.stats.add_time(0.0, perf_counter() - tic)
+    masks = [mask_rows(d.picker.matcher, d.history.tokens, drafts)]
+    if d.compiled:
+        run = d.compiled.choose(frame, passed, None, masks, d.stats)
+    else:
+        run = choose(frame.model, frame.members, passed, masks=masks)
+    roll_back(frame, run)
+    return run
 
 
 def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:

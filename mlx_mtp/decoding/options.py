@@ -21,6 +21,8 @@ temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, x
     mlx_lm's meanings and order; at temp 0, the default, the likeliest token is taken.
 seed: makes draws reproducible, in any thread and with any num_draft_tokens. `mx.random.seed` does so too, but only
     for generations that start in the thread that calls it.
+grammar: from `mlx_mtp.grammar`: every token is chosen among those that it allows after the tokens before. The
+    tokenizer's end-of-text tokens then end the generation.
 sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc_special_tokens. Its draws from
     MLX's random state are reproducible as other draws are; it must have no other state.
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.

@@ -22,7 +22,7 @@ class Stats:
     drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted.
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
     lengths:       number of cycles by the number of drafts that they verified.
-    waits:         host reads in cycles: one per cycle, and one more if the drafts' confidence is read (p_min).
+    waits:         host reads in cycles: one per cycle, and one more if the drafts are read (p_min, a grammar).
     built_late:    cycles built after the previous cycle was read, by reason; the first cycle is not counted.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
     prefill_time:  seconds until the first token arrived, including the heads' prefill of the prompt.

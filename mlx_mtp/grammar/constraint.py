@@ -20,26 +20,31 @@ _lock = threading.Lock()
 class Constraint(NamedTuple):
     """A grammar compiled for a tokenizer.
 
-    eos:    token ids that end an answer. words: of a mask, 32 tokens each.
+    text:   the grammar's. eos: token ids that end an answer. words: of a mask, 32 tokens each; own_words: of those
+            that the tokenizer has.
     parser: a matcher at the start, which is copied. styles: the same of each of the grammar's styles.
     """
 
+    text: str
     eos: tuple[int, ...]
     words: int
+    own_words: int
     parser: Any
     styles: tuple[Any, ...]
 
-    def matcher(self) -> Matcher:
-        """Return the matcher of one answer, at its start."""
-        return Matcher(self.parser.deep_copy(), self.styles, self.eos, self.words)
+    def matcher(self, start: int = 0) -> Matcher:
+        """Return the matcher of one answer, which begins after `start` tokens."""
+        return Matcher(self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words), start)
 
 
-def compiled(grammar: Grammar, tokenizer: Any, vocab_size: int) -> Constraint:
-    """Return a grammar compiled for a tokenizer and a model's number of logits; cached.
+def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> Constraint:
+    """Return a grammar compiled for a tokenizer and a model's number of logits; cached. A Constraint is returned.
 
     tokenizer: mlx-lm's or transformers', with `backend_tokenizer`, or an `LLTokenizer`; None: the grammar's own.
     Raises ValueError without any tokenizer, and for a grammar that the tokenizer does not suit.
     """
+    if isinstance(grammar, Constraint):
+        return grammar
     if not isinstance(grammar, Grammar):
         raise ValueError(f"grammar: a {type(grammar).__name__}; expected one from mlx_mtp.grammar")
     tokenizer = grammar.tokenizer if tokenizer is None else tokenizer
@@ -48,14 +53,15 @@ def compiled(grammar: Grammar, tokenizer: Any, vocab_size: int) -> Constraint:
     own = _of_library(tokenizer, vocab_size)
     parser = _parser(own, grammar.text, grammar.name)
     styles = tuple(_parser(own, text, grammar.name) for text in grammar.styles)
-    return Constraint(tuple(own.eos_tokens), (vocab_size + 31) // 32, parser, styles)
+    words, own_words = ((size + 31) // 32 for size in (vocab_size, own.vocab_size))
+    return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, parser, styles)
 
 
 def _of_library(tokenizer: Any, vocab_size: int) -> Any:
     """Return llguidance's tokenizer for one of mlx-lm or transformers; made once."""
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
-        if tokenizer.vocab_size != vocab_size:
+        if tokenizer.vocab_size > vocab_size:
             raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens; the model has {vocab_size}")
         return tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)

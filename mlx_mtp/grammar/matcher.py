@@ -16,12 +16,16 @@ class Matcher:
     """The position of one answer in its grammar. One thread at a time may use it.
 
     parser: llguidance's matcher, at the start. styles: those of the grammar with fixed separators, which are copied.
-    eos: token ids that end the answer, the usual one first. words: of a mask; a word has the bits of 32 tokens.
-    size: number of the answer's tokens that it has followed.
+    eos: token ids that end the answer, the usual one first. words: of the tokenizer's masks, and of the model's,
+    which has zeros after them; a word has the bits of 32 tokens.
+    start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     """
 
-    def __init__(self, parser: Any, styles: Sequence[Any], eos: Sequence[int], words: int):
-        self.eos, self.words, self.size = tuple(eos), words, 0
+    def __init__(
+        self, parser: Any, styles: Sequence[Any], eos: Sequence[int], words: tuple[int, int], start: int = 0
+    ):
+        self.eos, self.start, self.size = tuple(eos), start, 0
+        self._own_words, self.words = words
         self._parser, self._styles = parser, styles
         self._twins = [style.deep_copy() for style in styles]
 
@@ -30,9 +34,9 @@ class Matcher:
         self._parser.reset()
         self.size, self._twins = 0, [style.deep_copy() for style in self._styles]
 
-    def follow(self, answer: Sequence[int]) -> None:
-        """Follow the answer, all its tokens, from the first that it has not followed yet."""
-        new = [int(token) for token in answer[self.size :]]
+    def follow(self, tokens: Any) -> None:
+        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
+        new = [int(token) for token in tokens[self.start + self.size :]]
         self.size += len(new)
         if self._parser.try_consume_tokens(new) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
@@ -46,9 +50,7 @@ class Matcher:
         taken = 0
         try:
             for row in range(len(masks)):
-                llguidance().fill(self._parser, masks, row)
-                if self._parser.is_error():
-                    raise self._error()
+                self._fill_row(masks[row])
                 if row == len(drafts) or drafts[row] in self.eos or not allows(masks[row], drafts[row]):
                     break
                 if not self._parser.try_consume_tokens([drafts[row]]):
@@ -57,6 +59,13 @@ class Matcher:
         finally:
             if taken and not self._parser.rollback(taken):
                 raise self._error()
+
+    def _fill_row(self, mask: np.ndarray) -> None:
+        own = np.empty((1, self._own_words), np.int32)
+        llguidance().fill(self._parser, own, 0)
+        if self._parser.is_error():
+            raise self._error()
+        mask[: self._own_words], mask[self._own_words :] = own[0], 0
 
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.

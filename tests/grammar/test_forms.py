@@ -59,7 +59,7 @@ def test_a_schema_that_cannot_be_honoured_is_one_line(schema, name):
         lambda: grammars.constraint(grammar.regex("a", tokenizer=object())),
         lambda: grammar.compiled(grammar.regex("a"), None, 5),
         lambda: grammar.compiled("a", None, 5),
-        lambda: grammar.compiled(grammar.regex("a"), grammars.letters(), 7),
+        lambda: grammar.compiled(grammar.regex("a"), grammars.letters(), 4),
         lambda: grammar.json(whitespace=-1),
         lambda: grammar.json(whitespace="("),
         lambda: grammar.json(whitespace=1.5),
