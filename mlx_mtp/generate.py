@@ -27,7 +27,7 @@ from .decoding.cycle import Decoder
 from .decoding.drafters import drafters_of
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import make_room
-from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
+from .decoding.policy import compiled_for, control_for, forced_drafts, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
 from .grammar import Constraint, Grammar, compiled
@@ -80,6 +80,7 @@ def generate_step(
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
     grammar: Grammar | Constraint | None = None,
+    grammar_drafts: int | None = None,
     draft_sampling: str = "coupled",
     logprobs: bool = False,
     stop_tokens: Collection[int] = (),
@@ -106,10 +107,12 @@ def generate_step(
     text = constraint and constraint.text
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), text)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
-    matcher = constraint.matcher(cache.offset + len(tokens)) if constraint else None
+    forced = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
+    matcher = constraint.matcher(cache.offset + len(tokens), forced) if constraint else None
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
     replay = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=replay)
+    how = {"adaptive": adaptive, "p_min": draft_p_min > 0, "compiled": replay, "matcher": matcher}
+    control = control_for(model, k, lookup, **how)
     agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
     decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, replay)
     generated = decode(decoder, tokens, max_tokens, stops, prompt_progress_callback)

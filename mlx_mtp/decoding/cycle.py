@@ -150,7 +150,8 @@ def can_build_ahead(d: Decoder, flight: Flight) -> bool:
     elif d.picker.processors:
         flight.late_reason = "logits processors"
     else:
-        flight.late_reason = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup))
+        most = d.picker.matcher.most if d.picker.matcher else 0
+        flight.late_reason = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup, most))
     return flight.late_reason is None
 
 
@@ -159,11 +160,32 @@ def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
 
     With p_min only the drafts are built; `submit` builds the rest.
     """
-    tic = perf_counter()
-    new, cache = _plan(d, last, max_drafts), d.cache
+    return _build(d, last, _plan(d, last, max_drafts))
+
+
+def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("inf")) -> Flight:
+    """Return the cycle after `last`, which has been read: `new`, or one with drafts that the grammar forces."""
+    matcher = d.picker.matcher
+    if matcher is None or not (most := int(min(matcher.most, max_drafts))):
+        return new
+    matcher.follow(d.history.tokens)
+    if not (forced := len(matcher.drafts(most))):
+        return new
+    control = d.control
+    plan = control.redraft(new.plan, forced) if isinstance(control, Controller) else Plan("grammar", forced)
+    if plan is new.plan:
+        return new
+    d.cache.restore(new.before)
+    return _build(d, last, Flight(plan, new.before, prefilled=new.prefilled, late=True))
+
+
+def _build(d: Decoder, last: Flight, new: Flight) -> Flight:
+    """Build or replay the step of a planned cycle, unevaluated; return the cycle."""
+    tic, cache = perf_counter(), d.cache
     frame, replay = prepare(d, last, new.plan, d.compiled)
-    early = new.plan.k and not frame.drafter  # this drafter drafts before the step
-    drafts = d.drafters[new.plan.source].propose(frame, last.run, new.plan.k) if early else NO_DRAFTS
+    source = d.drafters[new.plan.source] if new.plan.k else None
+    early = source is not None and not source.in_step  # this drafter drafts before the step
+    drafts = source.propose(frame, last.run, new.plan.k) if source and early else NO_DRAFTS
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
@@ -180,6 +202,8 @@ def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
 
 def _frame(d: Decoder, last: Flight, new: Plan) -> Frame:
     drafter = d.drafters[new.source] if new.k else None
+    if new.source == "grammar" and d.cache.live:  # it reads on, because the next cycles are often its own
+        drafter = next(iter(d.drafters.values()))
     in_step = drafter if drafter and drafter.in_step else None
     return Frame(d.model, d.cache, new, in_step, (Single(d.picker, d.history, last.base),), last.base)
 

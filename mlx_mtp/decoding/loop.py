@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from ..grammar import GrammarError
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, can_build_ahead, observe, prefill_prompt, read, submit
+from .cycle import Decoder, Flight, begin, can_build_ahead, observe, prefill_prompt, read, redraft, submit
 from .prefill import test_heads
 from .recovery import resume, settle
 
@@ -85,6 +85,7 @@ def _advance(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int])
     done = done or d.stopping
     try:
         if built and not done:
+            ahead = built = redraft(d, cycle, built)
             submit(d, cycle, built)
     except (*TROUBLE, GrammarError) as e:
         ahead, d.submitted.failed = e, isinstance(e, GraphFailed)
@@ -134,7 +135,8 @@ def _submit_late(d: Decoder, last: Flight) -> Flight:
     d.cache.quantize_at(position)
     last.after.release()
     last.after = d.cache.mark()
-    new = begin(d, last, d.cache.room(position) - 1)
+    room = d.cache.room(position) - 1
+    new = redraft(d, last, begin(d, last, room), room)
     new.late = True
     submit(d, last, new)
     return new

@@ -73,7 +73,7 @@ class Kind(NamedTuple):
     form: CacheForm
     shapes: tuple
     pick: Pick
-    masked: bool
+    masked: bool = False
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":

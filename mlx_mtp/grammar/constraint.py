@@ -32,9 +32,11 @@ class Constraint(NamedTuple):
     parser: Any
     styles: tuple[Any, ...]
 
-    def matcher(self, start: int = 0) -> Matcher:
-        """Return the matcher of one answer, which begins after `start` tokens."""
-        return Matcher(self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words), start)
+    def matcher(self, start: int = 0, most: int = 0) -> Matcher:
+        """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle."""
+        found = Matcher(self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words))
+        found.start, found.most = start, most
+        return found
 
 
 def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> Constraint:

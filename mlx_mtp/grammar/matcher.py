@@ -19,12 +19,11 @@ class Matcher:
     eos: token ids that end the answer, the usual one first. words: of the tokenizer's masks, and of the model's,
     which has zeros after them; a word has the bits of 32 tokens.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
+    most: maximum number of `drafts` in a cycle, 0 for none.
     """
 
-    def __init__(
-        self, parser: Any, styles: Sequence[Any], eos: Sequence[int], words: tuple[int, int], start: int = 0
-    ):
-        self.eos, self.start, self.size = tuple(eos), start, 0
+    def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
+        self.eos, self.start, self.size, self.most = eos, 0, 0, 0
         self._own_words, self.words = words
         self._parser, self._styles = parser, styles
         self._twins = [style.deep_copy() for style in styles]

@@ -1,8 +1,8 @@
 """Text under a grammar is that of plain decoding under its masks: greedy, seeded, with any drafts, replayed."""
 
 import itertools
+import json
 import random
-import sys
 
 import families
 import grammars
@@ -94,8 +94,9 @@ def test_text_is_that_of_plain_masked_decoding(tiny_models, pattern, how, penalt
 def test_cycles_are_built_ahead_and_replayed_by_one_record(tiny_models, replay):
     model, _ = tiny_models(2)
     model.runtime.recorder = None
-    first = ours(model, 40, of_letters("(a|b|c)+"), compile_cycles=replay)[1]
-    stats = ours(model, 40, of_letters("(ab|c|b)+"), compile_cycles=replay)[1]
+    how = {"compile_cycles": replay, "grammar_drafts": 0}
+    first = ours(model, 40, of_letters("(a|b|c){60}"), **how)[1]
+    stats = ours(model, 40, of_letters("(ab|c|b){60}"), **how)[1]
     assert not stats.built_late
     assert stats.waits == 2 * stats.cycles
     assert bool(first.compiled_shapes) == replay
@@ -261,8 +262,70 @@ def test_text_functions_take_the_tokenizer_themselves():
     model, tokenizer = mlx_mtp.load(grammars.demo_path())
     made = grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2})
     text = mlx_mtp.generate(model, tokenizer, "def f():", grammar=made, max_tokens=40)
-    assert set(sys.modules["json"].loads(text)) <= {"red", "green"}
+    assert set(json.loads(text)) <= {"red", "green"}
     *_, last = mlx_mtp.stream_generate(model, tokenizer, "def f():", grammar=made, max_tokens=40)
     assert last.finish_reason == "stop"
     *_, last = mlx_mtp.stream_generate(model, tokenizer, "def f():", grammar=made, max_tokens=3)
     assert last.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("k", "most"), sampled([(0, 7), (3, 15), (None, None)], itertools.product((0, 1, 3, None), (1, 7, 15)))
+)
+def test_forced_tokens_are_only_drafts(tiny_models, k, most):
+    """The text is the same; the counters of the heads and of the grammar are apart."""
+    model, plain = tiny_models(2)
+    made, how = of_letters("((a|b)abcabc){9}"), SAMPLING["seeded"]
+    expected = reference(plain, PROMPT, 20, made, **how)
+    for replay in (False, True):
+        tokens, stats = ours(model, 20, made, k, grammar_drafts=most, compile_cycles=replay, **how)
+        assert tokens == expected
+        assert stats.grammar_drafted >= stats.grammar_accepted > 0
+        assert stats.tokens_per_cycle > 2
+        assert not stats.built_late
+        assert k or not any(stats.drafted) or k is None
+
+
+def test_without_drafts_of_the_grammar(tiny_models):
+    model, _ = tiny_models(2)
+    for k, most in ((0, None), (3, 0), (0, 0)):
+        assert ours(model, 12, of_letters("((a|b)abcabc){9}"), k, grammar_drafts=most)[1].grammar_drafted == 0
+    for most in (-1, 16, 2.0, True):
+        with pytest.raises(ValueError, match="grammar_drafts="):
+            ours(model, 12, of_letters("(a|b)+"), 3, grammar_drafts=most)
+
+
+def test_long_keys_need_few_passes():
+    """The demo, six long boolean keys with fixed separators: at least 5 tokens a pass with up to 7 drafts."""
+    model, tokenizer = mlx_mtp.load(grammars.demo_path())
+    keys = [
+        f"{verb}_the_{noun}_of_this_person" for verb in ("checks", "prints") for noun in ("address", "name", "age")
+    ]
+    schema = {"type": "object", "properties": {key: {"type": "boolean"} for key in keys}, "required": keys}
+    made, stats = grammar.json_schema({**schema, "additionalProperties": False}, whitespace=None), mlx_mtp.Stats()
+    options = {"max_tokens": 200, "adaptive": False, "grammar_drafts": 7, "stats": stats}
+    text = mlx_mtp.generate(model, tokenizer, "def f():", grammar=made, num_draft_tokens=0, **options)
+    assert [*json.loads(text)] == keys
+    assert stats.tokens_per_cycle >= 5
+
+
+def test_drafts_of_the_grammar_while_the_heads_pause_and_resume(tiny_models, monkeypatch):
+    """Between forced runs each plan of the heads: they read the forced rows, in the step or later."""
+    model, plain = tiny_models(2)
+    made = of_letters("((a|b|c){5}abcabc){9}")
+    expected = reference(plain, PROMPT, 40, made)
+    plans = [
+        Plan("heads", 3),
+        Plan(),
+        Plan("lookup", 4),
+        Plan(),
+        Plan(),
+        Plan("heads", 2),
+        Plan("heads", 1, p_min=True),
+    ]
+    for replay in (False, True):
+        follow(monkeypatch, Listed(plans))
+        options = {"adaptive": True, "prompt_lookup": True, "draft_p_min": 0.3, "compile_cycles": replay}
+        tokens, stats = ours(model, 40, made, 3, **options)
+        assert tokens == expected
+        assert stats.grammar_accepted > 0 < sum(stats.drafted)
