@@ -244,6 +244,8 @@ def batch_generate(
         layout = checked.cache_options(options)
         prompt_caches = [make_prompt_cache(model, **layout) for _ in ids]
     stops = {*options.pop("stop_tokens", ()), *tokenizer.eos_token_ids}
+    if options.get("grammar") is not None:
+        options["grammar"] = compiled(options["grammar"], tokenizer, model.vocab_size)
     batch = BatchGenerator(model, stop_tokens=[[token] for token in stops], logprobs=return_logprobs, **options)
     answers: list[list[Response]] = [[] for _ in ids]
     finished = 0

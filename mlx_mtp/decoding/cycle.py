@@ -173,7 +173,7 @@ def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("in
         return new
     control = d.control
     plan = control.redraft(new.plan, forced) if isinstance(control, Controller) else Plan("grammar", forced)
-    if plan is new.plan:
+    if plan.source != "grammar":
         return new
     d.cache.restore(new.before)
     return _build(d, last, Flight(plan, new.before, prefilled=new.prefilled, late=True))
@@ -286,21 +286,31 @@ def _choose(d: Decoder, frame: Frame, passed: Passed) -> Run:
 
     The host reads the drafts and makes the masks while the device computes the pass.
     """
-    drafts: list[Any] = []
-    if passed.drafts is not None:
-        evaluated(mx.async_eval, passed.drafts)
-    evaluated(mx.async_eval, passed.hidden)
-    if passed.drafts is not None:
-        tic = perf_counter()
-        drafts = evaluated(np.array, passed.drafts)[0].tolist()
-        d.stats.add_time(0.0, perf_counter() - tic)
-    masks = [mask_rows(d.picker.matcher, d.history.tokens, drafts)]
+    drafts, waited = submit_pass(passed)
+    if waited is not None:
+        d.stats.add_time(0.0, waited)
+    masks = [mask_rows(d.picker.matcher, d.history.tokens, drafts[0])]
     if d.compiled:
         run = d.compiled.choose(frame, passed, None, masks, d.stats)
     else:
         run = choose(frame.model, frame.members, passed, masks=masks)
     roll_back(frame, run)
     return run
+
+
+def submit_pass(passed: Passed) -> tuple[list[list[int]], float | None]:
+    """Submit the target's pass; return each sequence's drafts, and the seconds waited for them, None without any.
+
+    The host has the drafts before the pass ends.
+    """
+    if passed.drafts is None:
+        evaluated(mx.async_eval, passed.hidden)
+        return [[] for _ in range(passed.hidden.shape[0])], None
+    evaluated(mx.async_eval, passed.drafts)
+    evaluated(mx.async_eval, passed.hidden)
+    tic = perf_counter()
+    drafts = evaluated(np.array, passed.drafts).tolist()
+    return drafts, perf_counter() - tic
 
 
 def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:

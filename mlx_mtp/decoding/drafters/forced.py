@@ -8,7 +8,7 @@ from .drafter import Drafter, Frame
 
 
 class Forced(Drafter):
-    """Drafts what `Matcher.drafts` returns after the tokens that the host has read, all of them; has no caches.
+    """Drafts what `Matcher.drafts` returns, whose matchers must have followed all tokens; has no caches.
 
     A sequence with fewer such tokens gets drafts of token 0 after them.
     """
@@ -23,7 +23,6 @@ class Forced(Drafter):
         drafts = np.zeros((len(frame.members), k), np.int32)
         for row, member in zip(drafts, frame.members, strict=True):
             if member is not None and member.picker.matcher is not None:
-                member.picker.matcher.follow(member.history.tokens)
                 forced = member.picker.matcher.drafts(k)
                 row[: len(forced)] = forced
         return Drafts(mx.array(drafts))
