@@ -187,7 +187,7 @@ def test_an_answer_ends_at_the_end_of_text(tiny_models):
 
 
 def test_caches_are_as_after_any_other_stop(tiny_models):
-    """A stop at each token; the conversation goes on without a grammar, and with another one."""
+    """A stop at each token; the conversation continues with another grammar."""
     model, plain = tiny_models(2)
     made, other = of_letters("((a|b)abcabc){9}"), of_letters("(b|ca)+")
     truth = reference(plain, PROMPT, 14, made)
