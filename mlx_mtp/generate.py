@@ -34,6 +34,7 @@ from .grammar import Constraint, Grammar, compiled
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
+from .tuning.plan import Fixed
 
 Prompt = str | mx.array | Sequence[int]
 Generated = Generator[Yielded, None, None]
@@ -96,27 +97,29 @@ def generate_step(
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, *given)
+    how = kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, num_draft_tokens, prompt_cache, *how)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
-    stats = stats or Stats()
-    stats.num_draft_tokens, stats.prompt_tokens, stats.max_tokens = k, len(tokens), max_tokens
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    constraint = None if grammar is None else compiled(grammar, None, model.vocab_size)
+    most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
+    constraint = compiled(grammar, None, model.vocab_size) if grammar else None
     stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
-    text = constraint and constraint.text
-    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), text)
-    tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
-    forced = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
-    matcher = constraint.matcher(cache.offset + len(tokens), forced) if constraint else None
+    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
+    tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
+    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    replay = compiled_for(model, cache, picker, compile_cycles)
-    how = {"adaptive": adaptive, "p_min": draft_p_min > 0, "compiled": replay, "matcher": matcher}
-    control = control_for(model, k, lookup, **how)
-    agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, replay)
-    generated = decode(decoder, tokens, max_tokens, stops, prompt_progress_callback)
-    return in_turns(_with_costs_kept(generated, partial(remember, model, control, replay)))
+    d = Decoder(model, cache, picker, Fixed(k), stats or Stats(), chunk, k, lookup, draft_p_min)
+    return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
+
+
+def _decoded(d: Decoder, adaptive: bool, compile_cycles: bool | None, *how: Any) -> Generated:
+    """Return a generation's tokens, after setting its control and replay. how: the later arguments of `decode`."""
+    d.stats.num_draft_tokens, d.stats.prompt_tokens, d.stats.max_tokens = d.k, len(how[0]), how[1]
+    model, lookup, d.compiled = d.model, d.max_lookup, compiled_for(d.model, d.cache, d.picker, compile_cycles)
+    options = {"adaptive": adaptive, "p_min": d.p_min > 0, "compiled": d.compiled, "matcher": d.picker.matcher}
+    control = control_for(model, d.k, lookup, **options)
+    d.control = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
+    return in_turns(_with_costs_kept(decode(d, *how), partial(remember, model, control, d.compiled)))
 
 
 def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:

@@ -7,9 +7,9 @@ from functools import partial
 import mlx.core as mx
 
 from ..cache.pool import Pool, PoolMark
-from ..decoding.cycle import submit_pass
 from ..decoding.drafters import Drafter
 from ..decoding.drafters.drafter import Frame
+from ..decoding.guided import submit_pass
 from ..decoding.masks import mask_rows
 from ..decoding.prefill import evaluated
 from ..decoding.replay import Compiled, rounded
