@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import grammar
     from .batch.generator import BatchGenerator
     from .cache.file import load_prompt_cache, save_prompt_cache
     from .cache.prompt_cache import PromptCache, make_prompt_cache
@@ -30,6 +31,7 @@ __all__ = [
     "convert",
     "generate",
     "generate_step",
+    "grammar",
     "load",
     "load_model",
     "load_prompt_cache",
@@ -55,6 +57,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "grammar":
+        return import_module(".grammar", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -27,14 +27,16 @@ from .decoding.cycle import Decoder
 from .decoding.drafters import drafters_of
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import make_room
-from .decoding.policy import compiled_for, control_for, lookup_drafts, remember
+from .decoding.policy import compiled_for, control_for, forced_drafts, lookup_drafts, remember
 from .decoding.sampling import LogitsProcessor, Picker, Sampler, Sampling, random_key
 from .decoding.stats import Stats
+from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
 from .ranks.watch import wait_for_reason
 from .tuning.kernel_switch import switch_on_for_drafts
+from .tuning.plan import Fixed
 
 Prompt = str | mx.array | Sequence[int]
 Generated = Generator[Yielded, None, None]
@@ -80,6 +82,8 @@ def generate_step(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
+    grammar: Grammar | Constraint | None = None,
+    grammar_drafts: int | None = None,
     draft_sampling: str = "coupled",
     logprobs: bool = False,
     stop_tokens: Collection[int] = (),
@@ -95,21 +99,31 @@ def generate_step(
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    given = num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, *given)
+    how = kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, num_draft_tokens, prompt_cache, *how)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     stats = (stats or Stats()).expecting(k, len(tokens), max_tokens)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
-    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stop_tokens))
-    tokens, key = agreed(model.ranks, tokens, random_key(seed), same)
-    switch_on_for_drafts(model, max(k, lookup))
-    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling)
-    compiled = compiled_for(model, cache, picker, compile_cycles)
-    control = control_for(model, k, lookup, adaptive=adaptive, p_min=draft_p_min > 0, compiled=compiled)
-    agreement = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
-    decoder = Decoder(model, cache, picker, agreement, stats, chunk, k, lookup, draft_p_min, compiled)
-    generated = decode(decoder, tokens, max_tokens, frozenset(stop_tokens), prompt_progress_callback)
-    return in_turns(_with_costs_kept(generated, partial(remember, model, control, compiled)), adapters_now(model))
+    most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
+    constraint = compiled(grammar, None, model.vocab_size) if grammar else None
+    stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
+    same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
+    tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
+    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most)
+    picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
+    switch_on_for_drafts(model, max(k, lookup, most if matcher else 0))
+    d = Decoder(model, cache, picker, Fixed(k), stats, chunk, k, lookup, draft_p_min)
+    return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
+
+
+def _decoded(d: Decoder, adaptive: bool, compile_cycles: bool | None, *how: Any) -> Generated:
+    """Return a generation's tokens, after setting its control and replay. how: the later arguments of `decode`."""
+    model, lookup, d.compiled = d.model, d.max_lookup, compiled_for(d.model, d.cache, d.picker, compile_cycles)
+    options = {"adaptive": adaptive, "p_min": d.p_min > 0, "compiled": d.compiled, "matcher": d.picker.matcher}
+    control = control_for(model, d.k, lookup, **options)
+    d.control = Agreement(model.ranks, control, drafters_of(model, lookup)) if model.ranks else control
+    kept = _with_costs_kept(decode(d, *how), partial(remember, model, control, d.compiled))
+    return in_turns(kept, adapters_now(model))
 
 
 def _with_costs_kept(generated: Generated, remember_costs: Callable[[], None]) -> Generated:
@@ -140,6 +154,9 @@ def stream_generate(
     ids = encoded(tokenizer, prompt)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
+    if options.get("grammar") is not None:
+        options["grammar"] = constraint = compiled(options["grammar"], tokenizer, model.vocab_size)
+        stops |= set(constraint.eos)
     options |= {"max_tokens": max_tokens, "stats": stats, "stop_tokens": stops}
     return in_turns(_responses(tokenizer.detokenizer, generate_step(ids, model, **options), stats, stops))
 
@@ -234,6 +251,8 @@ def batch_generate(
         layout = checked.cache_options(options)
         prompt_caches = [make_prompt_cache(model, **layout) for _ in ids]
     stops = {*options.pop("stop_tokens", ()), *tokenizer.eos_token_ids}
+    if options.get("grammar") is not None:
+        options["grammar"] = compiled(options["grammar"], tokenizer, model.vocab_size)
     batch = BatchGenerator(model, stop_tokens=[[token] for token in stops], logprobs=return_logprobs, **options)
     answers: list[list[Response]] = [[] for _ in ids]
     finished = 0

@@ -22,6 +22,7 @@ from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_chunk, default_draft_tokens
 from .decoding.stats import Stats
 from .generate import GenerationResponse, generate_step, stream_generate
+from .grammar import compiled
 from .layers.target import Target
 from .machine.stream import in_turns
 from .tuning.idle_trials import IdleTrials
@@ -83,6 +84,8 @@ class ChatSession:
         """
         self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.ranks = model.ranks
+        if options.get("grammar") is not None:
+            options["grammar"] = compiled(options["grammar"], tokenizer, model.vocab_size)
         generate_step([0], model, **options).close()  # checks the options, computes nothing
         k = options.pop("num_draft_tokens", None)
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k

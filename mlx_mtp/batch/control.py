@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.ring import MAX_ROWS
 from ..decoding.policy import learned, source_of
 from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
@@ -32,8 +33,8 @@ class Controls:
         Equal arguments return the same object. It is Fixed if not adaptive, or without any drafts. On a GPU adaptive
         cycles of several sequences have at most MOST_ON_GPU drafts.
         """
-        if self.adaptive and sequences > 1 and mx.default_device() != mx.cpu:
-            k, max_lookup = min(k, MOST_ON_GPU), min(max_lookup, MOST_ON_GPU)
+        if self.adaptive:
+            k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
         key = sequences, k, max_lookup
         if key not in self._made:
             how = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}
@@ -50,6 +51,11 @@ class Controls:
         control = Controller(max_drafts=k, known=known.get(sequences), growth=costs.growth, **how)
         known[sequences] = control.costs
         return control
+
+
+def most_together(sequences: int) -> int:
+    """Return the maximum drafts in adaptive cycles of a number of sequences: MOST_ON_GPU for several on a GPU."""
+    return MOST_ON_GPU if sequences > 1 and mx.default_device() != mx.cpu else MAX_ROWS - 1
 
 
 def _estimate(known: Costs) -> Costs:

@@ -127,6 +127,7 @@ class BatchGenerator:
         num_draft_tokens: Any = None,
         logprobs: Any = None,
         stats: Any = None,
+        grammars: Any = None,
     ) -> list[int]:
         """Queue prompts given as lists of segments, at whose ends prefill chunks end; return each one's uid.
 
@@ -134,6 +135,7 @@ class BatchGenerator:
         `make_prompt_cache`; they are copied. all_tokens: ignored. samplers: mlx_lm's callables, or a `Sampling`.
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
         generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
+        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -147,6 +149,7 @@ class BatchGenerator:
             "num_draft_tokens": (num_draft_tokens, None),
             "logprobs": (logprobs, self.settings.logprobs),
             "stats": (stats, None),
+            "grammars": (grammars, self.settings.grammar),
         }
         _check_prompts(segments)
         n = len(segments)

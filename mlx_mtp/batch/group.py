@@ -116,7 +116,7 @@ class Group:
             if ahead is None and any(s and not s.finished for s in last.rows):
                 ahead = self._build(last, late=True)
             if ahead is not None and any(s and not s.finished for s in ahead.rows):
-                self.last = self._submit(last, ahead)
+                self.last = self._submit(last, self.steps.with_forced(last, ahead))
             else:
                 self._close()
         except TROUBLE as e:
@@ -213,12 +213,13 @@ class Group:
         plan = control.plan(matched, unread)
         in_step = plan.k > 0 and self.drafters[plan.source].in_step
         moves = bool(joining) or len(active) < sum(s is not None for s in rows)
-        if pool.missed and (moves or self._misses_many(pool, 0 if in_step else plan.k)):
+        if pausing := pool.missed and (moves or self._misses_many(pool, 0 if in_step else plan.k)):
             pool.pause_heads([(row, s.slot, s.base, s.cache) for row, s in enumerate(rows) if s and not s.finished])
         resuming = in_step and not pool.has_heads
         if run is None or moves or resuming:
             rows, run = self._regroup(pool, rows, run, joining, resuming=resuming)
-        new = PoolCycle(rows, control, plan, matched, unread if in_step else 0, late)
+        same, unread = not (moves or pausing or resuming), unread if in_step else 0
+        new = PoolCycle(rows, control, plan, matched, unread, late, same)
         self.steps.build(new, run, max(s.base for s in active))
         new.built = time.perf_counter() - tic
         return new
@@ -308,6 +309,8 @@ class Group:
                 pooled = sequence.cache.caches if self.pool.has_heads else sequence.cache.layers
                 for c in pooled if moved and not sequence.finished else ():
                     c.parts = ()
+        if new.passed:
+            self.steps.choose_tokens(new)
         evaluated(mx.async_eval, new.run.packed, new.run.logprobs, self.pool.arrays)
         self.joining = []
         return new

@@ -84,7 +84,8 @@ class Lone:
         cache.reserve(min(sequence.max_positions, cache.offset + RESERVED_TOKENS))
         compiled = compiled_for(s.model, cache, picker, s.compile_cycles)
         p_min, lookup = s.draft_p_min, sequence.max_lookup
-        control = control_for(s.model, k, lookup, adaptive=s.adaptive, p_min=p_min > 0, compiled=compiled)
+        how = {"adaptive": s.adaptive, "p_min": p_min > 0, "compiled": compiled, "matcher": picker.matcher}
+        control = control_for(s.model, k, lookup, **how)
         d = Decoder(s.model, cache, picker, control, sequence.stats, s.chunk, k, lookup, p_min, compiled)
         self._decoder, self._loop = d, continue_after(d, self.run, sequence.remaining)
         return d

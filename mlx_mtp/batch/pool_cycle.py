@@ -9,14 +9,18 @@ import mlx.core as mx
 from ..cache.pool import Pool, PoolMark
 from ..decoding.drafters import Drafter
 from ..decoding.drafters.drafter import Frame
+from ..decoding.guided import submit_pass
+from ..decoding.masks import mask_rows
 from ..decoding.prefill import evaluated
 from ..decoding.replay import Compiled, rounded
 from ..decoding.run import NO_DRAFTS, Drafts, Run
 from ..decoding.stats import Stats
-from ..decoding.step import propose, step, verify
+from ..decoding.step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
+from ..grammar import GrammarError
 from ..layers.target import Target
+from ..tuning.controller import Controller
 from ..tuning.plan import Plan
-from .control import Control
+from .control import Control, most_together
 from .rows import with_missed
 from .sequence import Sequence
 
@@ -30,8 +34,10 @@ class PoolCycle:
     rows: the sequence of each row. matched: the longest repeated suffix of any sequence, in tokens.
     prefilled: rows that the drafter had to read first. late: begun after the previous cycle was read.
     built: seconds spent on building or replaying the step.
+    same: whether the pool has the sequences and heads of the cycle before.
     after: a mark of the pool after this cycle, held until the next one begins.
     frame, given, drafts: set if only the drafts are built, because their confidence is read first.
+    passed, most: with a grammar, set instead of run until `Steps.choose_tokens`; most: as `limits` returns it.
     """
 
     rows: Rows
@@ -40,6 +46,7 @@ class PoolCycle:
     matched: int
     prefilled: int
     late: bool
+    same: bool = False
     built: float = 0.0
     replayed: bool = False
     run: Run = field(init=False)
@@ -47,6 +54,13 @@ class PoolCycle:
     frame: Frame = field(init=False)
     given: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
+    passed: Passed | None = None
+    most: mx.array | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether any sequence has a grammar."""
+        return any(s is not None and s.picker.matcher is not None for s in self.rows)
 
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
         """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
@@ -97,7 +111,11 @@ class Steps:
             new.drafts = propose(frame, given, pool.unload(), drafts)
             return
         limits = new.limits(plan.k, always=replay is not None)
-        new.run, arrays = (replay or partial(step, frame))(given.given, pool.unload(), drafts, limits)
+        if new.has_grammar:
+            new.passed, arrays = (replay or partial(forward, frame))(given.given, pool.unload(), drafts)
+            new.frame, new.most = frame, limits
+        else:
+            new.run, arrays = (replay or partial(step, frame))(given.given, pool.unload(), drafts, limits)
         limit = frame.base + given.size
         pool.load(arrays, limit + plan.k + 1, limit)
         new.replayed, new.after = replay is not None, pool.mark()
@@ -113,5 +131,72 @@ class Steps:
         for sequence in new.rows:
             if sequence and not sequence.finished:
                 sequence.stats.add_time(0.0, waited)
-        new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
+        if new.has_grammar:
+            new.passed, new.most = read_rows(new.frame, new.given, drafts), new.limits(drafts.k)
+        else:
+            new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()
+
+    def with_forced(self, last: PoolCycle, new: PoolCycle) -> PoolCycle:
+        """Return the cycle after `last`, which was read: `new`, or one with drafts that grammars force.
+
+        The cycle that is dropped must have left the pool's sequences and heads as they were.
+        """
+        if not new.same or last.after is None:
+            return new
+        forced = [self._forced(sequence) for sequence in new.rows if sequence and not sequence.finished]
+        longest, planned = min(max(forced, default=0), most_together(len(new.rows))), new.plan
+        if not longest:
+            return new
+        if isinstance(new.control, Controller):
+            plan = new.control.redraft(planned, longest)
+        else:
+            plan = Plan("grammar", longest) if sum(forced) >= planned.k * len(forced) else planned
+        if plan.source != "grammar":
+            return new
+        tic = time.perf_counter()
+        self.pool.restore(last.after)
+        other = PoolCycle(new.rows, new.control, plan, 0, new.prefilled, late=True)
+        self.build(other, last.run, max(s.base for s in new.rows if s and not s.finished))
+        other.built = time.perf_counter() - tic
+        return other
+
+    def _forced(self, sequence: Sequence) -> int:
+        """Return the number of drafts that a sequence's grammar forces; 0 for a sequence without a grammar."""
+        matcher = sequence.picker.matcher
+        if matcher is None or not matcher.most:
+            return 0
+        try:
+            matcher.follow(sequence.history.tokens)
+        except GrammarError as e:
+            sequence.fail(e)
+            return 0
+        return len(matcher.drafts(matcher.most))
+
+    def choose_tokens(self, new: PoolCycle) -> None:
+        """Submit the target's pass of a cycle with grammars; build the choice under the masks as the cycle's run."""
+        passed = new.passed
+        assert passed
+        drafts, waited = submit_pass(passed)
+        masks = [self._mask(sequence, row) for sequence, row in zip(new.rows, drafts, strict=True)]
+        for sequence in new.rows:
+            if sequence and not sequence.finished and waited is not None:
+                sequence.stats.add_time(0.0, waited)
+        if self.compiled:
+            new.run = self.compiled.choose(new.frame, passed, new.most, masks, self.stats)
+        else:
+            new.run = choose(self.model, new.rows, passed, new.most, masks)
+        roll_back(new.frame, new.run, new.most)
+        new.passed, new.after = None, self.pool.mark()
+
+    def _mask(self, sequence: Sequence | None, drafts: list[int]) -> mx.array | None:
+        """Return the masks of a sequence's rows; all tokens for one that is finished, or that this error ends."""
+        matcher = sequence.picker.matcher if sequence else None
+        if sequence is None or matcher is None:
+            return None
+        try:
+            if not sequence.finished:
+                return mask_rows(matcher, sequence.history.tokens, drafts)
+        except GrammarError as e:
+            sequence.fail(e)
+        return mx.full((len(drafts) + 1, matcher.words), -1, mx.int32)

@@ -72,19 +72,23 @@ class Sequence:
 
     def max_drafts(self, source: str) -> int:
         """Return the maximum number of drafts that it accepts from a source of drafts."""
+        matcher = self.picker.matcher
+        if source == "grammar":
+            return matcher.most if matcher else 0
         return self.max_lookup if source == "lookup" else self.k
 
     def append(self, tokens: list[int], accepted: int, logprobs: mx.array | None) -> list[Response]:
         """Append tokens, the first `accepted` of them drafts, up to the sequence's end; return their responses.
 
-        The end is a stop sequence or the maximum number of tokens; later tokens are dropped, and `finished` is set.
-        logprobs: [tokens, V], or None.
+        The end is a stop sequence, with a grammar the end of text, or the maximum number of tokens; later tokens are
+        dropped, and `finished` is set. logprobs: [tokens, V], or None.
         """
-        responses = []
+        responses, ends = [], self.picker.matcher.eos if self.picker.matcher else ()
         for i, token in enumerate(tokens):
             self.history.extend([token])
             self.remaining -= 1
-            reason = "stop" if self.stops.advance(token) else None if self.remaining else "length"
+            stopped = self.stops.advance(token) or token in ends
+            reason = "stop" if stopped else None if self.remaining else "length"
             row = None if logprobs is None else logprobs[i]
             responses.append(Response(self.uid, token, row, reason, None, None, i < accepted))
             if reason:

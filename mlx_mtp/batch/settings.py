@@ -11,9 +11,10 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.agreement import agreed
 from ..decoding.memory_needs import check_prompt, within
-from ..decoding.policy import lookup_drafts
+from ..decoding.policy import forced_drafts, lookup_drafts
 from ..decoding.sampling import Picker, Sampling, random_key
 from ..decoding.stats import Stats
+from ..grammar import compiled
 from ..layers.target import Target
 from .sequence import Sequence
 
@@ -45,6 +46,8 @@ class Settings:
         check_memory: bool = True,
         seed: int | None = None,
         draft_sampling: str = "coupled",
+        grammar: Any = None,
+        grammar_drafts: int | None = None,
         logprobs: bool = False,
         stats: Stats | None = None,
         **sampling: Any,
@@ -59,6 +62,7 @@ class Settings:
         self.layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
         self.quantized = kv_group_size, quantized_kv_start
         self.max_context, self.check_memory = max_context, check_memory
+        self.grammar, self.grammar_drafts = grammar, grammar_drafts
         self.seed, self.draft_sampling, self.logprobs = seed, draft_sampling, logprobs
         self.compile_cycles = compile_cycles
         self.replays = mx.default_device() != mx.cpu if compile_cycles is None else compile_cycles
@@ -79,6 +83,7 @@ class Settings:
         k: Any,
         logprobs: bool,
         stats: Stats | None,
+        grammar: Any,
     ) -> Sequence:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
@@ -105,7 +110,11 @@ class Settings:
         key, ranks = random_key(seed), self.model.ranks
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
-        how = call, tuple(processors or ()), logprobs, key, self.draft_sampling
+        matcher = None
+        if grammar is not None:
+            forced = forced_drafts(own, plain=asked == 0, asked=self.grammar_drafts)
+            matcher = compiled(grammar, None, self.model.vocab_size).matcher(own.offset + total, forced)
+        how = call, tuple(processors or ()), logprobs, key, self.draft_sampling, matcher
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
         stats = (stats or Stats()).expecting(k, total, max_tokens)
         stats.whole = self.stats

@@ -223,7 +223,8 @@ class PromptCache(StepCache, ListOfOne):
 
     def _marked(self, held: list, caches: list[tuple] | None) -> Mark:
         parts = [(c, c.parts, c.start) for c in held]
-        return Mark(self.offset, self.primed, self.kept, list(self.backlog), parts, caches, self.quantizing)
+        heads = self.live, self.primed, self.kept, list(self.backlog)
+        return Mark(self.offset, *heads, parts, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
         """Return to a mark.
@@ -231,7 +232,7 @@ class PromptCache(StepCache, ListOfOne):
         After its `release`, and to a snapshot, only `held` and the heads' fields return: the caller then sets
         positions (`settle`), and later rows stay in the buffers to be overwritten. `tokens` never change here.
         """
-        self.primed, self.kept, self.backlog = mark.primed, mark.kept, list(mark.backlog)
+        self.live, self.primed, self.kept, self.backlog = mark.live, mark.primed, mark.kept, list(mark.backlog)
         self.restore_states(mark)
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:

@@ -15,6 +15,7 @@ from click import Choice, FloatRange, IntRange, option
 from ..checkpoint.chat_template import RESERVED_KEYS
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
+from .grammar_options import grammar_of, grammar_options
 from .together import check_prompt, group, own_file
 
 MOST_GB = 2**20
@@ -208,7 +209,7 @@ template_config_option = option(
 
 
 def text_options(max_tokens: int) -> Any:
-    """Return the options for sampling and for the maximum number of tokens, whose default is `max_tokens`."""
+    """Return the options for sampling, grammars and the maximum number of tokens, by default `max_tokens`."""
     modes, drafted = Choice(["greedy", "coupled"]), "the likeliest tokens, or tokens drawn with the target's noise"
     length = {"type": IntRange(-1), "callback": _check_max_tokens, "default": max_tokens}
     return options(
@@ -222,6 +223,7 @@ def text_options(max_tokens: int) -> Any:
         typed("--min-tokens-to-keep", IntRange(1), 1, "Minimum number of tokens that min-p keeps."),
         typed("--seed", IntRange(0, 2**63 - 1), None, "Seed of the draws."),
         typed("--draft-sampling", modes, "coupled", f"Drafts at a temperature above 0: {drafted}."),
+        grammar_options,
     )
 
 
@@ -367,6 +369,7 @@ def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dic
     names += ("prompt_lookup", "compile_cycles")
     return {
         **{name: flags[name] for name in (*names, *sampling_flags(flags))},
+        "grammar": grammar_of(flags),
         "check_memory": not flags["ignore_memory"],
         "prefill_step_size": flags["prefill_step_size"],
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],

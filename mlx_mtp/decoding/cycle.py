@@ -1,108 +1,27 @@
 """Plan a cycle, build or replay its step, submit it and read its tokens."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 
-from ..cache.mark import Mark
-from ..cache.prompt_cache import PromptCache
-from ..layers.target import Target
 from ..tuning.controller import Controller
-from ..tuning.kernel_fallback import TROUBLE, Fallback, KernelRefused, Trouble, newly_refused
-from ..tuning.plan import Cycle, Fixed, Plan
+from ..tuning.kernel_fallback import TROUBLE, newly_refused
+from ..tuning.plan import Cycle, Plan
 from .agreement import Agreement
-from .clock import Clock
-from .drafters import drafters_of
+from .consent import agree, disable_kernels
+from .decoder import PROMPT, Decoder, Flight
 from .drafters.drafter import Frame
+from .guided import choose_allowed, forced_plan
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
 from .replay import Compiled
 from .run import NO_DRAFTS, Drafts, Run
-from .sampling import Picker
-from .stats import Stats
-from .step import propose, step, verify
-
-PROMPT = Plan()  # plan of the run that chooses the first token after a prompt
-
-
-@dataclass
-class Flight:
-    """A cycle from its plan until its tokens are yielded. Each function sets the fields of its own phase.
-
-    begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
-             it. before: mark of the caches after the previous cycle. run: the step's result (with p_min `drafts`,
-             from which `submit` builds it). replayed: whether it was recorded. built: the host's seconds for it.
-             late: whether it was begun after the previous cycle was read.
-    submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
-    read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
-             cannot be built before this one is read; None if it can.
-    """
-
-    plan: Plan
-    before: Mark
-    matched: int = 0
-    prefilled: int = 0
-    run: Run = field(init=False)
-    drafts: Drafts = NO_DRAFTS
-    after: Mark = field(init=False)
-    base: int = field(init=False)
-    accepted: int = 0
-    replayed: bool = False
-    late_reason: str | None = None
-    late: bool = False
-    built: float = 0.0
-    seconds: float | None = None
-    failed: bool = False
-
-    def __post_init__(self):
-        self.after = self.before
-
-
-@dataclass
-class Decoder:
-    """The state of one generation: model, caches, sampling, settings, and its current cycles.
-
-    control: plans each cycle and observes its outcome. drafters: by their names in plans.
-    chunk:   rows per prefill chunk, of prompts and of paused drafters.
-    k, max_lookup: maximum number of drafts in a cycle, from the model's drafter and from prompt lookup.
-    p_min:   minimum probability of a verified draft, in cycles whose plan has p_min.
-    compiled: the recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
-    history: the tokens that the host has read.
-    stopping: the current cycle is the last one.
-    emitting, emitted: the cycle whose tokens are being yielded, and the number already yielded. submitted: the cycle
-             submitted last.
-    """
-
-    model: Target
-    cache: PromptCache
-    picker: Picker
-    control: Controller | Fixed | Agreement
-    stats: Stats
-    chunk: int
-    k: int
-    max_lookup: int = 0
-    p_min: float = 0.0
-    compiled: Compiled | None = None
-    history: TokenHistory = field(default_factory=TokenHistory)
-    stopping: bool = False
-    emitting: Flight = field(init=False)
-    submitted: Flight = field(init=False)
-    emitted: int = 0
-
-    def __post_init__(self):
-        self.fallback, self.clock = Fallback(self.model), Clock()
-        self.drafters = drafters_of(self.model, self.max_lookup)
-
-    @property
-    def pending_rows(self) -> int:
-        """Number of rows that the model's drafter must read before it drafts again; 0 if it follows the target."""
-        drafter = next((d for d in self.drafters.values() if d.in_step), None)
-        return drafter.behind(self.cache) if drafter else 0
+from .step import forward, propose, read_rows, step, verify
 
 
 def prefill_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int], None] | None = None) -> Flight:
@@ -121,6 +40,8 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     """
     cache = d.cache
     d.history = TokenHistory(cache.tokens)
+    if d.picker.matcher:
+        d.picker.matcher.restart()
     while True:
         try:
             run = choose()
@@ -143,7 +64,8 @@ def can_build_ahead(d: Decoder, flight: Flight) -> bool:
     elif d.picker.processors:
         flight.late_reason = "logits processors"
     else:
-        flight.late_reason = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup))
+        most = d.picker.matcher.most if d.picker.matcher else 0
+        flight.late_reason = d.cache.needs_host(flight.base + flight.run.size, 1 + max(d.k, d.max_lookup, most))
     return flight.late_reason is None
 
 
@@ -152,24 +74,42 @@ def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
 
     With p_min only the drafts are built; `submit` builds the rest.
     """
-    tic = perf_counter()
-    new, cache = _plan(d, last, max_drafts), d.cache
+    return _built(d, last, _plan(d, last, max_drafts))
+
+
+def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("inf")) -> Flight:
+    """Return the cycle after `last`, which has been read: `new`, or one with drafts that the grammar forces."""
+    if (plan := forced_plan(d, new.plan, max_drafts)) is None:
+        return new
+    d.cache.restore(new.before)
+    return _built(d, last, Flight(plan, new.before, prefilled=new.prefilled, late=True))
+
+
+def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
+    """Build or replay the step of a planned cycle, unevaluated; return the cycle."""
+    tic, cache = perf_counter(), d.cache
     frame, replay = prepare(d, last, new.plan, d.compiled)
-    early = new.plan.k and not frame.drafter  # this drafter drafts before the step
-    drafts = d.drafters[new.plan.source].propose(frame, last.run, new.plan.k) if early else NO_DRAFTS
+    source = d.drafters[new.plan.source] if new.plan.k else None
+    early = source is not None and not source.in_step  # this drafter drafts before the step
+    drafts = source.propose(frame, last.run, new.plan.k) if source and early else NO_DRAFTS
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        new.run, arrays = (replay or partial(step, frame))(last.run.given, cache.unload(), drafts)
+        masked = d.picker.matcher is not None
+        build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
+        built, arrays = build(last.run.given, cache.unload(), drafts)
+        setattr(new, "passed" if masked else "run", built)
         if replay:
             limit = last.base + last.run.size
-            cache.load(arrays, limit + new.run.size, limit)
+            cache.load(arrays, limit + new.plan.k + 1, limit)
     new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
 
 def _frame(d: Decoder, last: Flight, new: Plan) -> Frame:
     drafter = d.drafters[new.source] if new.k else None
+    if new.source == "grammar" and d.cache.live:  # it reads on, because the next cycles are often its own
+        drafter = next(iter(d.drafters.values()))
     in_step = drafter if drafter and drafter.in_step else None
     return Frame(d.model, d.cache, new, in_step, (Single(d.picker, d.history, last.base),), last.base)
 
@@ -227,11 +167,17 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
     if new.plan.p_min:
-        new.run = verify(_frame(d, last, new.plan), last.run, _confident(d, last, new))
+        frame, drafts = _frame(d, last, new.plan), _confident(d, last, new)
+        if d.picker.matcher:
+            new.passed = read_rows(frame, last.run, drafts)
+        else:
+            new.run = verify(frame, last.run, drafts)
     agree(d)
     d.submitted = new
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
+    if new.passed:
+        new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed)
     start(d, new.run)
     if not d.cache.live:
         whole = last.accepted + 1 == last.run.size
@@ -255,29 +201,11 @@ def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:
     return new.drafts.first(count)
 
 
-def agree(d: Decoder) -> None:
-    """Run kernels that the next graph launches first; raise KernelRefused, on every rank, if any rank refuses one."""
-    refused = newly_refused()
-    if isinstance(d.control, Agreement):
-        d.control.meet(d.history, d.pending_rows, refused)
-        d.stopping = d.control.stopping
-    elif refused:
-        raise refused
-
-
 def start(d: Decoder, run: Run) -> None:
     """Submit a run's graph, with the cache arrays that the next graph reads, to the device."""
     if d.stats.phases:
         evaluated(d.stats.time_phases, run)
     evaluated(mx.async_eval, run.packed, run.logprobs, *d.cache.arrays)
-
-
-def disable_kernels(d: Decoder, error: Trouble) -> None:
-    """Switch off, on every rank, the kernels that caused an error; raise MLX's error if none can have caused it."""
-    if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
-        with suppress(KernelRefused):
-            d.control.meet(d.history, d.pending_rows, error)
-    d.fallback.take(error, len(d.history.tokens))
 
 
 def observe(d: Decoder, flight: Flight) -> None:

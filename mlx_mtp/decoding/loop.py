@@ -6,7 +6,8 @@ it has read N's tokens, so that no pending work refers to the cache buffers and 
     host    begin N+1 | read N (waits), submit N+1 | observe N, yield N's tokens, begin N+2 | read N+1, submit N+2 ...
     device  N ─────────────────┤                   N+1 ──────────────────────────────────────────┤             N+2 ...
 
-The read is the only wait of a cycle, except with p_min, where `submit` also reads the confidence of the drafts. The
+The read is the only wait of a cycle, except with p_min, where `submit` also reads the confidence of the drafts, and
+with a grammar, where it reads the drafts while the device computes the target's pass, and writes the masks. The
 accepted count stays on the device: shapes do not depend on it. The plan of N+1 is made before N is read. A cycle
 whose logits processors need N's tokens is begun after they are yielded.
 """
@@ -15,12 +16,14 @@ from collections.abc import Callable, Collection, Generator
 
 import mlx.core as mx
 
+from ..grammar import GrammarError
 from ..tuning.kernel_fallback import TROUBLE, GraphFailed, KernelRefused, Trouble
-from .cycle import Decoder, Flight, begin, can_build_ahead, observe, prefill_prompt, read, submit
+from .cycle import Decoder, Flight, begin, can_build_ahead, observe, prefill_prompt, read, redraft, submit
 from .prefill import test_heads
 from .recovery import resume, settle
 
 Yielded = tuple[int, mx.array | None, bool]
+Ahead = Flight | Trouble | GrammarError | None
 
 
 def decode(
@@ -66,15 +69,13 @@ def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -
         cycle, left = next_cycle(d, cycle, ahead), left - len(tokens)
 
 
-def _advance(
-    d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]
-) -> tuple[Flight | Trouble | None, list[int], bool]:
+def _advance(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> tuple[Ahead, list[int], bool]:
     """Build the next cycle, read this one and submit the next.
 
     Returns the next cycle, None if it cannot be built yet, or the error that prevented it; this cycle's tokens, cut
     at a stop token or at `left`; and whether they are the last.
     """
-    ahead: Flight | Trouble | None = None
+    ahead: Ahead = None
     try:
         ahead = begin(d, cycle) if can_build_ahead(d, cycle) and not d.stopping else None  # the device is busy
     except KernelRefused as e:
@@ -84,8 +85,9 @@ def _advance(
     done = done or d.stopping
     try:
         if built and not done:
+            ahead = built = redraft(d, cycle, built)
             submit(d, cycle, built)
-    except TROUBLE as e:
+    except (*TROUBLE, GrammarError) as e:
         ahead, d.submitted.failed = e, isinstance(e, GraphFailed)
     return ahead, tokens, done
 
@@ -96,8 +98,13 @@ def _cut(tokens: list[int], left: int, stop_tokens: Collection[int]) -> tuple[li
     return tokens[:end], end is not None
 
 
-def next_cycle(d: Decoder, cycle: Flight, ahead: Flight | Trouble | None) -> Flight:
-    """Return the submitted cycle after this one: the one built ahead, or a new one if there is none or it failed."""
+def next_cycle(d: Decoder, cycle: Flight, ahead: Ahead) -> Flight:
+    """Return the submitted cycle after this one: the one built ahead, or a new one if there is none or it failed.
+
+    Raises GrammarError if the grammar cannot constrain it.
+    """
+    if isinstance(ahead, GrammarError):
+        raise ahead
     if isinstance(ahead, TROUBLE):
         return _restart(d, ahead)
     try:
@@ -128,7 +135,8 @@ def _submit_late(d: Decoder, last: Flight) -> Flight:
     d.cache.quantize_at(position)
     last.after.release()
     last.after = d.cache.mark()
-    new = begin(d, last, d.cache.room(position) - 1)
+    room = d.cache.room(position) - 1
+    new = redraft(d, last, begin(d, last, room), room)
     new.late = True
     submit(d, last, new)
     return new

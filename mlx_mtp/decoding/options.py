@@ -22,19 +22,23 @@ temp, top_p, top_k, min_p, min_tokens_to_keep, xtc_probability, xtc_threshold, x
     mlx_lm's meanings and order; at temp 0, the default, the likeliest token is taken.
 seed: makes draws reproducible, in any thread and with any num_draft_tokens. `mx.random.seed` does so too, but only
     for generations that start in the thread that calls it.
+grammar: from `mlx_mtp.grammar`: every token is chosen among those that it allows after the tokens before. The
+    tokenizer's end-of-text tokens then end the generation.
 sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc_special_tokens. Its draws from
     MLX's random state are reproducible as other draws are; it must have no other state.
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
 logprobs: yield each token's logprobs [V] with it.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
 num_draft_tokens: maximum number of tokens that the heads draft per cycle; 0 is plain decoding, None one per head,
-    or two with a recycled head. This and the next five options change the speed, never the text.
+    or two with a recycled head. This and the next six options change the speed, never the text.
 adaptive: choose the number of drafts, also none, by measured costs and acceptance (the default); False: always
     num_draft_tokens.
 draft_p_min: do not verify the first draft with a smaller probability, by the head, nor the drafts after it. Such a
     cycle waits once more. With `adaptive` only where that is faster. 0: verify all drafts.
 prompt_lookup: draft up to 15 tokens that followed an earlier copy of the last ones. None: where that is faster,
     with `adaptive`.
+grammar_drafts: maximum number of tokens that the grammar forces, or that keep the style of its separators, which are
+    drafted per cycle. None: 15, but 0 with num_draft_tokens=0.
 compile_cycles: record cycles of equal shapes and replay them. None: on a GPU, unless a trial finds that slower.
 draft_sampling: at a temperature, drafts are the heads' likeliest tokens ("greedy"), or draws with the noise of the
     target's draws ("coupled", the default).

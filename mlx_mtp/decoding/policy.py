@@ -7,6 +7,7 @@ from mlx.utils import tree_flatten
 
 from ..cache.prompt_cache import PromptCache
 from ..cache.ring import MAX_ROWS
+from ..grammar import Matcher
 from ..layers.experts import expert_counts
 from ..layers.target import Target
 from ..machine.remembered import digest
@@ -15,7 +16,7 @@ from ..tuning.cost_file import RememberedCosts
 from ..tuning.costs import Costs, Growth, dense, mixture
 from ..tuning.plan import Fixed, Plan
 from ..tuning.replay_choice import CompileChoice
-from .drafters import drafter_of
+from .drafters import GRAMMAR_DRAFTS, drafter_of
 from .replay import Compiled, Recorder
 from .sampling import Picker
 
@@ -32,6 +33,19 @@ def lookup_drafts(cache: PromptCache, k: int, *, plain: bool, adaptive: bool, as
         why = "num_draft_tokens=0, which is plain decoding" if plain else "a family that has no port"
         raise ValueError(f"prompt_lookup=True: not with {why}; allowed are False and None")
     return LOOKUP_DRAFTS if asked or (asked is None and adaptive and k) else 0
+
+
+def forced_drafts(cache: PromptCache, *, plain: bool, asked: int | None) -> int:
+    """Return the maximum drafts of a grammar per cycle, 0 for none. asked: grammar_drafts; None: unless plain.
+
+    Raises ValueError if it is out of range; mlx-lm's caches allow only 0.
+    """
+    most = 0 if cache.is_mlx_lm else GRAMMAR_DRAFTS
+    if asked is None:
+        return 0 if plain else most
+    if type(asked) is not int or not 0 <= asked <= most:
+        raise ValueError(f"grammar_drafts={asked}: allowed is 0 to {most}, or None")
+    return asked
 
 
 class Learned:
@@ -79,14 +93,21 @@ def learned(model: Target) -> Learned:
 
 
 def control_for(
-    model: Target, k: int, max_lookup: int, *, adaptive: bool, p_min: bool, compiled: Compiled | None = None
+    model: Target,
+    k: int,
+    max_lookup: int,
+    *,
+    adaptive: bool,
+    p_min: bool,
+    compiled: Compiled | None = None,
+    matcher: Matcher | None = None,
 ) -> Controller | Fixed:
     """Return a generation's control: at most k drafts, or max_lookup of prompt lookup, per cycle.
 
     It adapts the number to measured costs, which begin with those stored for built or replayed cycles. It is fixed
-    without `adaptive`, or if both maxima are 0.
+    without `adaptive`, or if both maxima and that of the matcher's drafts are 0.
     """
-    if adaptive and (k or max_lookup):
+    if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, how = costs.recall(replayed=_replayed(compiled)), {"source": source_of(model), "growth": costs.growth}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)

@@ -3,7 +3,8 @@
 from functools import partial
 
 from ..tuning.kernel_fallback import Trouble
-from .cycle import Decoder, Flight, disable_kernels, submit_first
+from .consent import disable_kernels
+from .cycle import Decoder, Flight, submit_first
 from .prefill import first_run, read_again
 from .run import Run
 

@@ -24,11 +24,12 @@ from ..tuning.plan import Plan
 from ..tuning.replay_choice import CompileChoice
 from .drafters import drafter_of
 from .drafters.drafter import Frame
+from .masks import Masks
 from .members import Single
 from .run import Drafts, Run
 from .sampling import Picker, Sampling
 from .stats import Stats
-from .step import step
+from .step import Passed, choose, forward, step
 
 OFTEN = 2  # occurrences of a kind of step before it is recorded
 KEPT = 32  # maximum recorded kinds per thread, of one sequence and of pools each
@@ -38,13 +39,32 @@ THREADS = 4  # maximum threads with records: a function that MLX compiles in one
 COUNTED = 256  # maximum kinds whose occurrences are counted
 
 
+Pick = tuple[Sampling, bool, str]  # sampling options, whether logprobs are returned, draft sampling
+
+
+class ChoiceKind(NamedTuple):
+    """The key of a recorded choice of tokens under masks: all that it depends on besides the values of its inputs.
+
+    shape: of the hidden rows. pick: the same for all sequences. masked: whether each sequence has a grammar.
+    drafts, limits: whether there are any. adapter: the name of the selected one. form: None: no caches are read.
+    """
+
+    shape: tuple[int, ...]
+    pick: Pick
+    masked: tuple[bool, ...]
+    drafts: bool
+    limits: bool
+    adapter: str | None
+    form: None = None
+
+
 class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
     drafts: whether the step has a drafter. rows: of the previous run. end: upper bound of all positions after the
     step. adapter: the name of the selected one.
-    form, shapes: of the caches and their arrays. pick: sampling options, whether logprobs are returned, and draft
-    sampling, the same for all sequences.
+    form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether a sequence has a
+    grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
     """
 
     plan: Plan
@@ -53,18 +73,19 @@ class Kind(NamedTuple):
     end: int
     form: CacheForm
     shapes: tuple
-    pick: tuple[Sampling, bool, str]
+    pick: Pick
+    masked: bool = False
     adapter: str | None = None
 
     @classmethod
-    def of(cls, frame: Frame, rows: int, pick: tuple[Sampling, bool, str]) -> "Kind":
+    def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":
         """Return the kind of a frame's step after a run of `rows` rows; first grow the caches to its `end`."""
         end, caches = _end(frame, rows), frame.cache.stepped
         for c in caches:
             c.hold(end)
         shapes = tuple(part.shape for c in caches for part in c.parts)
-        form, adapter = frame.cache.form(), frame.model.runtime.adapters.selected
-        return cls(frame.plan, frame.drafter is not None, rows, end, form, shapes, pick, adapter)
+        form, masked, adapter = frame.cache.form(), any(_masked(frame)), _adapter(frame)
+        return cls(frame.plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
 
 def rounded(frame: Frame, rows: int) -> Frame:
@@ -91,18 +112,42 @@ def recorded(
     *,
     keys: list[mx.array],
     starts: Any,
-) -> tuple[Run, CacheArrays]:
+) -> tuple[Any, CacheArrays]:
     """Run the step of a kind on caches made of the input arrays; `mx.compile` records this function."""
     model = model_ref()
     assert model is not None
     cache = kind.form.made(model)
     cache.starts = starts
-    options, logprobs, draft_sampling = kind.pick
-    pickers = [Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling) for key in keys]
     base = kind.end - kind.rows - kind.plan.k - 1
     drafter = drafter_of(model) if kind.drafts else None
-    frame = Frame(model, cache, kind.plan, drafter, [Single(picker) for picker in pickers], base)
+    frame = Frame(model, cache, kind.plan, drafter, _members(kind.pick, keys), base)
+    if kind.masked:
+        return forward(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts))
     return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts), limits)
+
+
+def recorded_choice(
+    model_ref: "weakref.ref[Target]",
+    kind: ChoiceKind,
+    passed: Passed,
+    limits: mx.array | None,
+    masks: Masks,
+    *,
+    keys: list[mx.array],
+) -> Run:
+    """Choose the tokens of a kind; `mx.compile` records this function."""
+    model = model_ref()
+    assert model is not None
+    return choose(model, _members(kind.pick, keys), Passed(*passed), limits, masks)
+
+
+def _members(pick: Pick, keys: list[mx.array]) -> list[Single]:
+    options, logprobs, draft_sampling = pick
+    return [Single(Picker(options, logprobs=logprobs, key=key, draft_sampling=draft_sampling)) for key in keys]
+
+
+def _masked(frame: Frame) -> tuple[bool, ...]:
+    return tuple(member is not None and member.picker.matcher is not None for member in frame.members)
 
 
 class Record(NamedTuple):
@@ -205,21 +250,29 @@ class Compiled:
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
         """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
 
-        None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
-        options per sequence, or if the replay trial builds this cycle. Otherwise the caches' buffers are first grown
-        to the end of the kind.
+        With a grammar that of `forward`, whose arguments it takes. None if it must be built: not recorded yet, with
+        p_min, a caller's sampler or processors, different sampling options per sequence, or if the replay trial
+        builds this cycle. Otherwise the caches' buffers are first grown to the end of the kind.
         """
-        pickers, cache = [member.picker for member in frame.members if member], frame.cache
-        first = pickers[0]
-        pick = first.options, first.logprobs, first.draft_sampling
-        foreign = any(p.sampler or p.processors or (p.options, p.logprobs, p.draft_sampling) != pick for p in pickers)
-        if frame.plan.p_min or foreign or not self.choice.on or not all(c.parts for c in cache.stepped):
+        pick, cache = _pick(frame), frame.cache
+        if frame.plan.p_min or pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
             return None
         kind = Kind.of(frame, rows, pick)
         held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
         found = self.recall(frame.model, kind, recorded, held, stats)
-        keys = [(member.picker if member else first).key for member in frame.members]
-        return found and partial(found, keys=keys, starts=cache.starts)
+        return found and partial(found, keys=_keys(frame), starts=cache.starts)
+
+    def choose(self, frame: Frame, passed: Passed, limits: mx.array | None, masks: Masks, stats: Stats) -> Run:
+        """Return what `step.choose` returns, by a recorded graph where `find` would use one."""
+        pick, found = _pick(frame), None
+        if pick is not None and self.choice.on:
+            given = passed.drafts is not None, limits is not None
+            kind = ChoiceKind(tuple(passed.hidden.shape), pick, _masked(frame), *given, _adapter(frame))
+            found = self.recall(frame.model, kind, recorded_choice, HELD, stats)
+        if found is None:
+            return choose(frame.model, frame.members, passed, limits, masks)
+        position = mx.array(passed.position).reshape(-1)
+        return found(passed._replace(position=position), limits, masks, keys=_keys(frame))
 
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
         """Return the recorded step of a kind, None until the kind has occurred OFTEN in this thread.
@@ -255,6 +308,24 @@ class Compiled:
         if not self.recorder.verdict:
             self.recorder.cycles.clear()
         return True
+
+
+def _pick(frame: Frame) -> Pick | None:
+    """Return how all sequences of a frame choose; None if they differ or run a caller's code."""
+    pickers = [member.picker for member in frame.members if member]
+    picks = {(p.options, p.logprobs, p.draft_sampling) for p in pickers}
+    foreign = len(picks) > 1 or any(p.sampler or p.processors for p in pickers)
+    return None if foreign else picks.pop()
+
+
+def _adapter(frame: Frame) -> str | None:
+    return frame.model.runtime.adapters.selected
+
+
+def _keys(frame: Frame) -> list[mx.array]:
+    """Return the random key of each row; a free slot has another row's."""
+    first = next(member for member in frame.members if member)
+    return [(member or first).picker.key for member in frame.members]
 
 
 def _state(model: Target) -> list:

@@ -13,7 +13,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
+from ..grammar import Matcher
 from ..layers.target import Target
+from .masks import masked
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -106,6 +108,7 @@ class Picker:
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses key + t.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
+    matcher: follows the answer through its grammar and makes the masks of allowed tokens; None without a grammar.
     """
 
     options: Sampling = Sampling()
@@ -114,21 +117,22 @@ class Picker:
     logprobs: bool = False
     key: mx.array = field(default_factory=lambda: mx.zeros(2, mx.uint32))
     draft_sampling: str = "coupled"
+    matcher: Matcher | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest tokens are always taken, without processors, and without logprobs to return."""
+        """Whether the likeliest allowed tokens are always taken, without processors and logprobs to return."""
         return self.sampler is None and self.options.greedy and not self.processors and not self.logprobs
 
-    def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array):
+    def pick(self, model: Target, hidden: mx.array, position, history: Any, drafts: mx.array, mask: Any = None):
         """Return tokens [M] int32 chosen after hidden rows [1, M, H], and their logprobs [M, V] or None.
 
-        As `__call__`, but logits are not computed if a kernel can choose with these options. drafts: int32 [M - 1].
+        As `__call__`, but logits are not computed if a kernel can choose with these options, without a mask.
         """
-        o, raw = self.options, self.sampler is None and not self.processors and not self.logprobs
+        o, raw = self.options, self.sampler is None and not self.processors and not self.logprobs and mask is None
         choice = model.choice(hidden) if raw and (o.greedy or o.unfiltered or o.top > 0) else None
         if choice is None:
-            return self(model.logits(hidden)[0], position, history, drafts)
+            return self(model.logits(hidden)[0], position, history, drafts, mask)
         if o.greedy:
             return choice.greedy(), None
         if o.unfiltered:
@@ -136,12 +140,14 @@ class Picker:
         top = choice.top(o.top)
         return choice.draw_top(top, self.key, position, **o.filters, vocab_size=model.vocab_size), None
 
-    def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array):
+    def __call__(self, logits: mx.array, position, history: Any, drafts: mx.array, mask: mx.array | None = None):
         """Return tokens [M] int32 for positions `position`.., chosen from logits [M, V]; and logprobs [M, V] or None.
 
         history: token ids [T] before the rows. drafts: int32 [M - 1]; processors of row i read the history and the
-        first i drafts.
+        first i drafts. mask: of the allowed tokens, int32 [M, words], applied after the processors.
         """
+        if mask is not None and not self.processors:
+            logits = masked(logits, mask)
         if self.plain:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
         past = mx.array(history if self.processors else [], mx.int32)
@@ -150,6 +156,8 @@ class Picker:
             row = logits[i : i + 1]
             for process in self.processors:
                 row = process(mx.concatenate([past, drafts[:i]]), row)
+            if mask is not None and self.processors:
+                row = masked(row, mask[i : i + 1])
             row = row - mx.logsumexp(row, axis=-1, keepdims=True)
             tokens.append(self._draw(row, key_at(self.key, position + i)).reshape(1))
             logprobs.append(row)

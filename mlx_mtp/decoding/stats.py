@@ -21,9 +21,11 @@ class Stats:
 
     drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted.
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
+    grammar_drafted, grammar_accepted: drafts that the grammar forces, or that keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
-    waits:         host reads in cycles: one per cycle, and one more if the drafts' confidence is read (p_min).
-    built_late:    cycles built after the previous cycle was read, by reason; the first cycle is not counted.
+    waits:         host reads in cycles: one per cycle, and one more if the drafts are read (p_min, a grammar).
+    built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
+                   one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
     prefill_time:  seconds until the first token arrived, including the heads' prefill of the prompt.
     decode_time:   seconds of cycles after that, without the caller's time between two tokens.
@@ -46,6 +48,8 @@ class Stats:
     lookups: int = 0
     lookup_drafted: int = 0
     lookup_accepted: int = 0
+    grammar_drafted: int = 0
+    grammar_accepted: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     waits: int = 0
     built_late: Counter[str] = field(default_factory=Counter)
@@ -76,7 +80,8 @@ class Stats:
     @property
     def tokens_per_cycle(self) -> float:
         """Mean number of tokens per cycle, the target's own included; 1.0 is plain decoding; 0.0 before a cycle."""
-        return 1 + (sum(self.accepted) + self.lookup_accepted) / self.cycles if self.cycles else 0.0
+        accepted = sum(self.accepted) + self.lookup_accepted + self.grammar_accepted
+        return 1 + accepted / self.cycles if self.cycles else 0.0
 
     @property
     def drafts_per_cycle(self) -> float:
@@ -99,7 +104,7 @@ class Stats:
 
         "plain decoding" without drafts, else "no cycles" before the first cycle.
         """
-        if not self.num_draft_tokens and not self.lookups:
+        if not self.num_draft_tokens and not self.lookups and not self.grammar_drafted:
             return "plain decoding"
         if not self.cycles:
             return "no cycles"
@@ -109,6 +114,8 @@ class Stats:
             words.append(f"accepted {percentages(self.by_depth)}")
         if self.lookups:
             words.append(f"{self.lookup_accepted} of {self.lookup_drafted} looked up")
+        if self.grammar_drafted:
+            words.append(f"{self.grammar_accepted} of {self.grammar_drafted} from the grammar")
         return "; ".join(filter(None, [", ".join(words), paused(self.paused)]))
 
     @property
@@ -182,7 +189,7 @@ class Stats:
     def count_cycle(self, drafted: int, accepted: int, source: str) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
-        Drafts of "lookup" are counted apart, without their depth. `whole`, if set, counts the cycle too.
+        Drafts of "lookup" and "grammar" are counted apart, without depth. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
             self.whole.count_cycle(drafted, accepted, source)
@@ -192,6 +199,10 @@ class Stats:
             self.lookups += 1
             self.lookup_drafted += drafted
             self.lookup_accepted += accepted
+            return
+        if source == "grammar":
+            self.grammar_drafted += drafted
+            self.grammar_accepted += accepted
             return
         self._deepen(drafted)
         for depth in range(drafted):

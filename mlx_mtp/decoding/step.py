@@ -5,12 +5,29 @@ verified but not accepted. A built step calls `step`; `mx.compile` records the s
 `verify` are called separately where the host reads the drafts' confidence in between, and by the profiler.
 """
 
+from typing import Any, NamedTuple
+
 import mlx.core as mx
 
 from ..cache.step_cache import CacheArrays
+from ..layers.target import Target
 from .drafters.drafter import Frame
+from .masks import Masks
+from .members import Members
 from .pick import pick
 from .run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
+
+
+class Passed(NamedTuple):
+    """Rows that the target has read, R of each of n sequences, before their tokens are chosen.
+
+    hidden: [n, R, H]. position: of each sequence's first token after them, int32 [n], or an int if n = 1.
+    drafts: [n, R-1] int32, of the rows after the first; None if there were none.
+    """
+
+    hidden: mx.array
+    position: Any
+    drafts: mx.array | None
 
 
 def step(
@@ -25,6 +42,15 @@ def step(
     return verify(frame, run, drafts, limits), frame.cache.unload()
 
 
+def forward(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS) -> tuple[Passed, CacheArrays]:
+    """Run a step up to the target's hidden rows; `choose` and `roll_back` complete it.
+
+    With a grammar the host reads the drafts before the choice is submitted, because they decide the masks.
+    """
+    passed = read_rows(frame, run, propose(frame, run, arrays, drafts))
+    return passed, frame.cache.unload()
+
+
 def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRAFTS) -> Drafts:
     """Load the caches' arrays; return the drafts that the step's drafter makes after `run`, else `drafts`."""
     frame.cache.load(arrays, frame.base + run.size, frame.base)
@@ -36,20 +62,36 @@ def propose(frame: Frame, run: Run, arrays: CacheArrays, drafts: Drafts = NO_DRA
 
 def verify(frame: Frame, run: Run, drafts: Drafts, limits: mx.array | None = None) -> Run:
     """Return the run of the target's own tokens after the newest token and each draft; roll back rejected rows."""
-    model, cache, drafted = frame.model, frame.cache, drafts.tokens
+    new = choose(frame.model, frame.members, read_rows(frame, run, drafts), limits)
+    roll_back(frame, new, limits)
+    return new
+
+
+def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
+    """Let the target read the newest token and each draft."""
+    model, cache = frame.model, frame.cache
     position, rows = cache.layers[0].offset + 1, run.newest()
-    if drafted is not None:
-        rows = mx.concatenate([rows, drafted], axis=1)
-    hidden = model.hidden(rows, cache.layers)
-    tokens, logprobs = pick(model, hidden, position, drafted, frame.members)
-    accepted = NONE_ACCEPTED if len(frame.members) == 1 else mx.zeros(len(frame.members), mx.int32)
+    if drafts.tokens is not None:
+        rows = mx.concatenate([rows, drafts.tokens], axis=1)
+    return Passed(model.hidden(rows, cache.layers), position, drafts.tokens)
+
+
+def choose(model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = ()) -> Run:
+    """Return the run of the target's own tokens after rows that it has read, with the number of accepted drafts."""
+    hidden, position, drafted = passed
+    tokens, logprobs = pick(model, hidden, position, drafted, members, masks)
+    accepted = NONE_ACCEPTED if len(members) == 1 else mx.zeros(len(members), mx.int32)
     if drafted is not None:
         accepted = accept(drafted, tokens)
     if limits is not None:
         accepted = mx.minimum(accepted, limits)
-    if drafted is not None or limits is not None:
-        cache.rollback(drafts.k - accepted)
     return Run.of(hidden, tokens, accepted, drafted, logprobs)
+
+
+def roll_back(frame: Frame, run: Run, limits: mx.array | None = None) -> None:
+    """Lower the positions of the target's caches to the accepted rows of a run that was read last."""
+    if run.drafts is not None or limits is not None:
+        frame.cache.rollback(run.size - 1 - run.accepted)
 
 
 def accept(drafts: mx.array, tokens: mx.array) -> mx.array:

@@ -14,6 +14,7 @@ from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 
 EARNED = 0.013  # plain steps that each plain step adds to the budget
 PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
+PRIOR_FORCED = 0.95  # the same of a grammar's drafts
 DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added without measurements
 
 
@@ -43,6 +44,8 @@ class Controller:
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
         self._began = False  # whether the first cycle has finished, which is always slow
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
+        self._spare = 0.0  # of the budget when it was planned
+        self._kind, self._measures = "", False  # of its drafts; whether it is a plain step that measures
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
         """Return the next cycle's plan; 0 drafts while drafting is paused, whose reason is then in `paused`.
@@ -51,6 +54,7 @@ class Controller:
         drafter must read before it drafts.
         """
         costs, spare = self.costs, self.costs.budget - self._risk
+        self._spare, self._measures = spare, costs.plain_first > 0
         best = plain = Choice(PLAIN, 1.0, 1.0)
         if not costs.plain_first and (choices := self._choices(matched, pending)):
             best = max((plain, *(c for c in choices if c.risk <= spare)), key=self._score)
@@ -62,6 +66,19 @@ class Controller:
             lost = f"lost {ALLOWANCE - costs.budget:.1f} plain steps" if hope.risk > spare else ""
             self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else lost
         costs.plain_first = max(0, costs.plain_first - 1)
+        self._risk, self._kind = best.risk, best.plan.kind(matched)
+        return best.plan
+
+    def redraft(self, planned: Plan, forced: int) -> Plan:
+        """Return `planned`, the plan of the next cycle, or one that verifies up to `forced` drafts of a grammar.
+
+        It is called when the previous cycle has been read, and these drafts are known.
+        """
+        if self._measures:
+            return planned
+        choices = self._expect("grammar", [Plan("grammar", k) for k in ladder(forced)])
+        now = self._expect(self._kind, [planned])[0] if planned.k else Choice(PLAIN, 1.0, 1.0)
+        best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk = best.risk
         return best.plan
 
@@ -114,7 +131,8 @@ class Controller:
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before. rows: plain
         steps of resuming the drafter.
         """
-        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, PRIOR_ACCEPTANCE
+        prior = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE
+        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, prior
         for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
             p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
             reached *= p

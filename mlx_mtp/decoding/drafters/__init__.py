@@ -2,9 +2,11 @@
 
 from ...layers.target import Target
 from .drafter import Drafter
+from .forced import Forced
 from .heads import Heads
 from .lookup import Lookup
 
+GRAMMAR_DRAFTS = 15  # maximum: rings take 16 rows
 KINDS = (Heads.of,)  # tried in this order for a model without a drafter of its own
 
 
@@ -14,6 +16,6 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
-    """Return the drafters of a model by name: its own if any, and prompt lookup if `max_lookup` is not 0."""
+    """Return the drafters of a model by name: its own if any, prompt lookup if `max_lookup` is not 0, the grammar."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
-    return {drafter.source: drafter for drafter in (own, lookup) if drafter}
+    return {drafter.source: drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter}

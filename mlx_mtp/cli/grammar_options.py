@@ -1,0 +1,42 @@
+"""Define the options that constrain answers to a grammar."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+FLAGS = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex", "grammar": "--grammar"}
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def grammar_options(command: Any) -> Any:
+    """Add the options that constrain each answer to a command."""
+    for option in (
+        click.option("--grammar", type=FILE, help="File of a grammar in llguidance's dialect of Lark."),
+        click.option("--regex", help="Regular expression that the whole answer must match."),
+        click.option("--json", is_flag=True, help="The answer is any JSON value."),
+        click.option("--json-schema", type=FILE, help="File of a JSON schema that the answer must fit."),
+    ):
+        command = option(command)
+    return command
+
+
+def grammar_of(flags: dict[str, Any]) -> Any:
+    """Return the grammar of a command's flags, None without one; UsageError for more than one."""
+    given = [name for name in FLAGS if flags[name] not in (None, False)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise click.UsageError(f"{FLAGS[given[0]]} and {FLAGS[given[1]]}: give one of them")
+    from .. import grammar
+
+    name, value = given[0], flags[given[0]]
+    if name == "json":
+        return grammar.json()
+    if name == "regex":
+        return grammar.regex(value)
+    try:
+        text = value.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise click.UsageError(f"{FLAGS[name]} {value}: cannot be read ({type(e).__name__})") from None
+    return grammar.json_schema(text) if name == "json_schema" else grammar.lark(text)

@@ -1,0 +1,28 @@
+"""Draft the tokens that each sequence's grammar forces, or that follow while its text keeps its style."""
+
+import mlx.core as mx
+import numpy as np
+
+from ..run import Drafts, Run
+from .drafter import Drafter, Frame
+
+
+class Forced(Drafter):
+    """Drafts what `Matcher.drafts` returns, whose matchers must have followed all tokens; has no caches.
+
+    A sequence with fewer such tokens gets drafts of token 0 after them.
+    """
+
+    source = "grammar"
+    in_step = False
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
+        drafts = np.zeros((len(frame.members), k), np.int32)
+        for row, member in zip(drafts, frame.members, strict=True):
+            if member is not None and member.picker.matcher is not None:
+                forced = member.picker.matcher.drafts(k)
+                row[: len(forced)] = forced
+        return Drafts(mx.array(drafts))

@@ -1,0 +1,21 @@
+"""Constrain answers to a grammar: a JSON schema, any JSON, a regular expression or a Lark grammar.
+
+llguidance parses grammars and computes, for each position, the mask of the allowed tokens. A mask depends on the
+tokens of the answer before it and on nothing else.
+"""
+
+from .constraint import Constraint, compiled
+from .forms import Grammar, json, json_schema, lark, regex
+from .matcher import GrammarError, Matcher
+
+__all__ = [
+    "Constraint",
+    "Grammar",
+    "GrammarError",
+    "Matcher",
+    "compiled",
+    "json",
+    "json_schema",
+    "lark",
+    "regex",
+]

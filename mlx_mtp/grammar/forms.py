@@ -1,0 +1,125 @@
+"""Create grammars: immutable objects that `generate` and the other functions take as `grammar=`."""
+
+import json as json_text
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..machine.errors import first_line
+from .library import llguidance
+
+SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
+MOST_SPACES = 4  # between two tokens of JSON by default: without a limit a model can write spaces for ever
+STYLES = ((", ", ": "), (",", ":"))  # (item, key) separators that `json.dumps` and compact writers use
+STRICT = {
+    "coerce_one_of": False,
+    "lenient": False,
+    "json_allowed_escapes": None,
+    "json_allow_general_unicode_escapes": False,
+}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar for an answer, made by `json_schema`, `json`, `regex` or `lark`.
+
+    text:      llguidance's form of it. name: how messages name it.
+    styles:    the same grammar with fixed separators, per usual style: drafts of what a model most likely writes.
+    tokenizer: used where a function has no tokenizer; not part of the grammar's identity.
+    """
+
+    text: str
+    name: str
+    styles: tuple[str, ...] = ()
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+
+    def with_tokenizer(self, tokenizer: Any) -> "Grammar":
+        """Return this grammar with a tokenizer, its own if it has one."""
+        return self if self.tokenizer is not None else replace(self, tokenizer=tokenizer)
+
+
+def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -> Grammar:
+    """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, its keys in the schema's order.
+
+    schema: a dict, its JSON text, or True for any value. A schema that cannot be enforced exactly is refused with a
+    ValueError that names the key. `x-guidance` in it is ignored, and no `$ref` is fetched.
+    whitespace: between the tokens of JSON: an int is the maximum number of characters, 0 is none; a str is a regular
+    expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
+    value there is none.
+    """
+    text, styles = _json_texts(_parsed(schema), whitespace)
+    return _checked(Grammar(text, "json_schema", styles, tokenizer))
+
+
+def json(*, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -> Grammar:
+    """Return the grammar of any JSON value. whitespace: as in `json_schema`."""
+    text, styles = _json_texts({}, whitespace)
+    return _checked(Grammar(text, "json", styles, tokenizer))
+
+
+def regex(pattern: str, *, tokenizer: Any = None) -> Grammar:
+    """Return the grammar of texts that a regular expression matches as a whole; it has Rust's syntax."""
+    return _checked(Grammar(llguidance().LLMatcher.grammar_from_regex(pattern), "regex", (), tokenizer))
+
+
+def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
+    """Return the grammar of a Lark text in llguidance's dialect, with the rule `start`.
+
+    Special tokens of the tokenizer stand in it as `<name>`: a string never matches them. `%json` may contain no
+    `x-guidance`, and its white space is not bounded.
+    """
+    if "x-guidance" in grammar:
+        raise ValueError("lark: x-guidance is not supported; give a schema with mlx_mtp.grammar.json_schema")
+    return _checked(Grammar(llguidance().LLMatcher.grammar_from_lark(grammar), "lark", (), tokenizer))
+
+
+def _parsed(schema: Any) -> dict[str, Any]:
+    """Return a schema as a dict; ValueError for anything that is no schema."""
+    if isinstance(schema, str | bytes):
+        try:
+            schema = json_text.loads(schema)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"json_schema: not JSON ({first_line(e)})") from None
+    if schema is True:
+        return {}
+    if schema is False:
+        raise ValueError("json_schema: false accepts no value")
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema: a {type(schema).__name__}; expected a dict or its JSON text")
+    return schema
+
+
+def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
+    """Return llguidance's text of a schema, and its texts with the separators of each of STYLES."""
+    own = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True, "whitespace_pattern": None}
+    fixed = {"whitespace_flexible": False, "whitespace_pattern": None}
+    styles = [{"item_separator": item, "key_separator": key, **fixed} for item, key in STYLES]
+    if whitespace is None:
+        own = styles[0]
+    elif whitespace == 0:
+        own = styles[1]
+    elif isinstance(whitespace, str):
+        own["whitespace_pattern"] = whitespace
+    elif isinstance(whitespace, int) and whitespace > 0:
+        own["whitespace_pattern"] = f"{SPACES}{{1,{int(whitespace)}}}"
+    else:
+        raise ValueError(f"whitespace={whitespace!r}: allowed are 0 or more, a regular expression, or None")
+    free = own["whitespace_flexible"]
+    return _text(schema, own), tuple(_text(schema, style) for style in styles) if free else ()
+
+
+def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
+    """Return llguidance's text of a schema. All options are overrides: those in the schema change nothing."""
+    make, own = llguidance().LLMatcher.grammar_from_json_schema, {**schema}
+    own.pop("x-guidance", None)
+    try:
+        return make(own, overrides={**STRICT, **spaces})
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f"json_schema: {first_line(e)}") from None
+
+
+def _checked(grammar: Grammar) -> Grammar:
+    """Return the grammar; ValueError, in one line, if llguidance cannot honour it."""
+    library = llguidance()
+    if error := library.LLMatcher.validate_grammar(grammar.text, limits=library.limits):
+        raise ValueError(f"{grammar.name}: {error.strip().partition(chr(10))[0]}")
+    return grammar

@@ -1,0 +1,31 @@
+"""Import llguidance when a grammar is first made, and state the limits of its work."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from ..machine.errors import install
+
+# Work, not time: a text does not depend on the machine's speed. A mask takes up to about 20 ms within these limits.
+STEP_FUEL = 200_000
+STEP_ITEMS = 50_000
+
+
+class Library(NamedTuple):
+    """The parts of llguidance that grammars use. fill: writes a mask into a row of int32 [rows, words]."""
+
+    LLMatcher: Any
+    LLTokenizer: Any
+    fill: Any
+    limits: Any
+
+
+@cache
+def llguidance() -> Library:
+    """Return llguidance; ValueError that states how to install it if it is missing."""
+    try:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+        from llguidance.numpy import fill_next_token_bitmask
+    except ImportError:
+        raise ValueError(f"grammars need llguidance: {install('grammar')}") from None
+    limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False)
+    return Library(LLMatcher, LLTokenizer, fill_next_token_bitmask, limits)

@@ -1,0 +1,94 @@
+"""Follow an answer through its grammar: masks of allowed tokens, and the tokens that must follow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .library import llguidance
+
+
+class GrammarError(ValueError):
+    """Raised when a grammar cannot constrain an answer further: work above the limits, or a token it forbids."""
+
+
+class Matcher:
+    """The position of one answer in its grammar. One thread at a time may use it.
+
+    parser: llguidance's matcher, at the start. styles: those of the grammar with fixed separators, which are copied.
+    eos: token ids that end the answer, the usual one first. words: of the tokenizer's masks, and of the model's,
+    which has zeros after them; a word has the bits of 32 tokens.
+    start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
+    most: maximum number of `drafts` in a cycle, 0 for none.
+    """
+
+    def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
+        self.eos, self.start, self.size, self.most = eos, 0, 0, 0
+        self._own_words, self.words = words
+        self._parser, self._styles = parser, styles
+        self._twins = [style.deep_copy() for style in styles]
+
+    def restart(self) -> None:
+        """Return to the start of the answer."""
+        self._parser.reset()
+        self.size, self._twins = 0, [style.deep_copy() for style in self._styles]
+
+    def follow(self, tokens: Any) -> None:
+        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
+        new = [int(token) for token in tokens[self.start + self.size :]]
+        self.size += len(new)
+        if self._parser.try_consume_tokens(new) < len(new):
+            raise self._error("the answer's tokens do not fit the grammar")
+        self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+
+    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
+        """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
+
+        Rows after a forbidden draft, or after the answer's end, are left as they are: no token is chosen there.
+        """
+        taken = 0
+        try:
+            for row in range(len(masks)):
+                self._fill_row(masks[row])
+                if row == len(drafts) or drafts[row] in self.eos or not allows(masks[row], drafts[row]):
+                    break
+                if not self._parser.try_consume_tokens([drafts[row]]):
+                    break
+                taken += 1
+        finally:
+            if taken and not self._parser.rollback(taken):
+                raise self._error()
+
+    def _fill_row(self, mask: np.ndarray) -> None:
+        own = np.empty((1, self._own_words), np.int32)
+        llguidance().fill(self._parser, own, 0)
+        if self._parser.is_error():
+            raise self._error()
+        mask[: self._own_words], mask[self._own_words :] = own[0], 0
+
+    def drafts(self, most: int) -> list[int]:
+        """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
+
+        An end-of-text token is the last one where the value is complete. They are drafts: masks decide.
+        """
+        own = self._forced(self._parser, most)
+        twin = self._forced(self._twins[0], most) if self._twins else []
+        return max(own, twin, key=len)
+
+    def _forced(self, parser: Any, most: int) -> list[int]:
+        forced = parser.compute_ff_tokens()[:most]
+        if len(forced) < most:
+            taken = parser.try_consume_tokens(forced)
+            if taken == len(forced) and parser.is_stopped() and not parser.is_error():
+                forced = [*forced, self.eos[0]]
+            parser.rollback(taken)
+        return forced
+
+    def _error(self, reason: str = "") -> GrammarError:
+        error = self._parser.get_error().strip().partition("\n")[0]
+        return GrammarError(f"grammar: {error or reason or 'llguidance stopped'} (after {self.size} tokens)")
+
+
+def allows(mask: np.ndarray, token: int) -> bool:
+    """Return whether a mask, int32 [words], allows a token."""
+    return bool(mask[token // 32] >> (token % 32) & 1)

@@ -1,0 +1,119 @@
+"""In a batch each sequence has the text that it has alone, with a grammar or without."""
+
+import itertools
+
+import grammars
+import pytest
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp import grammar
+from mlx_mtp.decoding import replay as replay_module
+
+PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
+PATTERNS = ["((a|b)abcabc){9}", None, "(a|b|c)+", "(c(a|b))*abca"]
+N = 18
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch, tmp_path):
+    """Separate costs, and recording at the first occurrence."""
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
+
+
+def made(pattern):
+    return pattern and grammar.regex(pattern, tokenizer=grammars.letters())
+
+
+def alone(model, prompt, pattern, n=N, **options):
+    steps = mlx_mtp.generate_step(prompt, model, grammar=made(pattern), max_tokens=n, num_draft_tokens=0, **options)
+    return [token for token, *_ in steps]
+
+
+def drain(batch, answers):
+    while responses := batch.next_generated():
+        for response in responses:
+            answers.setdefault(response.uid, []).append(response)
+    return answers
+
+
+def tokens_of(answers):
+    return [[response.token for response in answers[uid]] for uid in sorted(answers)]
+
+
+CASES = [*itertools.product((False, True), (0, 1, 3), ({}, {"temp": 1.0, "seed": 4}), (0, None), (0.0, 0.3))]
+CASES = [case for case in CASES if case[1] or not case[4]]
+FEW = [(False, 3, {}, None, 0.0), (True, 1, CASES[-1][2], None, 0.0), (True, 3, {}, 0, 0.0), (False, 3, {}, 0, 0.3)]
+
+
+@pytest.mark.parametrize(("replay", "k", "sampling", "most", "p_min"), sampled(FEW, CASES))
+def test_each_sequence_has_the_text_that_it_has_alone(tiny_models, replay, k, sampling, most, p_min):
+    model, _ = tiny_models(2)
+    expected = [alone(model, prompt, pattern, **sampling) for prompt, pattern in zip(PROMPTS, PATTERNS, strict=True)]
+    options = {"num_draft_tokens": k, "compile_cycles": replay, "draft_p_min": p_min, **sampling}
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, grammar_drafts=most, **options)
+    stats = [mlx_mtp.Stats() for _ in PROMPTS]
+    batch.insert(PROMPTS[:3], grammars=[made(pattern) for pattern in PATTERNS[:3]], stats=stats[:3])
+    answers: dict = {}
+    for response in itertools.chain.from_iterable(batch.next()[1] for _ in range(3)):
+        answers.setdefault(response.uid, []).append(response)
+    batch.insert(PROMPTS[3:], grammars=[made(PATTERNS[3])], stats=stats[3:])
+    assert tokens_of(drain(batch, answers)) == expected
+    assert (stats[0].grammar_accepted > 0) == (most is None and k > 0)
+    assert stats[1].grammar_drafted == 0
+    assert not replay or any(each.compiled_cycles for each in stats)
+
+
+def test_caches_are_at_rest_at_the_end(tiny_models):
+    model, _ = tiny_models(2)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False)
+    batch.insert(PROMPTS, grammars=[made(pattern) for pattern in PATTERNS])
+    answers = drain(batch, {})
+    for uid, prompt in enumerate(PROMPTS):
+        tokens = [response.token for response in answers[uid]]
+        cache = answers[uid][-1].prompt_cache
+        assert cache.tokens == prompt + tokens[:-1]
+        more = alone(model, tokens[-1:], "(b|ca)+", 8, prompt_cache=cache)
+        assert more == alone(model, prompt + tokens, "(b|ca)+", 8)
+
+
+def test_an_error_ends_its_own_sequence(tiny_models, monkeypatch):
+    model, _ = tiny_models(2)
+    expected = alone(model, PROMPTS[2], PATTERNS[2])
+    real = grammar.Matcher.fill
+
+    def fill(self, masks, drafts=()):
+        if self.size > 5 and self.start == len(PROMPTS[0]):
+            raise grammar.GrammarError("grammar: too complex")
+        real(self, masks, drafts)
+
+    monkeypatch.setattr(grammar.Matcher, "fill", fill)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False)
+    batch.insert([PROMPTS[0], PROMPTS[2]], grammars=[made(PATTERNS[0]), made(PATTERNS[2])])
+    answers: dict = {}
+    with pytest.raises(grammar.GrammarError, match="too complex"):
+        drain(batch, answers)
+    assert batch.failed == 0
+    assert len(answers[0]) >= 6
+    drain(batch, answers)
+    assert [response.token for response in answers[1]] == expected
+
+
+def test_a_grammar_of_the_whole_batch(tiny_models):
+    model, _ = tiny_models(2)
+    shared = made("(ab|c)+")
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=10, grammar=shared)
+    batch.insert(PROMPTS[:2])
+    assert tokens_of(drain(batch, {})) == [alone(model, prompt, "(ab|c)+", 10) for prompt in PROMPTS[:2]]
+    for wrong in (["a"], [grammar.regex("a")], [None, None]):
+        with pytest.raises(ValueError, match="grammar") as e:
+            batch.insert(PROMPTS[:1], grammars=wrong)
+        assert "\n" not in str(e.value)
+
+
+def test_batch_generate():
+    model, tokenizer = mlx_mtp.load(grammars.demo_path())
+    how, prompts = {"grammar": grammar.json_schema({"enum": ["red", "green"]}), "max_tokens": 12}, ["def f():", "if"]
+    texts = mlx_mtp.batch_generate(model, tokenizer, prompts, **how).texts
+    assert texts == [mlx_mtp.generate(model, tokenizer, prompt, **how) for prompt in prompts]
