@@ -102,7 +102,6 @@ def generate_step(
     how = kv_group_size, quantized_kv_start, layout
     tokens, k, cache = checked.opened(model, prompt, num_draft_tokens, prompt_cache, *how)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
-    stats = (stats or Stats()).expecting(k, len(tokens), max_tokens)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
     constraint = compiled(grammar, None, model.vocab_size) if grammar else None
@@ -111,13 +110,14 @@ def generate_step(
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
     matcher = constraint and constraint.matcher(cache.offset + len(tokens), most)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    switch_on_for_drafts(model, max(k, lookup, most if matcher else 0))
-    d = Decoder(model, cache, picker, Fixed(k), stats, chunk, k, lookup, draft_p_min)
+    d = Decoder(model, cache, picker, Fixed(k), stats or Stats(), chunk, k, lookup, draft_p_min)
     return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
 
 
 def _decoded(d: Decoder, adaptive: bool, compile_cycles: bool | None, *how: Any) -> Generated:
     """Return a generation's tokens, after setting its control and replay. how: the later arguments of `decode`."""
+    d.stats.expect(d.k, len(how[0]), how[1])
+    switch_on_for_drafts(d.model, max(d.k, d.max_lookup, d.picker.matcher.most if d.picker.matcher else 0))
     model, lookup, d.compiled = d.model, d.max_lookup, compiled_for(d.model, d.cache, d.picker, compile_cycles)
     options = {"adaptive": adaptive, "p_min": d.p_min > 0, "compiled": d.compiled, "matcher": d.picker.matcher}
     control = control_for(model, d.k, lookup, **options)

@@ -148,10 +148,9 @@ class Stats:
             elif name not in NOT_ADDED and not name.startswith("_"):
                 setattr(self, name, mine + theirs)
 
-    def expecting(self, drafts: int, prompt_tokens: int, max_tokens: int) -> "Stats":
-        """Store a generation's options and the length of its prompt; return these statistics."""
+    def expect(self, drafts: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Store a generation's maximum drafts per cycle and of tokens, and the length of its prompt."""
         self.num_draft_tokens, self.prompt_tokens, self.max_tokens = drafts, prompt_tokens, max_tokens
-        return self
 
     def start(self) -> None:
         """Begin a generation: reset the counts per depth and, unless in a batch, peak memory; time the prefill."""

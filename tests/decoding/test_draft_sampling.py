@@ -169,9 +169,9 @@ def test_a_draft_has_the_position_of_the_row_that_verifies_it(tiny_models, eagle
             positions.append(position)
             return super().__call__(output, position)
 
-    def pick(picker, model, hidden, position, history, drafts):
+    def pick(picker, model, hidden, position, history, drafts, *mask):
         rows.extend([position + i] for i in range(drafts.size))
-        return real(picker, model, hidden, position, history, drafts)
+        return real(picker, model, hidden, position, history, drafts, *mask)
 
     real = Picker.pick
     monkeypatch.setattr(draft_sampling, "DraftChooser", Noting)
