@@ -116,6 +116,7 @@ class Settings:
             matcher = compiled(grammar, None, self.model.vocab_size).matcher(own.offset + total, forced)
         how = call, tuple(processors or ()), logprobs, key, self.draft_sampling, matcher
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        stats = (stats or Stats()).expecting(k, total, max_tokens)
+        stats = stats or Stats()
+        stats.expect(k, total, max_tokens)
         stats.whole = self.stats
         return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), max_tokens, k, max_lookup, stats)

@@ -247,7 +247,7 @@ def test_a_kernel_is_refused_in_the_middle(tiny_models):
     model, _ = tiny_models(5, vocab_size=16, head_dim=32)
     made = of_letters("((a|b)abcabc)+")
     want = ours(model, 16, made)[0]
-    for n in (3, 20):
+    for n in (3, 12):
         left = [n]
 
         def refuse(op, _, left=left):
