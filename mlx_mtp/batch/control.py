@@ -20,7 +20,7 @@ class Controls:
     """One control per number of sequences and limits of drafts: a draft's cost depends on the other rows of the pass.
 
     adaptive: choose the number of drafts by measured costs, else always the maximum. p_min: whether plans with p_min
-    can be tried. replayed: cycles are replayed, which costs less than building them.
+    can be chosen, if not adaptive always. replayed: cycles are replayed, which costs less than building them.
     """
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
@@ -43,7 +43,10 @@ class Controls:
         return self._made[key]
 
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
-        """Return a controller that starts with the costs of this number of sequences, or of the nearest number."""
+        """Return a controller that starts with the model's costs of this number of sequences, or the nearest number.
+
+        Its own costs replace those of this number in the model.
+        """
         costs = learned(self.model)
         known = costs.together_replayed if self.replayed else costs.together
         if sequences not in known and known:
@@ -59,7 +62,7 @@ def most_together(sequences: int) -> int:
 
 
 def _estimate(known: Costs) -> Costs:
-    """Return costs for another number of sequences: a copy of `known` of little weight."""
+    """Return costs for another number of sequences: levels and counts of `known`, not copied, with small weights."""
     costs = Costs()
     costs.levels, costs.resume, costs.row, costs.counts = known.levels, known.resume, known.row, known.counts
     costs.octave = known.octave

@@ -33,7 +33,7 @@ class BatchGenerator:
     """Generates from several prompts at once, with mlx_lm's arguments, methods and responses.
 
     Sequences can join and leave between calls; each has the tokens that `generate` yields for its prompt alone. Only
-    one thread at a time may call it. stop_tokens: lists of token ids, each of which ends a sequence.
+    one thread at a time may call it. stop_tokens: lists of token ids; a sequence ends after all ids of any list.
     completion_batch_size: maximum number of sequences that decode at once. prefill_batch_size, stream: ignored.
     Raises ValueError for an option out of range, a model split over ranks, or one that mlx_lm loaded; TypeError for
     an unknown option.
@@ -134,7 +134,8 @@ class BatchGenerator:
         Each other argument is a list with one entry per prompt, or None for this generator's own value. caches: of
         `make_prompt_cache`; they are copied. all_tokens: ignored. samplers: mlx_lm's callables, or a `Sampling`.
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
-        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt.
+        generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt. None in
+        a list is no processors or stop sequences, this generator's sampler, seed or num_draft_tokens, a new cache.
         grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
@@ -168,7 +169,7 @@ class BatchGenerator:
         """Run one cycle of the active sequences and prefill about one chunk of the queued ones.
 
         Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
-        a sequence's sampler, processor or prefill raised in an earlier call is raised now, without running a cycle:
+        a sequence's sampler, processor, prefill or lone cycle raised in an earlier call is raised now, with no cycle:
         the sequence has ended, `failed` is its uid, and the next call continues. Otherwise `failed` is None.
         """
         with self._adapted():
@@ -309,7 +310,7 @@ class BatchGenerator:
 def _for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
     """Return an argument's values for n prompts: `values`, or n times `own` if it is None or empty.
 
-    Raises ValueError if it is no list or has another length.
+    Raises ValueError for a string, a value without a length, or another length than n and 0.
     """
     if values is None:
         return [own] * n

@@ -99,7 +99,7 @@ class Group:
         """Complete the submitted cycle (the first call submits one), submit the next, return the former's tokens.
 
         After a refused kernel or a failed graph the pool is rebuilt; [] if the completed cycle was lost with it.
-        Raises MLX's error if no kernel can have caused it.
+        Raises what `Fallback.take` raises.
         """
         self.clock.resume()
         responses: list[Response] = []
@@ -126,9 +126,9 @@ class Group:
         return responses
 
     def _rebuild(self, error: Trouble) -> None:
-        """After an error, move all sequences to a new pool, without the kernels to blame.
+        """After an error, empty the pool; its sequences join a new one with the next cycle that is built.
 
-        Each continues after its last returned token. Raises MLX's error if no kernel can have caused it.
+        Each continues after its last returned token. `Fallback.take` switches kernels off, or raises the error.
         """
         active = self._unfinished(self.joining)
         self.fallback.take(error, sum(len(s.all_tokens) for s in active))
@@ -195,12 +195,12 @@ class Group:
         self.joining, self.marks = [], []
 
     def _can_build_ahead(self, last: PoolCycle) -> bool:
-        """Return whether the next cycle has a sequence, and no logits processor needs the tokens of `last`."""
+        """Return whether a sequence is unfinished, and none has logits processors, which need `last`'s tokens."""
         members = [s for s in (*last.rows, *(s for s, _ in self.pending)) if s]
         return not (all(s.finished for s in members) or any(s.picker.processors for s in members))
 
     def _build(self, last: PoolCycle | None, *, late: bool) -> PoolCycle:
-        """Plan the next cycle of active and pending sequences; build its step, unevaluated. late: `last` was read."""
+        """Plan the next cycle; build its step, unevaluated, with p_min its drafts only. late: `last` was read."""
         tic = time.perf_counter()
         rows, run = (last.rows, last.run) if last else ([], None)
         joining, self.pending = self.pending, []
@@ -230,7 +230,10 @@ class Group:
         return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + depths > CALL_ROWS
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
-        """Return the rows that the drafter must read before it drafts: per sequence in a pool, else their sum."""
+        """Return the number of rows that the drafter must read before it drafts.
+
+        Per sequence if its caches are in the pool; else the sum over sequences, of each at most its cache's reach.
+        """
         if pool.has_heads or self.drafter is None:
             return len(pool.missed)
         shared = len(self.unread) if pool.heads else 0
@@ -247,10 +250,10 @@ class Group:
     def _regroup(
         self, pool: Pool, rows: Rows, run: Run | None, joining: Waiting, *, resuming: bool
     ) -> tuple[Rows, Run]:
-        """Assign slots and rows of the next pass; return its sequences by row, and the previous run in that order.
+        """Assign slots and rows of the next pass; return its sequences by row, and one run of them in that order.
 
-        rows, run: of the previous pass. joining: new sequences. resuming: the heads of all sequences draft again and
-        move into the pool.
+        rows, run: of the previous pass. joining: new sequences, with their runs. resuming: the heads of all sequences
+        draft again and move into the pool.
         """
         staying, new = [s for s in rows if s and not s.finished], [s for s, _ in joining]
         taken = {s.slot for s in staying}

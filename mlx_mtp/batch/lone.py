@@ -38,7 +38,7 @@ class Lone:
     def cycle(self) -> list[Response]:
         """Run one cycle and return its tokens.
 
-        An error is not raised: it ends the sequence (`Sequence.fail`), and only the tokens before it are returned.
+        An error of the loop ends the sequence (`Sequence.fail`), and only the tokens before it are returned.
         """
         d, sequence, responses = self._decoder or self._start(), self.sequence, []
         sequence.stats.crowded, self.hidden = self.hidden, False
@@ -67,7 +67,10 @@ class Lone:
         return responses
 
     def rest(self) -> None:
-        """End the loop and bring the cache to rest, with every token but the last; roll back a submitted cycle."""
+        """End the loop, if any, and bring the cache to rest, with every token but the last.
+
+        A submitted cycle is rolled back. The measured costs are stored.
+        """
         if d := self._decoder:
             self._loop.close()
             self.run, self._decoder = last_row(d), None

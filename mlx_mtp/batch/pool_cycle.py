@@ -29,11 +29,11 @@ Rows = list[Sequence | None]  # the sequence of each row of a pass; None for a f
 
 @dataclass
 class PoolCycle:
-    """A cycle of a pool. The step builder sets the fields from `built` on.
+    """A cycle of a pool. `Steps` sets the fields after `built`.
 
-    rows: the sequence of each row. matched: the longest repeated suffix of any sequence, in tokens.
-    prefilled: rows that the drafter had to read first. late: begun after the previous cycle was read.
-    built: seconds spent on building or replaying the step.
+    rows: the sequence of each row, None for a free slot. matched: the longest repeated suffix of any sequence with
+    prompt lookup, in tokens. prefilled: rows that the drafter had to read first. late: begun after the previous
+    cycle was read. built: seconds spent on planning and on building or replaying the step.
     same: whether the pool has the sequences and heads of the cycle before.
     after: a mark of the pool after this cycle, held until the next one begins.
     frame, given, drafts: set if only the drafts are built, because their confidence is read first.

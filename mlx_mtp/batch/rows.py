@@ -23,7 +23,7 @@ def merged(run: Run | None, firsts: list[Run], index: mx.array) -> Run:
     """Return the run of old and new sequences in the order of `index`, int32 [n].
 
     run: of the old sequences, None without any. firsts: the new ones' runs of one row, which are padded to its size.
-    An index below the number of old sequences is a row of `run`, later ones number `firsts`.
+    An index below the number of rows of `run`, free slots included, is one of them; later ones number `firsts`.
     """
     size = run.size if run else 1
     wide = partial(mx.pad, pad_width=[(0, 0), (0, size - 1)])

@@ -35,11 +35,12 @@ class Response(GenerationBatch.Response):
 class Sequence:
     """One sequence of a batch; it is a `Member` of the steps of its pool.
 
-    segments: the part of the prompt that is not prefilled. total: prompt tokens. remaining: maximum number of further
-    tokens, negative for no limit. k, max_lookup: maximum drafts per cycle, of the drafter and of prompt lookup.
-    history: all its tokens. base, next_base: position of its first row in the newest run, and in the next one.
-    slot: of the pool. finished: no more of its tokens are returned. max_positions: maximum length of its cache;
-    without a limit of tokens, the prompt and one more.
+    segments: the part of the prompt that is not prefilled. total: prompt tokens, without a given cache's. remaining:
+    maximum number of further tokens, negative for no limit. k, max_lookup: maximum drafts per cycle, of the drafter
+    and of prompt lookup. history: all its tokens, empty before the first new one. base, next_base: position of its
+    first row in the newest run, and in the next one. slot: of the pool. finished: no more of its tokens are returned.
+    max_positions: maximum length of its cache; without a limit of tokens, what a given cache contains, the prompt and
+    one more.
     started: whether its prefill has begun. error: that ended it, until the generator takes it to raise it.
     """
 
@@ -122,7 +123,7 @@ def _first_tokens(model: Target, sequence: Sequence, hidden: mx.array) -> tuple[
 
 
 def prefill_again(model: Target, sequence: Sequence, *, chunk: int) -> Run:
-    """Prefill a sequence whose cache was lost, all tokens but the last; return the run of the row that chose it."""
+    """Prefill all tokens but the last of a sequence whose cache was lost; return the run of the newest row."""
     sequence.cache.settle(sequence.all_tokens[:-1])
     row = read_again(model, sequence.cache, heads=sequence.k > 0, chunk=chunk)[:, -1:]
     return Run.of_row(row, sequence.all_tokens[-1])

@@ -39,11 +39,12 @@ class KernelTrial:
     alone: per layer the expected outputs of the rows one by one, if they have positions. The default is MLX's on
         single rows; rows of the kernel must then not depend on each other.
     truth: per layer the result in float32, for ops with their own arithmetic. `alone` then defaults to the kernel on
-        single rows, and its error may be twice that of MLX.
+        single rows, and the kernel's error may be twice that of MLX, or ROUNDINGS roundings.
     bits: False for ops that promise only this error, no bits.
-    kind, weights: among trials of one op and kind (default: shape) the one with the most weights is timed for all.
-    draws: number of inputs x of a check; 0 for the default, DRAWS or more above eight rows.
-    base: key of the trial that decides whether the kernel is right; this one only times it in another context.
+    kind, weights: trials of one op and kind (default: shape) with the same compiled row count share a kernel. Of
+        these the one with the most rows, then the most weights, is timed for all.
+    draws: number of inputs x of a check; 0 for the default, which is DRAWS, and more above eight rows.
+    base: key of the trial that this one repeats in another context: if that finds the kernel wrong, it is off here.
     split: per layer the kernel with the rows split, if that is an alternative; its bits are the same.
     """
 
@@ -85,7 +86,10 @@ class KernelTrial:
 
 
 def compile_kernel(trial: KernelTrial) -> None:
-    """Run everything that a check of a kernel launches, so that it is compiled; errors are left to `check`."""
+    """Run a kernel on the first layer, so that it is compiled; exceptions are suppressed, because `check` finds them.
+
+    With a truth also on one row. `alone`, if given, is run, too; MLX's operations and split rows are not.
+    """
     ours, x = trial.pairs[0][0], trial.x(0)
     with suppress(Exception):  # `check` raises it again and reports it
         mx.eval(ours(x), ours(x[:1]) if trial.truth else None, trial.alone[0](x) if trial.alone else None)
@@ -95,8 +99,8 @@ def compile_kernel(trial: KernelTrial) -> None:
 def check(trial: KernelTrial, seed: int = 0) -> str | None:
     """Return why the kernel is wrong; None if its rows have the expected bits and, with a truth, are accurate.
 
-    Checks several x on several layers, also with NaN and infinity in other rows. An exception of the kernel is a
-    reason; one of MLX's operations is raised.
+    Checks several x, determined by the seed, on several layers; bits, unless `trial.bits` is False, also with NaN
+    and infinity in other rows. An exception of the kernel is a reason; one of MLX's operations is raised.
     """
     layers, count = len(trial.pairs), (trial.draws or max(DRAWS, 2 * (trial.rows - 1).bit_length())) * LAYERS
     try:
@@ -114,7 +118,10 @@ def check(trial: KernelTrial, seed: int = 0) -> str | None:
 
 
 def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
-    """Raise WrongKernel if bits of a layer are wrong for x, or for x with NaN or infinity in other rows."""
+    """Raise WrongKernel if bits of a layer are wrong for x, or for x with NaN or infinity in other rows.
+
+    The latter are not compared with `alone` and no truth, where rows may depend on each other.
+    """
     ours, stock = trial.pairs[layer]
     alone = trial.alone[layer] if trial.alone else partial(_row_by_row, ours if trial.truth else stock)
     expected = _of_kernel(alone, x) if trial.truth else alone(x)
@@ -128,7 +135,7 @@ def _check_bits(trial: KernelTrial, layer: int, x: mx.array, draw: int) -> None:
 
 
 def _check_error(ours: Op, stock: Op, truth: Op, x: mx.array) -> None:
-    """Raise WrongKernel if a row's error exceeds both twice that of MLX and ROUNDINGS roundings.
+    """Raise WrongKernel if a row's error is NaN, or exceeds both twice that of MLX and ROUNDINGS roundings.
 
     Errors are root mean squares over the row, against the result in float32 of `truth`.
     """
@@ -164,7 +171,7 @@ def _of_kernel(ours: Op, x: mx.array) -> list[mx.array]:
 
 
 def failing(e: Exception) -> str:
-    """Return the reason of a kernel that raised: "fails with" and the exception in one line."""
+    """Return "fails with" and an exception in one line; for KernelRefused, the error of the first refused launch."""
     return f"{FAILS} {refusal(e.refusals[0].error if isinstance(e, KernelRefused) and e.refusals else e)}"
 
 
@@ -174,14 +181,14 @@ def _spoiled(rows: int, draw: int) -> list[bool]:
 
 
 def _compare(ours: Op, x: mx.array, expected: Sequence[mx.array], rows: Sequence[int], how: str) -> None:
-    """Raise WrongKernel if one of these rows of ours(x) has other bits than expected.
+    """Raise WrongKernel if ours(x) raises, has other shapes or types than expected, or one of `rows` other bits.
 
-    how: end of the message "row 2 of 4 ...".
+    Any two NaN are equal. how: end of the message "row 2 of 4 ...".
     """
     outputs = _of_kernel(ours, x)
     kinds = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in (outputs, expected)]
     if kinds[0] != kinds[1]:
-        raise WrongKernel(f"gives {kinds[0]} where stock MLX gives {kinds[1]}")
+        raise WrongKernel(f"gives {kinds[0]} where {kinds[1]} is expected")
     differs = []
     for a, b in zip(outputs, expected, strict=True):
         bits = UNSIGNED[a.dtype.size]

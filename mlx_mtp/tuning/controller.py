@@ -48,8 +48,9 @@ class Controller:
         self._kind, self._measures = "", False  # of its drafts; whether it is a plain step that measures
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
-        """Return the next cycle's plan; 0 drafts while drafting is paused, whose reason is then in `paused`.
+        """Return the next cycle's plan; 0 drafts if they do not pay or the budget is used up: `paused` is then why.
 
+        `paused` is empty for a plan with drafts, and for a plain step that is only measured.
         matched: length of the longest suffix that occurs earlier in the sequence. pending: hidden rows that the
         drafter must read before it drafts.
         """
@@ -126,10 +127,10 @@ class Controller:
         return choices
 
     def _expect(self, kind: str, plans: list[Plan], rows: float = 0.0) -> list[Choice]:
-        """Return a Choice, with estimated tokens and plain steps, for each plan.
+        """Return a Choice, with estimated tokens and plain steps, for each plan; plans: in ascending order of drafts.
 
-        kind: of the acceptance counts; a depth without counts is accepted as often as the one before. rows: plain
-        steps of resuming the drafter.
+        kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
+        PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.
         """
         prior = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE
         counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, prior
@@ -140,6 +141,9 @@ class Controller:
         return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
 
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
-        """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay."""
+        """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay.
+
+        For the kind "confident" the only pair is (tokens, plain steps) of a cycle.
+        """
         both = zip_longest(self.costs.counts.get(kind, []), pairs, fillvalue=(0.0, 0.0))
         self.costs.counts[kind] = [[DECAY * a + right, DECAY * b + seen] for (a, b), (right, seen) in both]

@@ -18,7 +18,7 @@ MAX_ROW_STEPS = 10  # plain steps per row above which a cycle was disturbed, as 
 
 
 class RememberedCosts:
-    """The cost file of one model on one machine, with this version of MLX.
+    """The cost file of one model on one machine, device and environment, with these versions of MLX and mlx_mtp.
 
     model: a fingerprint of the model, its heads and their quantization. kernels: the setting of the kernels, which
     change the cost of a row.
@@ -37,24 +37,27 @@ class RememberedCosts:
         self._file = RememberedFile("costs", self.facts, "what cycles cost cannot be kept for the next run")
 
     def recall(self) -> Costs | None:
-        """Read the costs; None without a valid file of this machine, model and MLX."""
+        """Return the stored costs, as `from_json` does; None without a valid file of these facts."""
         try:
             return from_json(self._file.recall().get("costs"))
         except ValueError:
             return None
 
     def recall_compiled(self) -> bool | None:
-        """Read whether replayed cycles were faster than built ones; None if that is not measured."""
+        """Return whether replayed cycles were at least as fast as built ones; None if that is not stored."""
         found = self._file.recall().get("compiled")
         return found if isinstance(found, bool) else None
 
     def keep(self, costs: Costs | None, compiled: bool | None = None) -> None:
-        """Replace the file's contents by costs and the verdict on replaying; warn once if it cannot be written."""
+        """Replace the file's contents by costs and the verdict on replaying; None removes the stored one.
+
+        Warns, once per process, if the file cannot be written.
+        """
         self._file.keep(costs=costs and to_json(costs), compiled=compiled)
 
 
 def to_json(costs: Costs) -> dict[str, Any]:
-    """Return costs as JSON values that `from_json` reads."""
+    """Return costs, without weights and state of a running generation, as JSON values that `from_json` reads."""
     every = {**{octave: levels for octave, (levels, _) in costs.octaves.items()}, costs.octave: costs.levels}
     octaves = {str(octave): _seconds(levels, costs.pace or 0.0) for octave, levels in every.items()}
     kept = {"counts": costs.counts, "budget": costs.budget, "elapsed": costs.elapsed, "again": costs.retry_at}
@@ -66,7 +69,10 @@ def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
 
 
 def from_json(kept: Any) -> Costs:
-    """Return the costs that `to_json` wrote; ValueError for anything else, or a disturbed cycle's cost."""
+    """Return costs of the values that `to_json` wrote; ValueError for anything else, or a disturbed cycle's cost.
+
+    The octave in use is the lowest; all weights are small, and the pace is None until a cycle is measured.
+    """
     costs = Costs()
     try:
         octaves = {int(octave): _levels(seconds) for octave, seconds in kept["octaves"].items()}
@@ -94,7 +100,7 @@ def from_json(kept: Any) -> Costs:
 
 
 def _levels(seconds: list[Any]) -> dict[Plan, float]:
-    """Return the levels (logarithms of plain steps) of plans from [source, k, seconds] of each.
+    """Return by plan the levels (logarithms of plain steps), from [source, k, seconds] of each plan.
 
     ValueError for seconds that are not positive or no entries, KeyError without the plain plan.
     """

@@ -32,7 +32,7 @@ def dense(drafts: int) -> float:
 
 
 def mixture(experts: int, per_token: int) -> Growth:
-    """Return the Growth of a mixture of experts: for a number of drafts, the expected share of further experts used.
+    """Return the Growth of a mixture of experts: the expected share of experts that only the drafts' rows use.
 
     experts: per layer; per_token: used by one row.
     """
@@ -82,7 +82,10 @@ class Costs:
         return math.expm1(self.levels[plan] - self.levels[PLAIN])
 
     def reach(self, context: int) -> None:
-        """Continue with the costs of a context, in positions; a new octave starts with the last ones."""
+        """Use the costs of the octave of a context, a number of positions, from now on.
+
+        An octave that is reached for the first time starts with the costs used before, of little weight.
+        """
         octave = (context // OCTAVE).bit_length()
         if octave == self.octave:
             return
@@ -95,9 +98,10 @@ class Costs:
         self.octave = octave
 
     def observe(self, plan: Plan, seconds: float | None, prefilled: int = 0, *, update: bool = True) -> float:
-        """Add a measured cycle; return its plain steps, capped for outliers, or the estimate if seconds is None.
+        """Add a measured cycle; return its plain steps, capped for slow outliers, or the estimate if seconds is None.
 
-        prefilled: hidden rows that the drafter read first. update: whether the cycle changes the estimates.
+        prefilled: hidden rows that the drafter read first. update: whether the cycle changes the estimates; an
+        outlier does so only if the plan's last cycle was one, too.
         """
         expected = self.steps(plan) + self.resume_steps(prefilled)
         if seconds is None:
@@ -115,9 +119,10 @@ class Costs:
         return steps
 
     def refund(self, seconds: float | None) -> float:
-        """Return the plain steps charged to drafts since the last plain step if the machine was slow meanwhile.
+        """Return the plain steps above the estimates, less ALLOWANCE, that drafts took while the machine was slow.
 
-        A slow plain step shows this. One step may be disturbed, so only the part above ALLOWANCE is returned.
+        seconds: of a plain step that ended now; None, not measured: 0 is returned. The steps are those since the last
+        measured plain step, and 0 is returned if this one was not slower. One step may be disturbed, hence ALLOWANCE.
         """
         if seconds is None or self.pace is None:
             return 0.0
@@ -126,7 +131,10 @@ class Costs:
         return max(excess - ALLOWANCE, 0.0) if slower else 0.0
 
     def _update(self, plan: Plan, surprise: float, prefilled: int) -> None:
-        """Attribute a deviation to pace and plan, or to the resuming drafter alone if the plan is measured."""
+        """Attribute the deviation `surprise` of a logarithm to pace and plan, after a pause also to resuming.
+
+        To resuming alone if the plan is measured; a share of it otherwise. To the pace alone if it is below -OUTLIER.
+        """
         assert self.pace is not None
         if surprise < -OUTLIER:  # the pace was measured during a disturbance
             self.pace += surprise

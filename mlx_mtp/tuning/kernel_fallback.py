@@ -39,7 +39,7 @@ def run_first(model: Any, refused: KernelRefused | None = None) -> None:
     """Run the kernels that the next graph of `model` would launch for the first time, before the graph is evaluated.
 
     Raises KernelRefused, on every rank, if Metal refuses one. refused: an exception already raised while the graph
-    was built.
+    was built; nothing is run then.
     """
     refused = refused or newly_refused()
     if ranks := model.ranks:
@@ -62,7 +62,7 @@ def vote(model: Any, error: Trouble) -> None:
 def newly_refused() -> KernelRefused | None:
     """Run the kernels that this thread has launched for the first time; return the exception if one is refused.
 
-    None if all ran, or there were none.
+    None if none is refused; a lack of memory is no refusal.
     """
     try:
         run_new()
@@ -81,8 +81,8 @@ class Fallback:
         """Switch off the kernels that may have caused an error, which occurred after this number of tokens.
 
         A graph may fail although each of its kernels runs alone. It is then built once more with the same kernels,
-        and without any if it fails again after as many tokens. Raises MLX's error if no kernel can have caused it;
-        that of a failed graph also on several ranks, or for lack of memory.
+        and without any if it fails again after as many tokens. Raises KernelRefused if no kernel is on; for a
+        GraphFailed MLX's error, if no kernel is on, on several ranks, or for lack of memory.
         """
         if isinstance(error, KernelRefused):
             return fall_back(self.model, error)
@@ -142,7 +142,10 @@ def blame(found: ModelTrials, refusals: list[Refusal]) -> dict[Key, str]:
 
 
 def launches_of(trial: KernelTrial) -> set[tuple]:
-    """Return the launches of a trial's graph, up to a refused one; nothing is evaluated."""
+    """Return the keys of the launches of a trial's graph on its first layer; nothing is evaluated.
+
+    After an error, as if a launch is refused, the later ones are missing.
+    """
     with launched() as keys:
         try:
             trial.pairs[0][0](trial.x(0))

@@ -70,7 +70,7 @@ def _format(linear: Any) -> tuple:
 
 
 def _stack(linears: Sequence[Any]) -> list[Site]:
-    """Add one site to linears that read the same x, if a kernel supports their format; return it in a list."""
+    """Add one site to linears that read the same x; return it in a list, [] if no kernel supports their format."""
     if not known_format(linears[0], scaled=True):
         return []
     stack = Stack(linears)
@@ -81,7 +81,7 @@ def _stack(linears: Sequence[Any]) -> list[Site]:
 
 
 def _single(model: Port, module: Any) -> list[Site]:
-    """Add the site of a module whose kernel serves this module alone, if any; return it in a list."""
+    """Add the site of a module whose kernel serves this module alone; return it in a list, [] if there is none."""
     kind, tie = type(module), tied(model, module)
     if kind in LINEARS:
         return _stack([module])
@@ -122,7 +122,10 @@ def _mixed(mixin: type, kind: type) -> type:
 
 
 def _attentions(model: Any) -> Iterator[Site]:
-    """Add the sites of attentions in layers and MTP heads; their trials use caches of the layer's window."""
+    """Yield the sites of attentions in layers and MTP heads, as it adds them.
+
+    Their trials use caches of the layer's window.
+    """
     pairs = zip(model.cached_layers(), model.windows(), strict=True)
     windowed = [(layer, window, model.NO_KV_BITS) for layer, window in pairs]
     windowed += [(head.block, head.window, getattr(head, "NO_KV_BITS", model.NO_KV_BITS)) for head in model.mtp]
@@ -151,7 +154,10 @@ def _attention(module: Any, ring: Ring | None, kv_bits: Sequence[int]) -> Iterat
 
 
 def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
-    """Add the sites of a latent attention. chosen: positions that each row of a sparse one attends to."""
+    """Yield the sites of a latent attention, as it adds them.
+
+    chosen: positions that each row of a sparse one attends to; None for a dense one.
+    """
     module.latent = LatentAttention(module) if chosen is None else ChosenAttention(module, chosen)
     yield module.latent
     if rope := Rope.of(module.rope):
@@ -161,14 +167,21 @@ def _latent(module: Any, chosen: int | None = None) -> Iterator[Site]:
 
 
 def _per_head(attention: Any) -> Iterator[Site]:
-    """Add the sites of per-head products: queries have the head axis first, values the row axis."""
+    """Yield the sites of quantized per-head products, as it adds them.
+
+    In memory, the outputs for queries have the head axis first, those for values the row axis.
+    """
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
         if type(module) is QuantizedMultiLinear and known_format(module):
             yield _swap(module, "site", PerHead(module, heads_first=heads_first), VerifyMultiLinear)
 
 
 def _sums(model: Any) -> Iterator[Site]:
-    """Add the sites of residual sums with the norms after them, in layers, MTP heads and before the final norm."""
+    """Yield the sites of residual sums with the norms after them, as it adds them: in layers and MTP heads.
+
+    A layer's second sum is followed by the next layer's norm, or the final one. Other blocks or norms than those of
+    `model.BLOCK` and `model.NORM` have no sites.
+    """
     layers = model.layers
     last = model.model.norm if isinstance(model.spec.capture, str) else None
     following = [*(layer.input_layernorm for layer in layers[1:]), last] if model.BLOCK else []

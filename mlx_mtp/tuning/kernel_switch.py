@@ -44,8 +44,8 @@ def switch_on(
     lane: None decides by trial; "exact" and "fast" use every kernel that is right, "fast" also matrix-unit products
     that a trial finds faster; "off" uses none. lazy: whether weights are lazy; None then uses no kernel, because a
     trial would read them. kv_bits: bits of the quantized caches that will be used.
-    By trial, only kernels of the first cycles are decided here. `runtime.trials` tries the others later, and those
-    for more than eight rows once `switch_on_for_drafts` or `switch_on_for_batches` is called.
+    By trial, kernels of the first cycles are decided here, see `try_first`. `runtime.trials` tries others later, and
+    those for more than eight rows once `switch_on_for_drafts` or `switch_on_for_batches` is called.
     """
     if not on_metal():
         return ("none: no Metal GPU",), ()
@@ -78,8 +78,8 @@ def switch_on(
 def switch_on_for_drafts(model: Any, drafts: int) -> None:
     """Decide on kernels for a verify of this number of drafts of one sequence, once per model, if it is above seven.
 
-    Switches them and updates the report. In a lane all kernels that are right are on; by trial those that an earlier
-    process tried, and others are tried for MORE_SECONDS, or while the model is idle. Call it on all ranks.
+    Switches them and updates the report. In a lane all kernels that are right are on. By trial, stored verdicts are
+    used, and others are tried for at most MORE_SECONDS, the rest while the model is idle. Call it on all ranks.
     """
     found = model.runtime.trials
     if found and drafts + 1 > VERIFY_ROWS[-1] and found.try_long_rows():
@@ -160,9 +160,10 @@ class ModelTrials:
             self.remembered.add({key: Found(reason, None, split=split)})
 
     def try_first(self) -> None:
-        """Decide on the kernels of the first cycles; if all are stored, try others for MORE_SECONDS.
+        """Decide on the kernels of the first cycles, then, if none of these is untried, on others for MORE_SECONDS.
 
-        Then compile those that are on by a stored trial, up to WARM_ROWS rows.
+        On others only if findings were stored before. Then compile kernels of up to WARM_ROWS rows that are on by a
+        stored time.
         """
         known, first = self.remembered.recall(), [trial for trial in self.needed() if trial.rows <= FIRST_ROWS]
         self.decide(first)
@@ -175,12 +176,12 @@ class ModelTrials:
                 compile_kernel(trial.chosen(verdict.split))
 
     def try_rest(self, stop: Callable[[], bool]) -> None:
-        """Run the remaining trials of needed kernels until `stop` returns True."""
+        """Run the remaining trials of needed kernels until `stop` returns True or BUDGET seconds are used up."""
         if self.has_untried(needed := self.needed()):
             self.decide(needed, stop=stop)
 
     def add_more_rows(self) -> bool:
-        """Add the trials of more than eight rows; return False if that was done before."""
+        """Add the trials of more than eight rows; return False if there are none to add, as after the first call."""
         more = [t for t in more_trials(self.sites, self.dtype) if t.key not in self.verdicts]
         self._add(more)
         return bool(more)
@@ -192,9 +193,10 @@ class ModelTrials:
         self.verdicts |= {trial.key: off(reason) for trial, reason in zip(more, reasons, strict=True)}
 
     def try_long_rows(self) -> bool:
-        """Decide on kernels for more than eight rows of one sequence; return False if that was done before.
+        """Decide on kernels for more than eight rows of one sequence.
 
-        By trial, stored verdicts are used; further trials take at most MORE_SECONDS, and none before all others.
+        By trial, stored verdicts are used; further trials take at most MORE_SECONDS, and none is made while kernels
+        of fewer rows are untried. Returns False if their trials were added before, or there are none.
         """
         end = time.monotonic() + (0.0 if self.has_untried(self.needed()) else MORE_SECONDS)
         if not self.add_more_rows():
@@ -209,7 +211,10 @@ class ModelTrials:
         return True
 
     def try_batch_rows(self) -> bool:
-        """Decide on kernels for the row counts of batches; return False if that was done before."""
+        """Decide on kernels for the row counts of batches.
+
+        Returns False if that was done before, or none is untried.
+        """
         if self.batched:
             return False
         self.batched = True
@@ -219,7 +224,8 @@ class ModelTrials:
     def _decide_more(self, **how: Any) -> bool:
         """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
 
-        Then on such products by matrices, in the lane "fast". Returns False if there were none. how: as in `decide`.
+        Then, in the lane "fast", on matrix-unit products of so many rows. Returns False if none of the former were
+        untried. how: as in `decide`.
         """
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials
@@ -281,8 +287,8 @@ class ModelTrials:
 def trials(sites: Sequence[Site], dtype: mx.Dtype, rows: str = "candidates") -> list[KernelTrial]:
     """Return one trial per op, shape and number of rows, over all sites of that shape, for x of `dtype`.
 
-    rows: the attribute of sites that lists the row counts, "candidates" or "together". Small row counts come first,
-    quantized caches last.
+    Sites with `at_contexts` have one more for each of these contexts. rows: the attribute of sites that lists the row
+    counts, "candidates" or "together". Small row counts come first, ops of quantized caches last.
     """
     alike: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
@@ -319,7 +325,10 @@ def _of_shape(sites: Sequence[Site], op: str, shape: str, dtype: mx.Dtype, rows:
 
 
 def in_context(shape: str, context: int) -> str:
-    """Return the description of a shape at one of CONTEXTS, the shortest or the longest length of a sequence."""
+    """Return a shape's description with "below N positions" for context 0, else "from N positions".
+
+    context: one of CONTEXTS.
+    """
     return f"{shape} below {CONTEXTS[1]} positions" if context == CONTEXTS[0] else f"{shape} from {context} positions"
 
 
@@ -328,10 +337,7 @@ def _typed(shape: str, dtype: mx.Dtype) -> str:
 
 
 def switch(sites: Iterable[Site], verdicts: Mapping[Key, KernelVerdict], dtype: mx.Dtype) -> None:
-    """Set each site's `rows`, the row counts at which its kernel is on, and `split`, those whose rows it splits.
-
-    Row counts without a verdict are off.
-    """
+    """Set each site's `rows`, `split` and `rows_of_context` by the verdicts; row counts without one are off."""
     for site in sites:
         shape = _typed(site.shape, dtype)
         site.rows = _on(site, shape, verdicts)

@@ -43,13 +43,15 @@ def decide(
     budget: float = BUDGET,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[Key, KernelVerdict]:
-    """Return a verdict for each (op, shape, rows); a wrong kernel is off, with a warning.
+    """Return a verdict for each (op, shape, rows); a wrong kernel is off, with a warning if a new trial finds it.
 
     lane: None switches on kernels that are right and faster by MARGIN; "exact" and "fast" all that are right, without
         timing; "off" none.
     budget: seconds for new trials, without compilation; they also end once `stop` returns True. Kernels that are not
         tried are off. timer, budget and stop are ignored unless lane is None.
-    Of trials that share a compiled kernel, the one with the maximum row count and weights is timed for all.
+    remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
+        compile or run.
+    By trial, of those that share a compiled kernel the one with the most rows, then weights, is timed for all.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
@@ -154,7 +156,10 @@ class Decisions:
         self.verdicts: dict[Key, KernelVerdict] = {}
 
     def judge(self, group: Sequence[KernelTrial]) -> None:
-        """Add the verdicts of trials that share a kernel: one is timed, and the others are on with it if right."""
+        """Add the verdicts of trials that share a kernel: the first right one is timed, the others follow it.
+
+        See `_following`; trials before the timed one are off.
+        """
         timed: KernelTrial | None = None
         for trial in group:
             verdict = self._timed(trial) if timed is None else self._following(trial, timed)
@@ -182,7 +187,11 @@ class Decisions:
         return judged(self.found[trial.key])
 
     def _following(self, trial: KernelTrial, timed: KernelTrial) -> KernelVerdict:
-        """Return a verdict without timing: on if the timed trial and the rows below are on and this one is right."""
+        """Return a verdict without timing: on if the timed trial is on and this one is right, checked or stored.
+
+        With fewer rows than the timed trial, it is off if the verdict on one row less is off. Also without time to
+        check it.
+        """
         verdict = self.verdicts[timed.key]
         trial, known = trial.chosen(verdict.split), self._known(trial, verdict)
         below = self.verdicts.get((trial.op, trial.shape, trial.rows - 1), verdict)
@@ -221,7 +230,10 @@ class Decisions:
 def _by_trial(
     trials: list[KernelTrial], decisions: Decisions, remembered: RememberedVerdicts | None
 ) -> dict[Key, KernelVerdict]:
-    """Return verdicts from stored findings, else by trials; new findings are stored even after an interruption."""
+    """Return verdicts from stored findings, else by trials; new findings are stored even after an interruption.
+
+    Failures for lack of memory are not stored.
+    """
     decisions.known = remembered.recall() if remembered else {}
     for (op, *_), known in decisions.known.items():
         if not is_taken(op):

@@ -20,8 +20,8 @@ MLX_IS = {"slower": "faster", "no faster": "as fast"}  # reasons of an exact ker
 class KernelVerdict:
     """Whether a kernel is on, and why.
 
-    right: whether a check passed. ratio: time of MLX's operations over the kernel's, None if not timed. spelling: of
-    its multiply-adds during the trial. split: whether it splits the rows.
+    right: whether a check passed; False if not tried. ratio: time of MLX's operations over the kernel's, None if not
+    timed. spelling: of its multiply-adds during the trial. split: whether it splits the rows.
     """
 
     on: bool
@@ -64,7 +64,7 @@ def in_words(verdicts: Mapping[Key, KernelVerdict]) -> tuple[str, ...]:
 
 
 def contractions_in_words(spellings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return one line that lists the ops whose multiply-adds are spelled out; () if there are none."""
+    """Return a tuple of one line that lists the ops whose multiply-adds are spelled out; () if there are none."""
     found = [f"{op} {WORDS[spelling]}" for op, spelling in spellings.items() if spelling in WORDS]
     return (f"{SPELLED_OUT}: {', '.join(found)}",) if found else ()
 

@@ -58,7 +58,8 @@ class Cycle:
     verified: number of drafts verified; fewer than plan.k if p_min cut them or the sequence ends. accepted: number
     of accepted drafts, in a batch the mean. seconds: None if not measured. prefilled: pending rows that the drafter
     read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: in a batch, per depth the
-    shares of sequences whose draft was accepted, and whose earlier drafts all were. context: positions before it.
+    shares of sequences whose draft was accepted, and of those that could accept it, because their earlier drafts all
+    were. context: positions before it, in a batch of the longest sequence.
     """
 
     plan: Plan
@@ -74,7 +75,8 @@ class Cycle:
 class Fixed:
     """A control that plans k drafts of `source` in each cycle, and ignores outcomes.
 
-    With max_lookup above 0 it plans max_lookup drafts of prompt lookup where SHORTEST or more tokens match.
+    With max_lookup above 0 it plans max_lookup drafts of prompt lookup where SHORTEST or more tokens match. p_min:
+    whether plans with drafts of `source` read the drafter's confidence.
     """
 
     def __init__(self, k: int, *, max_lookup: int = 0, p_min: bool = False, source: str = "heads"):

@@ -12,7 +12,8 @@ class CompileChoice:
 
     on: whether the next cycle is replayed. verdict: whether all are; None until the trial has ended.
 
-    The trial compares the medians of two blocks of each, among cycles with the same drafts and rows.
+    The trial alternates blocks of BLOCK cycles of each kind. It compares the medians of at least 2 * BLOCK cycles of
+    each, of equal `like`, without the first ones of a block. A given verdict is kept: there is no trial then.
     """
 
     def __init__(self, verdict: bool | None):

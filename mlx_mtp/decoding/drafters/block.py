@@ -23,7 +23,7 @@ MOST = 15  # maximum drafts per cycle: with the newest token a ring can take bac
 class Block(Drafter):
     """A block drafter: the network `net`, with a cache per layer, makes all drafts of a cycle in one pass.
 
-    While drafting is paused it reads pending rows as soon as they are many (`absorb`).
+    While drafting is paused it reads pending rows once there are more than MOST_UNREAD of them (`absorb`).
     """
 
     source = "block"
@@ -76,13 +76,13 @@ class Block(Drafter):
         return self.net(self._embedded(model, block), caches, context, last)[:, -k:]
 
     def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
-        """Append rows to the context; the tokens do not matter."""
+        """Append the context rows of hidden rows, from position `first` on; the tokens do not matter."""
         for kv in cache.heads:
             kv.seek(first, first)
         self.net.append(self.context(model, hidden), cache.heads)
 
     def context(self, model: Target, hidden: mx.array) -> mx.array:
-        """Return the network's context rows [n, L, H] for the target's hidden rows."""
+        """Return the network's context rows [n, L, H] for hidden rows [n, L, ..]: of their streams, see `reads`."""
         return self.net.fused(hidden[..., model.no_hidden().shape[-1] :])
 
     def _embedded(self, model: Any, tokens: mx.array) -> mx.array:

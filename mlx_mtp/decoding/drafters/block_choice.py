@@ -39,7 +39,7 @@ class LogitRow(NamedTuple):
         """Return None: no kernel chooses, the logits are computed already."""
 
     def logits(self) -> mx.array:
-        """Return the logits [1, vocab] of one sequence, -infinity for tokens that have none."""
+        """Return the logits [1, vocab] of this row, of one sequence (`of`); -infinity for tokens that have none."""
         if self.tokens is None:
             return self.scores
         return whole_row(self.scores, self.tokens.reshape(1, -1), self.vocab)
@@ -77,7 +77,10 @@ class BlockChoice:
         return self._along_chain(rows, logits)
 
     def _without_logits(self, rows: mx.array) -> mx.array | None:
-        """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it cannot choose them."""
+        """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
+
+        It cannot with confidence, a head, selector, scale or cap of the network, or with filtered or mixed sampling.
+        """
         shape, head = self.net.shape, head_on(self.model.unembedding())
         plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net)
         if not plain or head is None or self.confidence or shape.scale != 1:

@@ -62,7 +62,10 @@ class SmallModel(Drafter):
         return choices
 
     def outputs(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Append tokens [n, L] to the caches, MAX_ROWS at a time; return the small model's outputs [n, L, H]."""
+        """Append tokens [n, L] to the caches; return the small model's outputs [n, L, H].
+
+        Of more than MAX_ROWS, the last MAX_ROWS are a call of their own. Ids that it lacks become its last one.
+        """
         own = self.small.vocab_size
         if own < self.vocab_size:
             tokens = mx.minimum(tokens, own - 1)
@@ -83,7 +86,10 @@ class SmallModel(Drafter):
         return mx.zeros((1, hidden.shape[1], 1), mx.uint8)
 
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
-        """Read the tokens of positions first..end-1, `step` at a time; `tokens[end]` is the next one."""
+        """Read the tokens of positions first..end-1, `step` at a time; `tokens[end]` is kept for the next run.
+
+        Their bytes are removed from the backlog. Nothing happens for a cache without the small model's.
+        """
         if not cache.heads:
             return
         for lo in range(first, end, step):
