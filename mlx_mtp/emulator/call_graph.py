@@ -30,7 +30,7 @@ def may_recurse(code: str) -> bool:
 
 
 def recursions(assembly: str) -> list[Finding]:
-    """Return the functions that call themselves, directly or through others, at the lines of their definitions."""
+    """Return a Finding for each function that calls itself, directly or through others, at its definition."""
     defined = {name: (debug, set(_CALL.findall(body))) for name, debug, body in _DEFINITION.findall(assembly)}
     calls = {name: called & defined.keys() for name, (_, called) in defined.items()}
     subprograms = {number: found for number, *found in _SUBPROGRAM.findall(assembly)}

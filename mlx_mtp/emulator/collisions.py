@@ -39,9 +39,10 @@ def library_names(library: str) -> set[str]:
 
 
 def collisions(text: str, expanded: str, names: set[str]) -> Iterator[tuple[str, int, str]]:
-    """Yield text, index and message of each macro of `text`, or definition in `expanded`, with one of `names`.
+    """Yield (text, index, message) for each macro of `text`, or definition in `expanded`, with one of `names`.
 
-    expanded: the same text with its macros expanded. names: as from `library_names`.
+    The index is in the text that comes with it. expanded: the same text with its macros expanded. names: as from
+    `library_names`.
     """
     macros = ((text, found.start(1), found[1]) for found in _MACRO.finditer(without_comments(text)))
     others = ((expanded, index, name) for index, name in definitions(without_comments(expanded)))

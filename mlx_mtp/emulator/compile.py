@@ -70,7 +70,7 @@ def version_of(*command: str) -> str:
 
 
 def find_zig() -> str:
-    """Return the path of the zig program in the `ziglang` package; "" if it is not installed."""
+    """Return the path of the zig program in the `ziglang` package; "" if there is none."""
     package = importlib.util.find_spec("ziglang")
     zig = Path(package.origin).with_name("zig") if package and package.origin else None
     return str(zig) if zig and zig.exists() else ""
@@ -103,11 +103,11 @@ def clang_major(version: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _run(command: list[str], name: str) -> None:
+def _run(command: list[str], what: str) -> None:
     # No MAKEFLAGS or the like affect the compiler, and messages are in English.
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
-        raise CompileError(f"kernel {name} does not compile:\n{done.stderr.strip()}")
+        raise CompileError(f"{what} does not compile or link:\n{done.stderr.strip()}")
 
 
 def digest(*parts: object) -> str:
@@ -150,19 +150,20 @@ def runtime_library() -> Path:
             objects = []
             for source in sorted((NATIVE / "runtime").glob("*.cpp")):
                 objects.append(str(work / f"{source.stem}.o"))
-                _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"runtime ({source.name})")
-            _run([*link, "-o", f"{work}/out", *objects], "runtime")
+                _run([*clang, *flags, "-c", str(source), "-o", objects[-1]], f"the emulator's {source.name}")
+            _run([*link, "-o", f"{work}/out", *objects], "the emulator's runtime")
     return target
 
 
 def _parsed(library: str, command: list[str], version: str) -> Path:
-    """Lower and parse the preprocessed library once for all kernels, because that is most of the work for each."""
+    """Return the lowered library as a precompiled header, made once for all kernels: most of the work for each."""
     target = cache_directory() / f"library-{digest(library, command, version, LOWERING.read_text())}.pch"
     if not target.exists():
         with unfinished(target) as work:
             (work / "library.h").write_text(_lowered(library))
             embedded = ["-Xclang", "-fmodules-embed-all-files"]  # needs no library.h afterwards
-            _run([*command, *embedded, "-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"], "library")
+            files = ["-x", "c++-header", f"{work}/library.h", "-o", f"{work}/out"]
+            _run([*command, *embedded, *files], "the common header")
     return target
 
 
@@ -197,7 +198,8 @@ def translation_unit(signature: Signature, source: str, header: str, name: str) 
 def build(signature: Signature, source: str, header: str, name: str, options: EmulatorOptions) -> Path:
     """Return the path of the kernel's shared library, built unless the cache has it.
 
-    Raises CompileError, which names lines of <name>.h and <name>.metal, or those of `#line` directives.
+    Raises the errors of `find_clang`, and CompileError, which names lines of <name>.h and <name>.metal, or those of
+    `#line` directives.
     """
     clang, link, version = find_clang()
     includes = [f"-I{NATIVE / 'include'}", f"-I{MLX_INCLUDE}"]
@@ -213,12 +215,12 @@ def build(signature: Signature, source: str, header: str, name: str, options: Em
         with unfinished(target) as work:
             cpp, preprocessed, made = (str(work / f"kernel.{suffix}") for suffix in ("cpp", "ii", "o"))
             Path(cpp).write_text(text)
-            _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], name)
+            _run([*parse, optimize, *includes, "-E", cpp, "-o", preprocessed], f"kernel {name}")
             library, first_line, kernel = Path(preprocessed).read_text().partition(f'# 1 "{_file(name)}.h"')
             precompiled = _parsed(library.replace(cpp, "kernel.cpp"), parse, version)
             Path(preprocessed).write_text(_lowered(first_line + kernel, constants))
             # Clang refuses a header parsed at another optimisation level, although parsing does not depend on it.
             parsed = ["-Xclang", "-fno-validate-pch", "-include-pch", str(precompiled), "-x", "c++"]
-            _run([*parse, optimize, *parsed, "-c", preprocessed, "-o", made], name)
-            _run([*link, "-o", f"{work}/out", made], name)
+            _run([*parse, optimize, *parsed, "-c", preprocessed, "-o", made], f"kernel {name}")
+            _run([*link, "-o", f"{work}/out", made], f"kernel {name}")
     return target

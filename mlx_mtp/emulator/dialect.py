@@ -126,7 +126,7 @@ def _with_free_constructors(text: str) -> str:
 
 
 def _with_uncalled(text: str) -> str:
-    """Mark uncalled functions for compilation, except templates and members."""
+    """Mark inline functions outside braces, except templates, so that uncalled ones are compiled, too."""
     pieces, last = [], 0
     for found in _INLINE.finditer(blanked(text)):
         if not text[: found.start(2)].rstrip().endswith(">"):

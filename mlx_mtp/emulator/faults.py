@@ -59,7 +59,7 @@ class Explainer:
     max_steps: int
 
     def where(self, site: int) -> str:
-        """Return `file:line` of a code address, with the line's code if it is in the kernel's own text."""
+        """Return `file:line` of a code address, and the code if the kernel's text has it; or that it is unknown."""
         found = find_line(self.library, site - self.outcome.image_low - 1) if site else None
         if found is None:
             return "an unknown line"

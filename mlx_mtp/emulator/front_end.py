@@ -38,7 +38,7 @@ def check(text: str, name: str = "program_source", preamble: bool = True) -> lis
 
     `text` is a kernel as MLX generates it, with its instantiation. Lines are those of `#line` directives, else those
     of `name`. MLX's preamble precedes the text unless `preamble` is false. The list is empty if nothing is refused.
-    Raises ValueError if `ziglang` is not installed or too old.
+    Raises ValueError if `ziglang` is not installed or too old, CompileError if its clang fails without a message.
     """
     code = expanded(text, name)
     translated = to_opencl(code)

@@ -56,7 +56,7 @@ def _values(inputs: Sequence) -> list[mx.array]:
 
 @dataclass(eq=False)
 class MetalKernel:
-    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` is the report of its last completed launch."""
+    """A kernel as returned by `mx.fast.metal_kernel`; `traffic` reports its last completed launch, if any."""
 
     name: str
     input_names: list[str]
@@ -85,7 +85,7 @@ class MetalKernel:
         """Run the kernel now. Arguments are those of `mx.fast.metal_kernel`'s result, and `options`.
 
         options: None for those of the innermost `emulated` block, else the defaults. Raises KernelFault for behaviour
-        that Metal leaves undefined, CompileError, and ValueError for wrong arguments.
+        that Metal leaves undefined and `options` do not allow, CompileError, and ValueError for wrong arguments.
         """
         options = options or (emulations[-1][0] if emulations else EmulatorOptions())
         threads, group = _checked_triple(grid, "grid"), _checked_triple(threadgroup, "threadgroup")
@@ -198,7 +198,10 @@ def _holds_kernel(value: object) -> bool:
 
 @functools.cache
 def _made_again(module: ModuleType, maker: Callable[..., Any]) -> dict[str, object]:
-    """Run the module's source again with `maker`; return its kernels and cached functions."""
+    """Run the module's source again; return its values that are or hold kernels, and cached functions, by name.
+
+    maker: the present `mx.fast.metal_kernel`, which makes the kernels; the result is kept for each.
+    """
     spec: Any = module.__spec__
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -219,8 +222,9 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
     """Run kernels on the CPU inside the block; yield the list to which each completed launch adds its report.
 
     Inside, `mx.fast.metal_kernel` is the emulator's, MLX reports Metal as available and the GPU as default device,
-    and mx.compile is off. Kernels that imported modules created at import (or did not create, without Metal) are
-    recreated for the block. `options` apply to launches that pass none. Do not use it in several threads.
+    and mx.compile is off; it is on afterwards. Kernels that imported modules created at import (or did not
+    create, without Metal) are recreated for the block. `options` apply to launches that pass none. Do not use it
+    in several threads.
     """
     launches: list[Traffic] = []
     emulations.append((options or EmulatorOptions(), launches))
@@ -233,7 +237,7 @@ def emulated(options: EmulatorOptions | None = None) -> Iterator[list[Traffic]]:
 
 @contextmanager
 def replaced(maker: Callable[..., Any]) -> Iterator[None]:
-    """Replace `mx.fast.metal_kernel` by `maker` inside the block, which returns instances of MetalKernel.
+    """Replace `mx.fast.metal_kernel` inside the block by `maker`, a function that returns a MetalKernel.
 
     As in `emulated`, Metal counts as available, mx.compile is off, and modules' kernels are recreated.
     """

@@ -40,7 +40,7 @@ class _Buffer(c.Structure):
 
 
 class Fault(c.Structure):
-    """The runtime's data on a kernel's first fault."""
+    """The runtime's data on a fault of a kernel; kind 0 if there is none."""
 
     _fields_ = [
         *_each(c.c_uint32, "kind", "writes", "thread", "other_thread", "other_writes", "other_group_known"),
@@ -89,10 +89,9 @@ def _kernel(path: Path) -> c.CDLL:
     try:
         library = c.CDLL(str(path))
     except OSError as error:
-        symbol = str(error).partition("undefined symbol: ")[2] or str(error)
-        raise CompileError(
-            f"{symbol} is declared and used, but has no value; option function_constants sets one of a constant"
-        ) from error
+        symbol = str(error).partition("undefined symbol: ")[2]
+        missing = "is declared and used, but has no value; option function_constants sets one of a constant"
+        raise CompileError(f"{symbol} {missing}" if symbol else f"cannot load a kernel: {error}") from error
     library.emulated_bound.restype = c.c_void_p
     return library
 
@@ -196,7 +195,7 @@ class Traffic:
         return self.buffers[name]
 
     def __str__(self) -> str:
-        """Return the report as a table with a line per buffer."""
+        """Return the report as a table: two lines of headings, then a line per buffer."""
         most = f"{self.max_barriers} barriers, {self.max_collectives} collectives"
         first = f"{self.kernel}: {self.threads} threads; per thread at most {most} (counts of the emulator, no times)"
         second = f"{'buffer':<24} {'read':>12} {'distinct':>12} {'re-read':>8} {'written':>12} {'lines/access':>12}"

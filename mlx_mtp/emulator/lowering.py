@@ -31,13 +31,16 @@ def _blanked(text: str) -> str:
 
 
 def _line_of(text: str, at: int) -> str:
-    """Return the file and line of a place in preprocessed text."""
+    """Return `file:line` of an index in preprocessed text."""
     *_, last = _LINE.finditer(text, 0, at)
     return f"{last[2]}:{int(last[1]) + text.count(chr(10), last.end(), at) - 1}"
 
 
 def _declaration_end(text: str, start: int) -> int:
-    """Return the index of the `;` of a declaration of threadgroup variables; -1 for pointers and parameters."""
+    """Return the index of the `;` of a declaration of threadgroup variables; -1 for pointers and parameters.
+
+    Raises CompileError for an initializer, or for variables and pointers in one declaration.
+    """
     end = next((i for i in range(start, len(text)) if text[i] in ";{}"), len(text) - 1)
     plain = _blanked(text[start:end])
     rest = re.sub(r"^(?:[\w\s]|::)*", "", plain)  # the type and a name
@@ -73,7 +76,7 @@ def declarators(declaration: str) -> list[tuple[str, str, str]]:
 
 
 def _storage(declaration: str) -> str:
-    """Return C++ for `T a[2][3], b` with storage from the runtime."""
+    """Return C++ for `T a[2][3], b` with storage from the runtime; "" if it cannot be parsed."""
     return " ".join(_from_runtime(type_, array, name) for type_, name, array in declarators(declaration))
 
 
@@ -89,6 +92,7 @@ def _from_runtime(type_: str, array: str, name: str) -> str:
 def lower_threadgroup(text: str) -> str:
     """Return text with every `threadgroup T name[n];` as storage from the runtime, and without the word elsewhere.
 
+    Versions of a const member that differ only in the address space become one.
     `text` is preprocessed source; line numbers are unchanged. CompileError for a declaration that is not supported.
     """
     text = _ATTRIBUTE.sub("", text)
@@ -121,7 +125,7 @@ def _cast(match: re.Match) -> str:
 
 
 def lower_literals(text: str) -> str:
-    """Replace `1.5h` and `1.5bf` by casts of float literals, and casts to bfloat by calls."""
+    """Replace `1.5h` and `1.5bf` by casts of float literals, and `static_cast<bfloat>` by calls."""
     return _TO_BFLOAT.sub("metal::to_bfloat", _LITERAL.sub(_cast, text))
 
 

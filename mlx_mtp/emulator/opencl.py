@@ -65,7 +65,7 @@ def zig() -> str:
     found = find_zig()
     if found and clang_major(version_of(found, "clang")) >= OLDEST_CLANG:
         return found
-    raise ValueError(f"the front end check needs clang 22 or newer, which ziglang>=0.17 has: {INSTALL}")
+    raise ValueError(f"checks of kernel texts need clang 22 or newer, which ziglang>=0.17 has: {INSTALL}")
 
 
 def language(spaces: Spaces) -> list[str]:
@@ -83,7 +83,7 @@ def run(command: list[str], text: str, name: str) -> tuple[str, list[Diagnostic]
     done = subprocess.run([*command, "-"], input=f'#line 1 "{name}"\n{text}', capture_output=True, text=True)
     messages = diagnostics(done.stderr)
     if done.returncode and not messages:
-        raise CompileError(f"clang failed on kernel {name}:\n{done.stderr.strip()}")
+        raise CompileError(f"clang failed on {name}:\n{done.stderr.strip()}")
     return done.stdout, messages
 
 
@@ -100,9 +100,9 @@ def diagnostics(output: str) -> list[Diagnostic]:
 
 
 def expanded(text: str, name: str) -> str:
-    """Return a text with its own macros expanded, or the text itself if clang reports errors.
+    """Return a text with its own macros expanded, or the text itself if clang reports errors or warnings.
 
-    Metal's words and `#include` lines stay.
+    Metal's words and `#include <metal_...>` lines stay.
     """
     kept = _METAL_INCLUDE.sub(r"#pragma metal_include \1", text)
     done, messages = run([zig(), *LANGUAGE, *CHECKS, "-D__METAL__=1", "-D__METAL_VERSION__=320", "-E"], kept, name)
@@ -112,7 +112,7 @@ def expanded(text: str, name: str) -> str:
 def read(
     text: str, name: str, spaces: Spaces, *, preamble: bool = True, compiled: bool = False
 ) -> tuple[str, list[Diagnostic]]:
-    """Parse the output of `to_opencl`; return LLVM's assembly (with `compiled`, else nothing) and messages.
+    """Parse the output of `to_opencl`; return LLVM's assembly and messages; "" without `compiled`.
 
     preamble: put the declarations of Metal's library and MLX's preamble before it.
     """

@@ -14,8 +14,8 @@ class EmulatorOptions:
 
     `allow` names faults to ignore: "races"; "unwritten" output elements, which then hold bytes of 0xff; "mem_none":
     barriers with `mem_flags::mem_none` then order memory. `order` of threads and threadgroups is "forward", "reverse"
-    or a seed of at least 2. A thread may run `max_steps` blocks of code. `optimize` and `fp_contract` are clang's
-    options. traffic: whether accesses are counted. function_constants: values by name.
+    or a seed from 2 to 2^32 - 1. A thread may run `max_steps` blocks of code. `optimize` and `fp_contract` are
+    clang's options. traffic: whether accesses are counted. function_constants: values by name.
     """
 
     allow: frozenset[str] | set[str] | tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class EmulatorOptions:
         if unknown := set(self.allow) - set(ALLOWABLE):
             raise ValueError(f"allow has {sorted(unknown)}; allowed are {', '.join(ALLOWABLE)}")
         if not (self.order in ORDERS or (isinstance(self.order, int) and 2 <= self.order < 2**32)):
-            raise ValueError(f"order is {self.order!r}; it must be 'forward', 'reverse' or a seed from 2 on")
+            raise ValueError(f"order is {self.order!r}; it must be 'forward', 'reverse' or a seed from 2 to 2^32 - 1")
         if self.optimize not in (0, 1, 2, 3):
             raise ValueError(f"optimize is {self.optimize!r}; it must be 0, 1, 2 or 3")
         if self.fp_contract not in CONTRACTIONS:
@@ -40,8 +40,8 @@ class EmulatorOptions:
 
 
 class KernelFault(RuntimeError):
-    """A kernel did what Metal leaves undefined; the message names kernel, thread, address and source line."""
+    """A kernel did what Metal leaves undefined; the message names it and, if known, thread, place and source line."""
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile, or needs a feature that the emulator lacks."""
+    """A kernel cannot be compiled, linked or loaded, has too many buffers, or needs what the emulator lacks."""

@@ -67,7 +67,8 @@ class Registers(NamedTuple):
 def registers(text: str, name: str = "program_source", words: int = WORDS) -> Registers:
     """Return the proxy's register counts of a kernel text as MLX generates it, for `words` registers per thread.
 
-    Raises CompileError if it does not compile, and ValueError if `ziglang` is not installed or too old.
+    Raises CompileError if it does not compile or calls undefined functions, and ValueError if `ziglang` is not
+    installed or too old.
     """
     source = _compiled(expanded(text, name))
     output = ["-Xclang", "-include-pch", "-Xclang", str(_parsed()), "-S", "-o", "-"]
@@ -75,7 +76,8 @@ def registers(text: str, name: str = "program_source", words: int = WORDS) -> Re
     if messages:
         raise CompileError(f"kernel {name} does not compile for registers:\n{_lines(messages)}")
     if undefined := sorted(set(_CALL.findall(assembly))):
-        raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {STRICT.name}/registers.h must define")
+        where = f"{STRICT.name}/registers.h must define to count registers"
+        raise CompileError(f"kernel {name} calls {', '.join(undefined)}, which {where}")
     counts = {key: int(value) for key, value in _METADATA.findall(assembly)}
     threadgroup = max((int(size, 0) for size in _BYTES.findall(assembly)), default=0)
     return Registers(counts["vgpr_count"], counts["vgpr_spill_count"], threadgroup)

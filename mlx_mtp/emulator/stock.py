@@ -35,9 +35,10 @@ _kernel = functools.cache(metal_kernel)
 def launched(
     name: str, inputs: Mapping, outputs: Mapping, header: str, body: str = "", *, groups: Triple, **more: Any
 ) -> tuple[Any, ...]:
-    """Launch `groups` threadgroups of a kernel that calls one of MLX's functions; return its outputs and the traffic.
+    """Launch a kernel that calls one of MLX's functions; return its outputs, then the traffic.
 
-    outputs: (shape, dtype) by name. body: by default BODIES/<name>.metal. more: `threadgroup`, `template`, `options`.
+    groups: numbers of threadgroups. outputs: (shape, dtype) by name. body: by default BODIES/<name>.metal. more:
+    `threadgroup`, `template`, `options`.
     """
     body = body or (BODIES / f"{name}.metal").read_text()
     kernel = _kernel(name, tuple(inputs), tuple(outputs), body, header)
@@ -146,7 +147,7 @@ def fused(rows: int, group: int) -> bool:
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, **constants: Any) -> tuple:
-    """Return the template, options, output and header of attention from q to k and v without a mask."""
+    """Return the template, options, output and header of attention from q to k and v without a mask array."""
     template = [("T", q.dtype), ("V", v.shape[-1]), ("D", q.shape[-1]), ("KV_AXIS", int(k.shape[1] > 1))]
     options = EmulatorOptions(function_constants={**NO_MASK, **constants})
     return template, options, {"out": ((*q.shape[:3], v.shape[-1]), q.dtype)}, include("utils", "sdpa_vector")
@@ -207,7 +208,7 @@ def stock_kernels(n: int = 64, k: int = 1024) -> dict[str, Callable[[int], Traff
     """Return functions of M that count the traffic of MLX's kernels at M rows, by name.
 
     They are 4-bit products with an (n, k) matrix, 2 of 8 experts, and attention over 128 rows with 8 heads on 2 KV
-    heads.
+    heads; for qmv k is 64 less if it is a multiple of 512, where MLX would not choose it.
     """
     columns = {
         "qmv_fast": k,
@@ -254,7 +255,7 @@ def dot(x: mx.array, w: mx.array, options: EmulatorOptions | None = None) -> tup
     """Multiply rows of x (M, K) by w (1, K): return (M, 1) and the traffic; ValueError for K above DOT_BLOCK."""
     m, k = x.shape
     if k > DOT_BLOCK:
-        raise ValueError(f"x has rows of {k}; one threadgroup sums at most {DOT_BLOCK}")
+        raise ValueError(f"x has rows of {k} values; one threadgroup sums at most {DOT_BLOCK}")
     stride = -(-k // 8) * 8  # aligns its vectors in every row
     inputs = {"x": mx.pad(x, [(0, 0), (0, stride - k)]), "w": w, "K": k, "STRIDE": stride}
     outputs, header = {"partials": ((m, 1), mx.float32)}, include("utils", "dot")

@@ -46,7 +46,7 @@ _BEFORE_LAMBDA = re.compile(r"(?:[=(,{};?:!|+\-*/<>]|&&|\breturn)\s*$")
 
 
 def checked(text: str, name: str) -> list[Finding]:
-    """Return the constructs in the text of the kernel `name` that Metal refuses."""
+    """Return the constructs in a text that Metal refuses and OpenCL accepts; lines without `#line` are of `name`."""
     code = without_comments(text)
     found = [check(code) for check in (_words, _components, _lambdas, _buffers, _methods, _without_space)]
     return [Finding(*place(text, index, name), message) for each in found for index, message in each]
@@ -68,7 +68,7 @@ def _components(code: str) -> Iterator[tuple[int, str]]:
 
 
 def _methods(code: str) -> Iterator[tuple[int, str]]:
-    """Yield (index, message) for each method without an address space.
+    """Yield (index, message) for each method without an address space; not constructors, operators, static or friend.
 
     From Metal 4.1 on its `this` is a generic pointer, so its members do not fit `thread` pointers and references.
     """

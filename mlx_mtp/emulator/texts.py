@@ -90,7 +90,7 @@ def recorded() -> Iterator[list[RecordedLaunch]]:
 
 @contextmanager
 def collected() -> Iterator[list[LaunchText]]:
-    """Yield a list that holds the text of every launch inside the block once it has ended; outputs are zeros."""
+    """Yield a list that holds the text of every launch once the block ends without an error; outputs are zeros."""
     texts: list[LaunchText] = []
     with recorded() as found:
         yield texts

@@ -18,7 +18,7 @@ SHORT_OF_MEMORY = re.compile(r"malloc|allocate|out of memory|insufficient memory
 
 
 class Refusal(NamedTuple):
-    """A kernel that MLX could not construct, compile or run: its name and variant, and the exception."""
+    """A kernel that could not be read, constructed, compiled or run: its name and variant, and the exception."""
 
     key: Key
     error: Exception
@@ -51,9 +51,9 @@ def _both(kind: type[Exception]) -> type[KernelRefused]:
 class Launch(NamedTuple):
     """A kernel launch that can be run again on zeros.
 
-    inputs: (shape, dtype) of each array, numbers unchanged. how: the other arguments of the call.
-    maker, call: MLX's function that made the kernel, and the kernel.
-    ran: every variant with which the kernel's text has run.
+    inputs: those of the call; `note` replaces each array by its (shape, dtype). how: the other arguments of the call.
+    maker, call: the `mx.fast.metal_kernel` that made the kernel, MLX's or the emulator's, and the kernel.
+    ran: every variant with which the kernel's text has run; one set per text.
     """
 
     key: Key
@@ -65,7 +65,7 @@ class Launch(NamedTuple):
 
     @property
     def text(self) -> tuple[Key, int]:
-        """The key and the identity of the kernel's text, which together distinguish launches."""
+        """The key and the identity of the kernel's text; launches with equal ones compile the same code."""
         return self.key, id(self.ran)
 
     @property
@@ -85,7 +85,7 @@ class Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Launches that a thread has noted and that have not run yet."""
+    """Launches that a thread has noted, one per variant and text, until they are run, marked as run or dropped."""
 
     def __init__(self):
         self.new: dict[tuple[Key, int], Launch] = {}
@@ -97,9 +97,10 @@ listeners: list[list[Key]] = []  # lists of nested `launched`, the innermost las
 
 
 def is_noted(key: Key, ran: set[tuple[object, ...]]) -> bool:
-    """Return whether this thread has noted a launch of the same variant and text; False inside `launched`.
+    """Return whether this thread has noted a launch of the same variant and text; False in `launched`.
 
-    ran: the set of the kernel's text, which identifies it. Of a model's equal launches, one per layer, one is enough.
+    False also while another thread is in `launched`. ran: the set that identifies the kernel's text. Of a model's
+    equal launches, one per layer, one is enough.
     """
     return not listeners and (key, id(ran)) in _thread.new
 
@@ -156,7 +157,7 @@ def run_new() -> None:
 
 
 def all_ran() -> None:
-    """Mark the launches that this thread has noted as run, because the caller has evaluated their graph."""
+    """Mark as run what this thread has noted, and note it no longer; the caller has evaluated the graph of it."""
     for launch in _thread.new.values():
         launch.ran.add(launch.key[1])
         _known[launch.text] = launch
@@ -164,9 +165,10 @@ def all_ran() -> None:
 
 
 def run_again() -> list[Refusal]:
-    """Run every launch that `run_new` has run or `all_ran` marked, in any thread, on zeros; return those that fail.
+    """Run again, on zeros, the launches of all threads that ran in `run_new` or were marked; return the failures.
 
-    Launches that cannot run here (`Launch.current`) are skipped, and one that lacks memory is not returned.
+    One launch per variant and text runs. Those that cannot run here (`Launch.current`) are skipped, and one that
+    lacks memory is not returned.
     """
     found = [(launch.key, launch.run()) for launch in _known.values() if launch.current]
     return [Refusal(key, error) for key, error in found if error is not None and not out_of_memory(str(error))]

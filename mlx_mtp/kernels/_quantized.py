@@ -20,10 +20,11 @@ DEVICE = 8  # MLX passes arrays of fewer elements in constant memory, which the 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights of one or several linears with the same input x, stacked along N.
+    """Weights of one or several linears with the same input x, stacked along N; of heads or experts, N is axis 1.
 
-    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], biases in affine formats only. ends: the end of
-    each linear along N. bias: [N], added to the rounded product (not by the products per head or of experts).
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size]; biases is None except in affine formats. ends:
+    the end of each linear along N. bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and
+    `verify_qmm_mma` only.
     """
 
     w: mx.array
@@ -110,15 +111,15 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def multiplied(x: mx.array, weights: Quantized) -> mx.array:
-    """Multiply x [..., K] in float32, and round once to the type that MLX computes in: [..., N]."""
+    """Return x [..., K] times the weights [N, K], in float32, rounded once to the type that MLX computes in."""
     return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
 
 
 def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.array]:
     """Return the arrays by their names in kernels: w, scales, biases; or NAME, NAME_scales, NAME_biases.
 
-    Affine scales and biases are converted to `dtype`. Formats without biases pass the scales twice. Small arrays are
-    repeated until MLX passes them in device memory.
+    Affine scales and biases are converted to `dtype`. Formats without biases pass the scales twice. If w or scales
+    are `small`, all are repeated eight times along the first axis, so that MLX passes them in device memory.
     """
     w, scales, biases = weights.w, weights.scales, weights.biases
     if biases is not None:
@@ -132,7 +133,7 @@ def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.
 
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> dict[str, object]:
-    """Return the template arguments that all kernels share, for x of type `dtype` and these weights."""
+    """Return the template arguments that kernels of quantized weights share, for x of type `dtype` and these."""
     stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
     return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "FP": fp}
 

@@ -19,8 +19,9 @@ class Routing:
 
     kind "sigmoid": in float32; a bias only affects the selection; of `n_group` groups the `topk_group` with the
     greatest sums of their two best scores stay, other scores count as 0. "softmax": rounded to the logits' type, also
-    after the division by the sum. `norm` divides by the sum plus `eps`; `scale` multiplies last. Raises ValueError
-    for another kind, top_k < 1, topk_group outside 1 to n_group, and groups, eps or scale with "softmax".
+    after the division by the sum. `norm` divides by the sum of the chosen ones plus `eps`; `scale` multiplies
+    last. Raises ValueError for another kind, top_k < 1, topk_group outside 1 to n_group, and groups, eps or scale
+    with "softmax".
     """
 
     kind: str

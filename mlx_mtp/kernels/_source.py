@@ -23,7 +23,7 @@ DIRECTORY = INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
 
 class Launched(threading.local):
-    """A thread's launches. held: see `source_bytes`."""
+    """A thread's count of the bytes of its launches. held: see `source_bytes`."""
 
     held = 0
 
@@ -53,7 +53,7 @@ def launch(
     inputs: arrays and numbers by their names in the body. outputs: shape and dtype of each, by name. template:
     dtypes, ints and bools. grid: all threads, in groups of `group`. Views are copied, unless the body reads strides.
     The outputs are lazy: KernelRefused is raised if the kernel cannot be read, constructed or called, but not if a
-    later evaluation cannot compile or run it (see `run_new`).
+    later evaluation cannot compile or run it (see `run_new`). The emulator's kernels, however, run in this call.
     """
     shapes, dtypes = zip(*outputs.values(), strict=True)
     given, ran = list(inputs.values()), (*template.values(), *group)
@@ -118,8 +118,8 @@ def padded(m: int) -> int:
 def row_groups(m: int, most: int = 5) -> tuple[int, int]:
     """Return (groups, compiled rows of each): the fewest groups of at most `most` rows for m >= 1 rows.
 
-    `most` is limited by a thread's registers. The last group starts at m - rows, so it may share rows with the one
-    before; it stores only the others.
+    `most` is limited by a thread's registers. A single group may have more rows than m (see `padded`). The last of
+    several starts at m - rows, so it may share rows with the one before; it stores only the others.
     """
     assert m >= 1, f"{m} rows"
     groups = -(-m // most)

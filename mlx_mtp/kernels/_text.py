@@ -27,8 +27,8 @@ class Line(NamedTuple):
 def kernel_text(directory: Path, op: str) -> tuple[str, str]:
     """Return the header and the body of kernel `op`, with `#line` directives.
 
-    Comments, white space and unused definitions are left out, because every launch contains the whole text: MLX
-    copies it when it builds a graph, and hashes it when it evaluates one.
+    Comments, most white space and headers' unused definitions are left out, because every launch contains the
+    whole text: MLX copies it when it builds a graph, and hashes it when it evaluates one.
     """
     *headers, body = _included(directory, f"{op}.metal", {}).values()
     needed = used([each for header in headers for each in definitions(header)], body)
@@ -46,7 +46,7 @@ def _included(directory: Path, file: str, found: dict[str, list[Line]]) -> dict[
 
 
 def code_lines(file: str, text: str) -> Iterator[Line]:
-    """Yield the lines of a file that contain code."""
+    """Yield the lines of a file that contain code, without `//` comments; `/*` is not supported."""
     for number, line in enumerate(text.split("\n"), 1):
         if code := line.partition("//")[0].strip():
             yield Line(file, number, code if code.startswith("#") else PADDING.sub("", code))
@@ -67,7 +67,7 @@ def definitions(lines: Iterable[Line]) -> list[list[Line]]:
 
 
 def defined_name(definition: Iterable[Line]) -> str:
-    """Return the name that a definition defines, or "" for an `#include`."""
+    """Return the name that a definition defines, or "" if none is found, as in an `#include`."""
     found = NAME.match(" ".join(line.code for line in definition))
     return found[found.lastindex] if found and found.lastindex else ""
 

@@ -46,8 +46,8 @@ def kernel_spelling(kernel: str) -> str:
 def spelling(op: str) -> str:
     """Return the spelling in use for an op, one of SPELLINGS: how its kernels write multiply-adds.
 
-    Until the op's trial it is the one decided last for any op. `verify_head` and `verify_moe` have that of
-    `verify_qmm`; other ops that compute none of MLX's sums have AS_COMPILED.
+    Until the op's trial it is the one taken last by any op, at first AS_COMPILED; `spelled` comes first.
+    `verify_head` and `verify_moe` have that of `verify_qmm`; other ops without MLX's sums have AS_COMPILED.
     """
     op = FOLLOWS.get(op, op)
     return kernel_spelling(KERNELS[op][0]) if op in KERNELS else AS_COMPILED
@@ -56,7 +56,7 @@ def spelling(op: str) -> str:
 def take(op: str, spelling: str) -> None:
     """Use a spelling from now on, in all threads, for an op and for ops before their trial.
 
-    An op without MLX's sums is ignored.
+    An op that is not in KERNELS, or took this spelling last, changes nothing.
     """
     if op in KERNELS and _taken.get(op, [""])[-1] != spelling:
         _taken[op] = [*_taken.pop(op, ()), spelling]
@@ -70,7 +70,7 @@ def is_taken(op: str) -> bool:
 
 
 def others(op: str) -> list[str]:
-    """Return the spellings that were never in use for an op, the likeliest first; none without MLX's sums."""
+    """Return the spellings that an op neither has nor has ever taken, the likeliest first; [] if not in KERNELS."""
     if op not in KERNELS:
         return []
     order = dict.fromkeys((_latest(), *EXPLICIT, AS_COMPILED))
@@ -89,5 +89,5 @@ def spelled(op: str, spelling: str) -> Iterator[None]:
 
 
 def _latest() -> str:
-    """Return the latest spelling that an op has taken."""
+    """Return the spelling that was taken last, by any op; AS_COMPILED if none was."""
     return next(reversed(_taken.values()))[-1] if _taken else AS_COMPILED

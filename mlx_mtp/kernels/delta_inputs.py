@@ -85,7 +85,7 @@ def delta_inputs(
     head_dim: int,
     accepted: mx.array | None = None,
 ) -> DeltaInputs:
-    """Return q, k, v and the gates of new rows of B sequences, which follow the first `accepted` rows of a tape.
+    """Return the DeltaInputs of new rows of B sequences, which follow the first `accepted` rows of a tape.
 
     The SiLU of a causal depthwise convolution is split into q, k and v; q and k are normed to unit length per head,
     and q is scaled by head_dim ** -0.5.

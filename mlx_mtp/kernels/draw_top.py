@@ -36,7 +36,7 @@ def draw_top(
     """Return a token [M] int32 for each row, drawn from the n greatest of `vocab_size` logits, in one launch.
 
     top: as `verify_head_top` returns it: values [M, n] float32, sorted, their tokens [M, n] int32, and the logsumexp
-        [M] of all logits; the kernel supports n up to 64.
+        [M] of all logits; for n above 64 the reference runs.
     key, position: uint32 [2] and the position of row 0: a token gets the noise that `verify_head_draw` gives it.
     top_p, min_p: mlx-lm's filters, top_p first, of probabilities at temperature 1; 1 (or 0) and 0 for none.
     The reference draws the same tokens; on Metal probabilities are summed in their order. ValueError for temp <= 0.

@@ -42,7 +42,10 @@ class Rope:
 
     @staticmethod
     def of(module: Any) -> "Rope | None":
-        """Return the Rope of an `nn.RoPE` or of one of mlx-lm's rotary modules; None for other modules."""
+        """Return the Rope of an `nn.RoPE` or of mlx-lm's Llama3RoPE, ProportionalRoPE, YarnRoPE or SuScaledRoPE.
+
+        None for other modules and for subclasses, unless their attribute `plain` is one of these classes.
+        """
         kind = getattr(module, "plain", type(module))
         match kind.__module__, kind.__name__:
             case "mlx.nn.layers.positional_encoding", "RoPE":

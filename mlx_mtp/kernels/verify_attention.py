@@ -22,9 +22,9 @@ class Chunks(NamedTuple):
     """Sizes of the chunks of positions, one per threadgroup: `least` positions up to FIRST_CHUNKS, doubling with each
     doubling of the position, up to `most`. See kernels/chunks.h.
 
-    They depend on the model's KV heads and window only, so that bits depend neither on the length, which differs
-    between a plain step and a verify, nor on the GPU. Small chunks give short sequences enough threadgroups; large
-    chunks keep the partial results of long ones few.
+    They depend on the model's KV heads and window (in latent attention on Dv and type) only, so that bits depend
+    neither on the length, which differs between a plain step and a verify, nor on the GPU. Small chunks give short
+    sequences enough threadgroups; large chunks keep the partial results of long ones few.
     """
 
     least: int
@@ -32,7 +32,11 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, kv_heads: int, window: int | None = None) -> "Chunks":
-        """Return the sizes that give about GROUPS threadgroups for FIRST_CHUNKS positions, or for a window."""
+        """Return sizes for about GROUPS threadgroups per sequence at FIRST_CHUNKS positions, or in a smaller window.
+
+        `least` is a power of two from LEAST_CHUNK to MOST_LEAST; with a window all chunks have it.
+        So with few KV heads there are fewer threadgroups, with many KV heads more.
+        """
         least = min(window or FIRST_CHUNKS, FIRST_CHUNKS) * kv_heads // GROUPS
         least = min(max(1 << least.bit_length() >> 1, LEAST_CHUNK), MOST_LEAST)
         return cls(least, MOST_CHUNK if window is None else least)
@@ -134,7 +138,10 @@ def _width(parts: tuple[mx.array, ...], bits: int | None) -> int:
 
 
 def _supported(q: mx.array, keys: Stored, values: Stored, group_size: int, bits: int | None) -> bool:
-    """Return whether the kernel supports these: multiples of 32 dimensions, Dv <= 512, one type, a known format."""
+    """Return whether the kernel supports these: multiples of 32 dimensions, Dv <= 512, one type, a known format.
+
+    Arrays of fewer than eight elements, which MLX passes in constant memory, are not supported.
+    """
     k, v = _parts(keys), _parts(values)
     widths = q.shape[-1] % 32 == 0 and _width(v, bits) % 32 == 0 and _width(v, bits) <= 512
     stored = k + v if bits is None else k[1:] + v[1:]
@@ -185,7 +192,7 @@ def merge(
 
     partials: [N * Hkv, chunks, R, Dv] float32, each chunk's sums of p v; R = G * L, row g * L + i, Hq = Hkv * G.
     ml: [N * Hkv, chunks, R, 2] float32, each chunk's largest score and sum of p, 0 if a row attends to none of it.
-    sinks: [Hq]. gate: logits [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv] with any strides, which is not copied.
+    sinks: [Hq]. gate: logits [N, L, Hq], [N, L, Hq * Dv], or [N, L, Hq, Dv]; this, of `dtype`, is never copied.
     """
     pairs, _, R, Dv = partials.shape
     heads = pairs // sequences * R // rows
@@ -239,9 +246,10 @@ def verify_attention(
     gate: logits [N, L, Hq], [N, L, Hq * Dv] or [N, L, Hq, Dv]; the rounded output is multiplied with their sigmoid.
 
     On Metal a row has the bits of its query alone, whatever the other sequences are, and keys and values are
-    requested once for all queries and heads of a KV head (up to 128 rows; Dv = 256: 64; Dv = 512: 16; with `split` at
-    most 32); elsewhere the reference runs. Raises ValueError if shapes or the number of stored arrays do not match;
-    limit, S and positions are not checked.
+    requested once for all queries and heads of a KV head (up to 128 rows with L `padded`; Dv above 192: 64; above
+    256: 16; with `split` at most 32). Elsewhere, and unless `attention_served`, the reference runs. Raises ValueError
+    if the number of stored arrays or shapes other than those of values and sinks do not match; limit, S and positions
+    are not checked.
     """
     k, v = _parts(keys), _parts(values)
     _check(q, k, v, offset, start, cache_rows, gate, bits)

@@ -86,7 +86,10 @@ def _verify_head_metal(
     with_sum: bool = False,
     split: bool = False,
 ) -> list[mx.array]:
-    """Return values and tokens [M, n] of each row's n greatest logits; with_sum: the logsumexp follows the values."""
+    """Return values and tokens [M, n] of each row's n greatest logits, with `noise` of logits / temp plus noise.
+
+    with_sum: the values are [M, n + 1]; the last is the logsumexp.
+    """
     x = x.astype(_dtype(x, weights, bias))
     m, tiles = x.shape[0], -(-_columns(weights) // tile(n))
     registers = SPLIT_ROWS if split else DENSE_ROWS if isinstance(weights, mx.array) else WEIGHTS_ONCE
@@ -119,9 +122,10 @@ def _dtype(x: mx.array, weights: Weights, bias: Maybe) -> mx.Dtype:
 
 
 def supported(x: mx.array, weights: Weights, bias: Maybe = None) -> bool:
-    """Return whether the kernels support these: a float type that a bias does not change, and at least 8 tokens.
+    """Return whether the kernels support these: a float type, at least one row and 8 tokens.
 
-    Quantized weights need a known format; others K < 16 N.
+    Quantized weights need a known format, a bias that does not change the type, and not to be `small`; others [N, K]
+    need K < 16 N.
     """
     if _columns(weights) < LEAST_COLUMNS or x.size == 0:
         return False

@@ -27,7 +27,10 @@ def verify_latent_attention_ref(
     start: int | mx.array = 0,
     chosen: Maybe = None,
 ) -> mx.array:
-    """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over its visible positions."""
+    """Compute softmax(scale * (q latent^T + q_pe k_pe^T)) latent in float32, each row over its visible positions.
+
+    The result has q's dtype.
+    """
     dtype, (L, S) = q.dtype, (q.shape[2], latent.shape[2])
     q, q_pe, latent, k_pe = (x.astype(mx.float32) for x in (q, q_pe, latent, k_pe))
     scores = scale * (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2))
@@ -79,7 +82,7 @@ def _scores_metal(
 def _values_metal(
     scores: mx.array, peaks: mx.array, latent: mx.array, offset: mx.array, L: int, limit: int, chosen: Maybe
 ) -> tuple[mx.array, mx.array]:
-    """Return weighted sums of values per chunk [1, chunks, rows, Dv], and their scores and weights for `merge`."""
+    """Return weighted sums of values per chunk [1, chunks, rows, Dv], and `ml` of `merge`."""
     dtype, rows, dv = latent.dtype, scores.shape[1], latent.shape[-1]
     width = 64 if dtype.size == 2 and dv % 64 == 0 else 32
     cut = Chunks.of(dv // width)._replace(most=MOST_CHUNK)
@@ -142,9 +145,9 @@ def verify_latent_attention(
     chosen: integers [L, C], ascending: row i attends to the positions in list i that it would attend to without a
         list; None: no lists. A row whose list starts with all its slots has the bits of None.
 
-    Values that are not finite count as 0; the weights of rows that attend to them are not finite. On Metal, if all
-    types are equal, Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the bits that it has
-    alone; else the reference runs. Raises ValueError if shapes or limit do not match.
+    A value that is not finite counts as 0; its key's scores are not finite. On Metal, if all types are equal,
+    Dv is a multiple of 32, Dr of 8, and their sum less than 1024, a row has the bits that it has alone; else the
+    reference runs. Raises ValueError if shapes or limit do not match.
     """
     _check_shapes(q, q_pe, latent, k_pe, limit, chosen)
     if not (on_metal() and _supported(q, q_pe, latent, k_pe)):

@@ -95,7 +95,7 @@ def _of(visited: mx.array, weights: Quantized) -> mx.array:
 
 
 def visitors(m: int, most: int = VISITS[-1]) -> int:
-    """Return the number of an expert's rows processed together, for m rows: a size of VISITS, at most `most`."""
+    """Return the number of an expert's rows processed together, for m rows: one of VISITS or, if less, `most`."""
     return min(next((rows for rows in VISITS if rows >= m), most), most)
 
 
@@ -105,7 +105,7 @@ def moe_splits(m: int) -> bool:
 
 
 def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, object]:
-    """Return the template arguments of both products; ROWS of an expert's rows are processed together.
+    """Return the template arguments that the products with up and down share; `rows` are processed together.
 
     A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv; N is a multiple of 8.
     """
@@ -168,11 +168,11 @@ def verify_moe(
     `bias` [E] affects a sigmoid's selection; `limit` is the maximum of silu(gate), and up is clipped to -limit..limit
     (not without a gate); `shared` [M, H] is added last, multiplied with sigmoid(shared_gate [M, 1]) if that is given.
 
-    On Metal, up to 16 rows, 512 experts and a top_k of 32 take three launches. Each distinct expert's weights are
-    requested once per 8 rows that visit it (with `split` per 2, of `down` per 4). A product has the bits of MLX's
-    gather_qmv, and a row those that it has alone. Else the reference runs. Raises ValueError if
-    x, logits or the routing do not fit the experts, and for a bias with softmax, a limit without a gate, or a
-    shared_gate without `shared`.
+    On Metal, up to 16 rows, 512 experts, 32 groups and a top_k of 32 take three launches. Each distinct expert's
+    weights are requested once per 8 rows that visit it (with `split` per 2, of `down` per 4). A product has the bits
+    of MLX's gather_qmv, and a row those that it has alone. For other sizes, types or formats, and elsewhere, the
+    reference runs. Raises ValueError if x, logits or the routing do not fit the experts, and for a bias with softmax,
+    a limit without a gate, or a shared_gate without `shared`.
     """
     check_columns(x, experts.up)
     rows, count = x.shape[0], experts.up.w.shape[0]

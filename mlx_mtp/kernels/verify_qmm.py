@@ -53,7 +53,7 @@ def verify_qmm_heads(x: mx.array, weights: Quantized, *, heads_first: bool, spli
 
     Without `heads_first` the result is [1, M, H, N]. weights: w [H, N, K * bits / 32], scales and biases
     [H, N, K / group_size]. On Metal each row has the bits of MLX's kernel for one row; up to 12 rows, with `split` 4,
-    share one request of the weights. Elsewhere the reference runs, in float32. ValueError if shapes do not match.
+    share one request. Else, or unless `known`, the reference runs, in float32. ValueError if shapes do not match.
     """
     if weights.w.ndim != 3:
         raise ValueError(f"w has shape {weights.w.shape}; it must have three axes, the first of heads")
@@ -79,7 +79,7 @@ def activated(gate: mx.array, up: mx.array, limit: float | None) -> mx.array:
 def verify_glu_ref(x: mx.array, weights: Quantized, limit: float | None = None) -> mx.array:
     """Return silu(gate) * up [..., H] of the two products (gate, up) of `verify_qmm_ref`.
 
-    Products have the type in which MLX computes them, `weights.dtype(x)`. limit: as in `activated`.
+    Without a bias products have the type in which MLX computes them, `weights.dtype(x)`. limit: as in `activated`.
     """
     gate, up = verify_qmm_ref(x, weights)
     return activated(gate, up, limit)
@@ -89,13 +89,13 @@ def verify_glu(x: mx.array, weights: Quantized, limit: float | None = None, *, s
     """Return swiglu(x times gate, x times up) [..., H] of x [..., K], gate and up [H, K] stacked in `weights`.
 
     `limit`: maximum of silu(gate), and up is clipped to -limit..limit. On Metal each row has the bits of MLX's
-    one-row kernels followed by its activation, in one launch unless there is a `weights.bias`; elsewhere the
-    reference runs. split: as in `verify_qmm`. Raises ValueError if x has another number of columns, or `weights` are
-    not two linears of equal height.
+    one-row kernels followed by its activation, in one launch unless weights are `small` or have a bias; elsewhere, or
+    if `supported` is False, the reference runs. split: as in `verify_qmm`. Raises ValueError if x has another number
+    of columns, or `weights` are not two linears of equal height.
     """
     check_columns(x, weights)
     if len(weights.ends) != 2 or weights.ends[1] != 2 * weights.ends[0]:
-        raise ValueError(f"the weights end at {weights.ends}; gate and up must have the same number of rows")
+        raise ValueError(f"the linears end at rows {weights.ends}; they must be two of equal height, gate and up")
     if not (on_metal() and supported(x, weights)) or small(weights) or weights.bias is not None:
         gate, up = verify_qmm(x, weights, split=split)
         return activated(gate, up, limit)

@@ -13,6 +13,7 @@ from sweep import sampled
 from mlx_mtp import emulator
 from mlx_mtp.emulator import stock
 from mlx_mtp.emulator.compile import MLX_INCLUDE
+from mlx_mtp.emulator.launch import run
 
 pytestmark = linux_only
 THREAD = r"thread \(\d+, \d+, \d+\) of threadgroup \(\d+, \d+, \d+\)"
@@ -265,6 +266,12 @@ def test_a_function_constant_needs_a_value():
     assert launch(body, out=(2,), header=header, options=options).tolist() == [7, 7]
     with pytest.raises(emulator.CompileError, match="width"):
         launch(body, out=(2,), header=header)
+
+
+def test_a_damaged_library_is_not_called_a_missing_constant(tmp_path):
+    (tmp_path / "kernel.so").write_bytes(b"damaged")
+    with pytest.raises(emulator.CompileError, match=r"^cannot load a kernel: .*kernel\.so"):
+        run(tmp_path / "kernel.so", [], (1, 1, 1), (1, 1, 1), emulator.Options())
 
 
 ORDERS = ["forward", "reverse", 2, 3]
