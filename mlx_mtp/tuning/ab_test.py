@@ -42,7 +42,7 @@ class KernelTrial:
         single rows, and the kernel's error may be twice that of MLX, or ROUNDINGS roundings.
     bits: False for ops that promise only this error, no bits.
     kind, weights: trials of one op and kind (default: shape) with the same compiled row count share a kernel. Of
-        these the one with the most rows, then the most weights, is timed for all.
+        these the one with the maximum row count, then weights, is timed for all.
     draws: number of inputs x of a check; 0 for the default, which is DRAWS, and more above eight rows.
     base: key of the trial that this one repeats in another context: if that finds the kernel wrong, it is off here.
     split: per layer the kernel with the rows split, if that is an alternative; its bits are the same.

@@ -224,8 +224,8 @@ class ModelTrials:
     def _decide_more(self, **how: Any) -> bool:
         """Decide on untried kernels for more than eight rows, in a lane also on those that nothing uses.
 
-        Then, in the lane "fast", on matrix-unit products of so many rows. Returns False if none of the former were
-        untried. how: as in `decide`.
+        Then, in the lane "fast", on matrix-unit products of these row counts. Returns False if none of the former
+        were untried. how: as in `decide`.
         """
         more = self.more_rows
         among = self.needed() if self.lane is None else self.trials

@@ -51,7 +51,7 @@ def decide(
         tried are off. timer, budget and stop are ignored unless lane is None.
     remembered: stored findings, which are used and added to; in "exact" and "fast" only those of kernels that do not
         compile or run.
-    By trial, of those that share a compiled kernel the one with the most rows, then weights, is timed for all.
+    By trial, of those that share a compiled kernel the one with the maximum row count, then weights, is timed.
     """
     trials = list(trials)
     assert lane in (None, *LANES), lane
