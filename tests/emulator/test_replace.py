@@ -66,10 +66,10 @@ def test_compiled_kernels_are_cached_by_content(tmp_path, monkeypatch):
     launch("out[0] = 0;", out=(1,))  # builds the runtime unless it is cached
     runs = []
     run = compiling._run
-    monkeypatch.setattr(compiling, "_run", lambda command, name: (runs.append(name), run(command, name)))
+    monkeypatch.setattr(compiling, "_run", lambda command, what: (runs.append(what), run(command, what)))
     for body in ("out[0] = 1;", "out[0] = 1;", "out[0] = 2;"):
         launch(body, out=(1,))
-    assert runs == ["probe"] * 6  # preprocess, compile and link, twice
+    assert runs == ["kernel probe"] * 6  # preprocess, compile and link, twice
     launch("out[0] = 1;", out=(1,), options=emulator.Options(optimize=1))
     assert len(runs) == 9
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
