@@ -86,7 +86,7 @@ class BlockWiring:
     def right(self, model: Target, text: Known, depths: int) -> list[mx.array]:
         """Return `right_block` with this wiring, of the first TRIED positions."""
         text = first_positions(text, depths)
-        with _wired(model, self):
+        with wired(model, self):
             if "taps" in self.shape:
                 text = replace(text, hidden=OnePass(model, text.tokens.tolist()).hidden)  # type: ignore[arg-type]
             return right_block(model, text.shifted(self.hidden) if self.hidden else text, depths)
@@ -99,7 +99,7 @@ def first_positions(text: Known, k: int) -> Known:
 
 
 @contextmanager
-def _wired(model: Any, wiring: BlockWiring) -> Generator[None, None, None]:
+def wired(model: Any, wiring: BlockWiring) -> Generator[None, None, None]:
     """Apply a wiring, except `hidden`, to the model's block drafter inside the block; then restore it."""
     drafter: Block = model.drafter
     net, shape = drafter.net, drafter.net.shape

@@ -11,7 +11,7 @@ from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.run import Drafts
 from mlx_mtp.lossless import check
-from mlx_mtp.lossless.block import right_block
+from mlx_mtp.lossless.block import block_alternatives, right_block, wired
 from mlx_mtp.lossless.check import Settings, Verdict, _kept, conclude, examine_block, verify
 from mlx_mtp.lossless.compare import Comparison, Reference, compare, ways
 from mlx_mtp.lossless.heads import Known
@@ -102,7 +102,10 @@ def test_other_wirings_are_undone(right_models):
     model = right_models["dspark"]
     net = model.drafter.net
     before = net.shape, [layer.self_attn.reach for layer in net.layers], [mx.array(w) for w in norms_of(net)]
-    verdict_on(model)
+    for wiring in block_alternatives(model, MASKS):
+        with wired(model, wiring):
+            changed = not all(mx.array_equal(a, b) for a, b in zip(norms_of(net), before[2], strict=True))
+            assert wiring.hidden or changed or net.shape != before[0] or "layers" in wiring.name
     assert (net.shape, [layer.self_attn.reach for layer in net.layers]) == before[:2]
     assert model.taps == net.shape.taps
     assert all(mx.array_equal(a, b) for a, b in zip(norms_of(net), before[2], strict=True))
@@ -169,7 +172,7 @@ class Letters:
 def test_the_command_checks_a_block_drafter(right_models, monkeypatch):
     model = right_models["dflash2"]
     monkeypatch.setattr(check, "built_in", lambda *_: [Prompt("p", trained.text(7, 20), stops=False)])
-    quick = Settings(K, max_tokens=24, draws=6, adaptive=False, lookup=False, diagnose=False)
+    quick = Settings(K, max_tokens=16, draws=2, adaptive=False, lookup=False, diagnose=False)
     verdict = verify(model, Letters(), quick, lambda *_: None)
     assert verdict.broken == []
     assert len(verdict.agreement) == K
