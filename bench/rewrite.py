@@ -40,8 +40,8 @@ def scripted(model: Any, prompt: list[int], answer: list[int], **options: Any) -
     """Decode `answer` as if the target had chosen it; return tokens, seconds from the first token on, and counts."""
     whole, real = mx.array([*prompt, *answer, *[0] * 32], mx.int32), step.pick
 
-    def pick(model, hidden, position, drafts, members):
-        tokens, logprobs = real(model, hidden, position, drafts, members)
+    def pick(model, hidden, position, drafts, members, *masks):
+        tokens, logprobs = real(model, hidden, position, drafts, members, *masks)
         expected = mx.take(whole, position + mx.arange(tokens.shape[1]))[None]
         return mx.where(tokens < 0, tokens, expected), logprobs  # the target's own choice is computed as well
 

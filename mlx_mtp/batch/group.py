@@ -14,7 +14,6 @@ from ..cache.drafting import is_chained
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
-from ..cache.ring import CALL_ROWS
 from ..cache.slots import Span
 from ..decoding.clock import Clock
 from ..decoding.drafters import drafter_of, drafters_of
@@ -30,10 +29,8 @@ from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, KernelRefus
 from ..tuning.plan import Fixed
 from .control import Control, outcome
 from .pool_cycle import PoolCycle, Rows, Steps
-from .rows import merged, slots_for
+from .rows import merged, misses_too_many, slots_for
 from .sequence import Response, Sequence, prefill_again
-
-MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their rings take CALL_ROWS at once
 
 Waiting = list[tuple[Sequence, Run]]  # sequences with a cache at rest, and the row that chose the last token of each
 
@@ -225,9 +222,9 @@ class Group:
         return new
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
-        """Return whether the drafter misses MOST_MISSED rows per sequence, or too many for a step with k + 1 more."""
+        """Return whether the drafter must read the rows that it misses before a step with k + 1 more."""
         depths = len(pool.heads) if is_chained(self.model) else 1
-        return len(pool.missed) >= MOST_MISSED or len(pool.missed) + 1 + k + depths > CALL_ROWS
+        return misses_too_many(pool, 1 + k + depths)
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
         """Return the number of rows that the drafter must read before it drafts.

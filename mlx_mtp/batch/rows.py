@@ -5,8 +5,16 @@ from functools import partial
 import mlx.core as mx
 
 from ..cache.pool import Pool
+from ..cache.ring import CALL_ROWS
 from ..cache.slots import gather
 from ..decoding.run import Run
+
+MOST_MISSED = 8  # maximum rows that paused heads in a pool may miss: their rings take CALL_ROWS at once
+
+
+def misses_too_many(pool: Pool, more: int) -> bool:
+    """Return whether a drafter misses MOST_MISSED rows per sequence, or too many for one call with `more` rows."""
+    return len(pool.missed) >= MOST_MISSED or len(pool.missed) + more > CALL_ROWS
 
 
 def with_missed(pool: Pool, run: Run) -> Run:

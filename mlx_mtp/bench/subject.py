@@ -178,8 +178,10 @@ def drawn_acceptance(rates: Sequence[float]) -> Iterator[None]:
     right, pick = draws(rates, 0), one_step.pick
     mx.eval(right)
 
-    def forced(model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members):
-        tokens, logprobs = pick(model, hidden, position, drafts, members)
+    def forced(
+        model: Target, hidden: mx.array, position: Any, drafts: mx.array | None, members: Members, *masks: Any
+    ):
+        tokens, logprobs = pick(model, hidden, position, drafts, members, *masks)
         if drafts is None:
             return tokens, logprobs
         rows, k = right[mx.array(position).reshape(-1) % POSITIONS], drafts.shape[1]

@@ -12,10 +12,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def grammar_options(command: Any) -> Any:
     """Add the options that constrain each answer to a command."""
     for option in (
-        click.option("--grammar", type=FILE, help="File of a grammar in llguidance's dialect of Lark."),
-        click.option("--regex", help="Regular expression that the whole answer must match."),
+        click.option("--grammar", type=FILE, default=None, help="File of a grammar in llguidance's dialect of Lark."),
+        click.option("--regex", default=None, help="Regular expression that the whole answer must match."),
         click.option("--json", is_flag=True, help="The answer is any JSON value."),
-        click.option("--json-schema", type=FILE, help="File of a JSON schema that the answer must fit."),
+        click.option(
+            "--json-schema", type=FILE, default=None, help="File of a JSON schema that the answer must fit."
+        ),
     ):
         command = option(command)
     return command

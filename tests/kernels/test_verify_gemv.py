@@ -231,5 +231,5 @@ def test_shapes_that_do_not_fit(shapes, message):
 
 @linux_only
 def test_the_stock_dot_product_has_one_partial_sum():
-    with pytest.raises(ValueError, match="rows of 16385; one threadgroup sums at most 16384"):
+    with pytest.raises(ValueError, match="rows of 16385 values; one threadgroup sums at most 16384"):
         stock.dot(mx.ones((1, 16385)), mx.ones((1, 16385)))

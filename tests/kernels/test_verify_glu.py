@@ -84,5 +84,5 @@ def test_with_a_bias_the_activation_follows_the_product():
 
 def test_what_it_does_not_support():
     x, weights = draw("affine", 4, 64, (24, 512), 3, mx.float32, parts=(8, 24))
-    with pytest.raises(ValueError, match=r"the weights end at \(8, 24\); gate and up must have the same number"):
+    with pytest.raises(ValueError, match=r"the linears end at rows \(8, 24\); they must be two of equal height"):
         verify_glu(x, weights)

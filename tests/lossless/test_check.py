@@ -229,9 +229,9 @@ def twins(tmp_path_factory):
     return mlx_mtp.load_model(tiny.save(tmp_path_factory.mktemp("twins"), config, weights))
 
 
-def other_twin(model, hidden, position, drafts, members):
+def other_twin(model, hidden, position, drafts, members, *masks):
     """Choose 5 instead of 4 in every cycle with drafts."""
-    tokens, logprobs = REAL_PICK(model, hidden, position, drafts, members)
+    tokens, logprobs = REAL_PICK(model, hidden, position, drafts, members, *masks)
     return (tokens if drafts is None else mx.where(tokens == 4, 5, tokens)), logprobs
 
 
@@ -251,8 +251,8 @@ def test_the_comparison_continues_after_a_near_tie(twins, monkeypatch):
 
     later = comparison.differences[1].position + 1
 
-    def and_a_wrong_one(model, hidden, position, drafts, members):
-        tokens, logprobs = other_twin(model, hidden, position, drafts, members)
+    def and_a_wrong_one(model, hidden, position, drafts, members, *masks):
+        tokens, logprobs = other_twin(model, hidden, position, drafts, members, *masks)
         places = position + mx.arange(tokens.shape[1])
         return mx.where(places == len(reference.prompt.tokens) + later, (tokens + 1) % 4, tokens), logprobs
 
