@@ -6,14 +6,12 @@ import logging
 import re
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command_line import call
 from rich.console import Console
-from served import start
-from starlette.testclient import TestClient
+from served import serving
 
 import mlx_mtp
 from mlx_mtp.bench import decode
@@ -97,10 +95,7 @@ def test_a_stream_that_is_not_read_to_its_end(demo):
 
 def test_the_server(caplog):
     """In the server's log and in each API's response."""
-    service, app = start(options={})
-    with TestClient(app, base_url="http://localhost") as client:
-        while service.engine.state == "loading":
-            time.sleep(0.01)
+    with serving(options={}) as client:
         user = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
         with caplog.at_level(logging.INFO, "mlx_mtp.serve"):
             answers = [
@@ -110,8 +105,6 @@ def test_the_server(caplog):
                 client.post("/v1/messages", json=user).json()["usage"],
                 client.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 6}).json()["usage"],
             ]
-    service.engine.stop(0)
-    service.engine.thread.join()
     assert [usage["mlx_mtp"]["paused"] for usage in answers] == [WORDS] * 5
     lines = [message for message in caplog.messages if "prompt" in message]
     assert len(lines) == 6

@@ -51,8 +51,10 @@ def right_block(model: Target, text: Known, k: int) -> list[mx.array]:
         caches = [shared(kv.parts, positions, length) for kv in contexts]
         newest = mx.take(text.tokens, positions)[:, None].astype(mx.int32)
         rows, nobody = drafter.rows(model, caches, newest, k), [None] * positions.size
-        found.append(BlockChoice(model, drafter.net, nobody, newest, positions + 1, confidence=False)(rows).tokens)
-        mx.eval(found[-1])
+        choose = BlockChoice(model, drafter.net, nobody, newest, positions + 1, confidence=False)
+        drafts = choose(rows).tokens
+        mx.eval(drafts)
+        found.append(drafts)
     tokens = mx.concatenate(found) if found else mx.zeros((0, k), mx.int32)
     rights = [tokens[: max(length - 1 - j, 0), j] == text.predicted[1 + j :] for j in range(k)]
     mx.eval(rights)

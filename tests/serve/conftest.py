@@ -1,24 +1,16 @@
 """Fixtures: the demo model, served once to clients in this process."""
 
 import sys
-import time
 
 import pytest
 from letters import Letters
-from served import start
-from starlette.testclient import TestClient
+from served import serving
 
 
 @pytest.fixture(scope="session")
 def served():
-    service, app = start()
-    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-        while service.engine.state == "loading":
-            time.sleep(0.01)
-        client.service = service
+    with serving(raises=False) as client:
         yield client
-    service.engine.stop(0)
-    service.engine.thread.join()
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import lora
 import pytest
-from served import start
-from starlette.testclient import TestClient
+import served
 from sweep import sampled
 
 import mlx_mtp
@@ -53,14 +52,8 @@ def serving(path, adapters, k, **settings):
         return Loaded(*load(path, adapters), {}, {})
 
     settings = {"options": {"adaptive": False, "num_draft_tokens": k}, "step": 4, **settings}
-    service, app = start(loaded, **settings)
-    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
-        while service.engine.state == "loading":
-            time.sleep(0.01)
-        client.service = service
+    with served.serving(loaded, raises=False, **settings) as client:
         yield client
-        service.engine.stop(5)
-        service.engine.thread.join()
 
 
 def ask(client, i, **more):

@@ -9,7 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from served import KEY, start
+from served import KEY, serving, start
 from starlette.testclient import TestClient
 
 from mlx_mtp.layers.runtime import Runtime
@@ -132,14 +132,9 @@ def test_refused_requests_are_logged(served, closed, caplog, monkeypatch):
 
 
 def test_more_choices_than_the_queue_holds_are_refused_for_good():
-    service, app = start(limits=Limits(active=1, queued=1))
-    with TestClient(app, base_url="http://localhost") as client:
-        while service.engine.state == "loading":
-            service.engine.thread.join(0.01)
+    with serving(limits=Limits(active=1, queued=1)) as client:
         refused = client.post("/v1/chat/completions", json={**HI, "n": 2})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
-    service.engine.stop(0)
-    service.engine.thread.join()
 
 
 def test_an_address_in_use():

@@ -1,12 +1,9 @@
 """The prefill of a conversation starts after the system prompt that it shares with an earlier one."""
 
-import time
-
 import families
 import pytest
 from letter_chats import make_tokenizer
-from served import start
-from starlette.testclient import TestClient
+from served import serving
 
 import mlx_mtp
 from mlx_mtp.serve.server import Loaded
@@ -20,16 +17,11 @@ def test_a_shared_system_prompt_is_prefilled_once(tmp_path, name):
     path, _, _ = families.build(name, tmp_path)
     model = mlx_mtp.load_model(path)
     options = {"num_draft_tokens": 1, "adaptive": False}
-    service, app = start(lambda: Loaded(model, make_tokenizer(), {}, {}), options=options, step=STEP)
-    with TestClient(app, base_url="http://localhost") as client:
-        while service.engine.state == "loading":
-            time.sleep(0.01)
+    with serving(lambda: Loaded(model, make_tokenizer(), {}, {}), options=options, step=STEP) as client:
         usages = []
         for question in ("ab" * STEP, "cd" * STEP):  # longer than a chunk
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
             answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
             usages.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-    service.engine.stop(0)
-    service.engine.thread.join()
     assert usages[0] == 0
     assert usages[1] >= len(SYSTEM) // STEP * STEP

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import time
 
 import mlx.core as mx
 import pytest
@@ -11,8 +10,7 @@ from compile_mode import NO_FUSE, set_mode
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
-from served import start
-from starlette.testclient import TestClient
+from served import serving
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
@@ -67,13 +65,8 @@ def client(tmp_path_factory):
         return Loaded(model, tokenizer, {}, {})
 
     options = {"adaptive": False}
-    service, app = start(load, options=options)
-    with TestClient(app, base_url="http://localhost") as client:
-        while service.engine.state == "loading":
-            time.sleep(0.01)
+    with serving(load, options=options) as client:
         yield client
-    service.engine.stop(0)
-    service.engine.thread.join()
 
 
 def chat(client, **body):

@@ -106,3 +106,24 @@ def kernels_result(timed=True) -> dict:
             for m in rows
         ]
     return as_read(result("kernels", {"name": "kernels"}, {"op": None, "rows": 8, "emulate": not timed}, found=found))
+
+
+def made(speeds: dict[str, list[float]], **changes) -> dict:
+    """Return a hand-made result: each loop generates 21 tokens of one prompt at these speeds."""
+    entry = {
+        **{"context": 0, "kv_bits": None, "mtp_kv_bits": None, "category": "a", "prompt_tokens": 11},
+        **{"read_seconds": 0.5, "read_peak_bytes": 7, "text": "x", "lookup_drafted": [], "lookup_accepted": []},
+        **{"cycles": [], "drafted": [], "accepted": []},
+    }
+    entries = []
+    for name, values in speeds.items():
+        counts = {"tokens": [21] * len(values), "seconds": [20 / v for v in values], "peak_bytes": [5] * len(values)}
+        entries.append({**entry, **counts, "contender": name})
+    model = {"name": "m", "synthetic": None, "dtype": "float32"}
+    return {
+        "environment": {"mlx": "1"},
+        "model": model,
+        "options": {},
+        "entries": entries,
+        "differences": [],
+    } | changes

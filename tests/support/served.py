@@ -1,7 +1,11 @@
 """Start services of the demo, each with its own engine thread."""
 
+import time
+from contextlib import contextmanager
+
 import mlx.core as mx
 from compile_mode import NO_FUSE, set_mode
+from starlette.testclient import TestClient
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
@@ -31,3 +35,18 @@ def start(load=demo, limits=None, **changes):
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
     engine.thread.start()
     return service, application(service)
+
+
+@contextmanager
+def serving(*how, raises=True, **changes):
+    """Yield a client, with its `service`, of a server that is ready; stop it at the end. how, changes: of `start`."""
+    service, app = start(*how, **changes)
+    try:
+        with TestClient(app, base_url="http://localhost", raise_server_exceptions=raises) as client:
+            while service.engine.state == "loading":
+                time.sleep(0.01)
+            client.service = service
+            yield client
+    finally:
+        service.engine.stop(0)
+        service.engine.thread.join()
