@@ -81,7 +81,8 @@ class Matcher:
             taken = parser.try_consume_tokens(forced)
             if taken == len(forced) and parser.is_stopped() and not parser.is_error():
                 forced = [*forced, self.eos[0]]
-            parser.rollback(taken)
+            if taken and not parser.rollback(taken):
+                raise self._error()
         return forced
 
     def _error(self, reason: str = "") -> GrammarError:
