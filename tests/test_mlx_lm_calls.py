@@ -131,7 +131,7 @@ def test_a_wrapped_window_is_not_trimmed(tiny_models):
 
 def test_what_is_done_elsewhere(demo):
     model, tokenizer, theirs = demo
-    with pytest.raises(ValueError, match=r"^model: mlx_lm loaded it.*mlx_mtp\.load"):
+    with pytest.raises(ValueError, match=r"^model: mlx_mtp did not load it.*mlx_mtp\.load"):
         mlx_mtp.generate(theirs, tokenizer, PROMPT)
     for name in ("draft_model", "stream", "input_embeddings", "formatter"):
         with pytest.raises(ValueError, match=rf"^{name}: not taken here"):

@@ -32,8 +32,9 @@ class Agreement:
 
         They call it between computations.
 
-        pending_rows: rows that the drafter must read before it drafts; rank 0's counts. refused: this rank's refused
-        kernels. Raises on every rank: RuntimeError if tokens differ, KernelRefused if any rank has refused kernels.
+        pending_rows: rows that the drafter must read before it drafts; only rank 0's is used. refused: this rank's
+        refused kernels. Raises on every rank: RuntimeError if the number of tokens or the last CHECKED of
+        them differ, KernelRefused if any rank has refused kernels.
         """
         decision = [0, 0, 0, 0]
         if self.ranks.rank == 0:

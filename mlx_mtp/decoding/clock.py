@@ -1,4 +1,4 @@
-"""Measure the seconds of cycles, each from the previous arrival to its own, without the caller's time."""
+"""Measure the seconds of cycles, each from the previous arrival to its own; `took` is without the caller's time."""
 
 import time
 
@@ -23,7 +23,7 @@ class Clock:
         self._caller = 0.0
 
     def leave(self) -> None:
-        """Start the caller's time, which is not counted: a token was yielded."""
+        """Start the caller's time: a token was yielded."""
         self._left = time.perf_counter()
 
     def resume(self) -> None:
@@ -34,7 +34,8 @@ class Clock:
         """Return the seconds of the cycle that has just arrived; None if other work or the caller's time hides them.
 
         waited: seconds that the host waited for it. built, following: seconds spent building this cycle and the next
-        one, None if that is not built. late: it was begun after the caller returned: their times do not overlap.
+        one, None if that is not built. With `following` the result is that of `steady_seconds`. late: it was begun
+        after the caller returned; only then is the caller's time subtracted, because the two do not overlap.
         """
         now = time.perf_counter()
         elapsed, caller, self._arrival, self._caller = now - self._arrival, self._caller, now, 0.0

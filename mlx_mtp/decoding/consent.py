@@ -8,7 +8,10 @@ from .decoder import Decoder
 
 
 def agree(d: Decoder) -> None:
-    """Run kernels that the next graph launches first; raise KernelRefused, on every rank, if any rank refuses one."""
+    """Run each kernel that the next graph launches for the first time; on ranks also receive rank 0's next plan.
+
+    Raises KernelRefused, on every rank, if any rank refuses a kernel, and as `Agreement.meet`.
+    """
     refused = newly_refused()
     if isinstance(d.control, Agreement):
         d.control.meet(d.history, d.pending_rows, refused)
@@ -18,7 +21,10 @@ def agree(d: Decoder) -> None:
 
 
 def disable_kernels(d: Decoder, error: Trouble) -> None:
-    """Switch off, on every rank, the kernels that caused an error; raise MLX's error if none can have caused it."""
+    """Switch off the kernels that may have caused an error, on every rank if a kernel is refused (`Fallback.take`).
+
+    That raises if no kernel can be the cause, and leaves all on after the first failure of a graph whose kernels run.
+    """
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):
             d.control.meet(d.history, d.pending_rows, error)

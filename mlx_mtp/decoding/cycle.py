@@ -35,8 +35,8 @@ def prefill_prompt(d: Decoder, prompt: list[int], progress: Callable[[int, int],
 def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     """Submit the run that chooses a generation's first token; return it as a `Flight`.
 
-    The cache is at rest and contains every earlier token. choose: builds the run, of one row. It is called again,
-    with the refused kernels switched off, if a kernel is refused or the graph fails.
+    The cache is at rest and contains every earlier token. choose: builds the run, of one row. If a kernel is refused
+    or the graph fails, it is called again after `disable_kernels`.
     """
     cache = d.cache
     d.history = TokenHistory(cache.tokens)
@@ -58,7 +58,7 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
 
 
 def can_build_ahead(d: Decoder, flight: Flight) -> bool:
-    """Return whether the next cycle can be built before this one is read. If not, `flight.late_reason` states why."""
+    """Return whether the next cycle can be built before this one is read, and set `late_reason`: None if it can."""
     if flight.plan is PROMPT:  # the first token is yielded before the heads prefill the prompt
         flight.late_reason = ""
     elif d.picker.processors:
@@ -72,13 +72,13 @@ def can_build_ahead(d: Decoder, flight: Flight) -> bool:
 def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
     """Plan the cycle after `last`, with at most `max_drafts` drafts, and build or replay its step, unevaluated.
 
-    With p_min only the drafts are built; `submit` builds the rest.
+    With p_min only the drafts are built, with a grammar only the target's pass; `submit` builds the rest.
     """
     return _built(d, last, _plan(d, last, max_drafts))
 
 
 def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("inf")) -> Flight:
-    """Return the cycle after `last`, which has been read: `new`, or one with drafts that the grammar forces."""
+    """Return the cycle after `last`, which has been read: `new`, or one with the grammar's drafts (`forced_plan`)."""
     if (plan := forced_plan(d, new.plan, max_drafts)) is None:
         return new
     d.cache.restore(new.before)
@@ -129,7 +129,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Move the caches' positions to the start of the step after `last`; return its frame, and its record or None."""
+    """Resume or pause the drafter, move positions to the device or host; return the frame, and its record or None."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
@@ -163,7 +163,7 @@ def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
 
 
 def submit(d: Decoder, last: Flight, new: Flight) -> None:
-    """Start computing `new`, the cycle after `last`, which has been read; raises KernelRefused or GraphFailed."""
+    """Start computing `new`, the cycle after the read cycle `last`. Raises as `agree`, GraphFailed, GrammarError."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
     if new.plan.p_min:
@@ -209,7 +209,7 @@ def start(d: Decoder, run: Run) -> None:
 
 
 def observe(d: Decoder, flight: Flight) -> None:
-    """Report a cycle's outcome to the control. Call it after the next submit, so that the device does not wait."""
+    """Report a cycle's outcome to the control. Call it after any next submit, so that the device does not wait."""
     seconds = flight.seconds
     if d.compiled:
         seconds = d.compiled.observe(flight.plan, flight.run.size, flight.replayed, seconds)

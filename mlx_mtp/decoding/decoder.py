@@ -26,8 +26,9 @@ class Flight:
     """A cycle from its plan until its tokens are yielded. Each function sets the fields of its own phase.
 
     begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
-             it. before: mark of the caches after the previous cycle. run: the step's result (with p_min `drafts`,
-             from which `submit` builds it). replayed: whether it was recorded. built: the host's seconds for it.
+             it. before: mark of the caches after the previous cycle and these rows. run: the step's result (with
+             p_min `drafts`, from which `submit` builds it). replayed: a recorded step was used. built: the host's
+             seconds for it.
              late: whether it was begun after the previous cycle was read. passed: with a grammar, instead of run,
              which `submit` completes when it has read the drafts.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
@@ -64,11 +65,11 @@ class Decoder:
     chunk:   rows per prefill chunk, of prompts and of paused drafters.
     k, max_lookup: maximum number of drafts in a cycle, from the model's drafter and from prompt lookup.
     p_min:   minimum probability of a verified draft, in cycles whose plan has p_min.
-    compiled: the recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
-    history: the tokens that the host has read.
+    compiled: replays recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
+    history: the tokens of the prompt, and those that the host has read since.
     stopping: the current cycle is the last one.
-    emitting, emitted: the cycle whose tokens are being yielded, and the number already yielded. submitted: the cycle
-             submitted last.
+    emitting, emitted: the cycle whose tokens are being yielded, and the number of these with the one being yielded;
+             1 from the start for the first cycle. submitted: the cycle submitted last.
     """
 
     model: Target

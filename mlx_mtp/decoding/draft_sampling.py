@@ -106,7 +106,7 @@ class DraftChooser:
         return self.mode == "greedy" and not self.confidence
 
     def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
-        """Return the draft for `position`, int32 [1]; `output` has one sequence."""
+        """Return the `Choice` for an output of one sequence. position: that of the draft, int32 [1]."""
         if self.likeliest:
             return Choice(output.likeliest())
         rows = output.choice()
@@ -114,7 +114,7 @@ class DraftChooser:
         return choice or self.from_logits(output.logits(), position)
 
     def _without_logits(self, rows: Rows, output: HeadOutput, position: mx.array) -> Choice | None:
-        """Return the draft that the LM head's kernel chooses; None if the kernel does not support these options."""
+        """Return the `Choice` made from `rows`; None if options, confidence or the head's vocabulary need logits."""
         size = rows.head.module.weight.shape[0]
         if self.mode == "coupled" and self.options.unfiltered:
             # The kernel draws noise per row of its weights: equal to the target's only for the same vocabulary.
@@ -133,9 +133,9 @@ class DraftChooser:
         return Choice(token.astype(mx.int32), chance)
 
     def from_logits(self, logits: mx.array, position: mx.array) -> Choice:
-        """Return the draft for `position`, int32 [1], from logits [1, V] in the target's vocabulary.
+        """Return the `Choice` from logits [1, V] in the target's vocabulary. position: that of the draft, int32 [1].
 
-        Its probability, if requested, is at temperature 1 and without filters.
+        The probability, if requested, is at temperature 1 and without filters.
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = self.mode == "greedy"
@@ -146,7 +146,7 @@ class DraftChooser:
 
 
 class Choosers:
-    """Chooses the drafts of all sequences of a step; the greedy ones in one operation."""
+    """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation."""
 
     def __init__(self, members: Members, *, confidence: bool = False):
         self.n = len(members)
@@ -154,7 +154,7 @@ class Choosers:
         self.drawn = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
 
     def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
-        """Return each sequence's draft for its `position`, int32 [n]."""
+        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n]."""
         if not self.drawn:
             return Choice(output.likeliest())
         if self.n == 1:

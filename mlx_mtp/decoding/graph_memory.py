@@ -37,9 +37,9 @@ def nbytes(tree: Any) -> int:
 
 
 def fill(model: Target, cache: PromptCache, context: int, rows: int) -> int:
-    """Fill an empty cache, unevaluated, as it is at `context` positions in cycles that verify `rows` rows.
+    """Give an empty cache unevaluated arrays, as large as at `context` positions in cycles that verify `rows` rows.
 
-    Returns the bytes of one hidden row in the backlog.
+    mlx-lm's caches get one row. Returns the bytes of one row in the backlog.
     """
     cache.reserve(context)
     read = max(1, len(cache.heads))  # rows, so that the last depth reads one
@@ -80,7 +80,7 @@ def plain_nbytes(cache: Any, context: int) -> int:
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Estimate the bytes of temporary arrays that prefilling the last `rows` of `context` positions needs.
 
-    cache: filled for that context. 0 if MLX cannot export the graph.
+    cache: filled for that context. 0 if `graph_of` returns no graph.
     """
     return peak(graph_of(model, cache, context, rows))
 

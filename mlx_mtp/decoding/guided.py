@@ -16,7 +16,7 @@ from .step import Passed, choose, roll_back
 
 
 def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
-    """Return a plan that verifies tokens which the grammar forces after those that were read; None to keep `planned`.
+    """Return a plan that verifies drafts of the grammar after the tokens that were read; None to keep `planned`.
 
     max_drafts: maximum number of drafts. Raises GrammarError.
     """
@@ -31,7 +31,7 @@ def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
 
 
 def choose_allowed(d: Decoder, frame: Frame, passed: Passed) -> Run:
-    """Submit the target's pass; build the choice from its rows under the masks, which depend on the drafts.
+    """Submit the target's pass; return the run chosen from its rows under masks, unevaluated and rolled back.
 
     The host reads the drafts and makes the masks while the device computes the pass.
     """
@@ -50,7 +50,7 @@ def choose_allowed(d: Decoder, frame: Frame, passed: Passed) -> Run:
 def submit_pass(passed: Passed) -> tuple[list[list[int]], float | None]:
     """Submit the target's pass; return each sequence's drafts, and the seconds waited for them, None without any.
 
-    The host has the drafts before the pass ends.
+    It waits for the drafts only, not for the pass.
     """
     if passed.drafts is None:
         evaluated(mx.async_eval, passed.hidden)

@@ -49,7 +49,7 @@ def decode(
 
 
 def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
-    """Yield the tokens of a submitted cycle and the next ones, up to `left` (-1: no limit) or a stop token."""
+    """Yield as `decode` for a submitted cycle and the next ones, up to `left` (-1: no limit) or a stop token."""
     while left != 0:
         try:
             ahead, tokens, done = _advance(d, cycle, left, stop_tokens)
@@ -70,10 +70,10 @@ def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -
 
 
 def _advance(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> tuple[Ahead, list[int], bool]:
-    """Build the next cycle, read this one and submit the next.
+    """Build the next cycle, read this one and submit the next, unless this one is the last.
 
-    Returns the next cycle, None if it cannot be built yet, or the error that prevented it; this cycle's tokens, cut
-    at a stop token or at `left`; and whether they are the last.
+    Returns the next cycle, None if it is not built ahead, or the error that prevented it; this cycle's tokens, cut
+    after a stop token or at `left`; and whether they are the last.
     """
     ahead: Ahead = None
     try:
@@ -115,7 +115,7 @@ def next_cycle(d: Decoder, cycle: Flight, ahead: Ahead) -> Flight:
 
 
 def _restart(d: Decoder, error: Trouble) -> Flight:
-    """Resume without the kernels that caused an error; return the submitted cycle whose tokens are yielded next.
+    """Resume after an error by `disable_kernels`; return the submitted cycle whose tokens are yielded next.
 
     Repeats this for errors on the way; raises one that no kernel can have caused.
     """

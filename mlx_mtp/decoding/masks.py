@@ -14,8 +14,8 @@ Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R row
 def mask_rows(matcher: Matcher | None, tokens: Any, drafts: Sequence[int] = ()) -> mx.array | None:
     """Return the masks after all tokens of a sequence and after each of k drafts, int32 [k + 1, words].
 
-    None without a matcher. Rows after a forbidden draft are never accepted, and allow all tokens. Raises
-    GrammarError.
+    None without a matcher. Rows after a forbidden draft or the answer's end allow all tokens; these are not yielded.
+    Raises GrammarError.
     """
     if matcher is None:
         return None

@@ -32,7 +32,7 @@ Members = Sequence[Member | None]  # by row of a pass; None for a free slot
 
 
 class Single(NamedTuple):
-    """The member of a step of one sequence; an error of its sampler is raised."""
+    """The member of a step of one sequence; an error of its sampler or processors is raised."""
 
     picker: Picker
     history: TokenHistory = TokenHistory()

@@ -53,7 +53,7 @@ class Budget:
 
     context: positions; 0 checks the weights alone.
     step:    tokens per prefill chunk.
-    layout:  arguments of `make_prompt_cache`; a kv_group_size of None is the largest that fits the head size.
+    layout:  arguments of `make_prompt_cache`.
     ignore:  skip the check.
     """
 
@@ -146,15 +146,15 @@ def _logits(model: Target) -> int:
 
 
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, **layout: Any) -> int:
-    """Return the largest number of positions whose `needs`, weights included, fit in `budget` bytes; 0 if none.
+    """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
-    A multiple of GRAIN, at most LONGEST. layout: as in `needs`.
+    The weights are included. A multiple of GRAIN, at most LONGEST. layout: as in `needs`.
     """
     return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), chunk)
 
 
 def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
-    """Return the largest number of positions whose caches and temporary arrays fit in `room` bytes; 0 if none."""
+    """Return about the largest number of positions whose caches and temporary arrays fit in `room` bytes, or 0."""
     near, far = (_caches_and_scratch(model, cache, n * chunk, chunk)[2] for n in (2, 66))
 
     def total(context: int) -> int:
@@ -195,9 +195,10 @@ def within(max_context: int | None, held: int, prompt: int, max_tokens: int) -> 
     left = max_context - held - prompt
     if left < (1 if max_tokens == -1 else max_tokens):
         already = f" after {held} in the cache" if held else ""
+        new = "a new one" if max_tokens == -1 else f"max_tokens={max_tokens}"
         raise ValueError(
-            f"max_context={max_context}: {prompt} tokens{already} and max_tokens={max_tokens} are more; "
-            "shorten the prompt or raise max_context"
+            f"max_context={max_context}: {prompt} tokens{already} and {new} are more; "
+            "shorten the prompt, lower max_tokens or raise max_context"
         )
     return left if max_tokens == -1 else max_tokens
 

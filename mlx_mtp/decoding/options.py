@@ -29,8 +29,9 @@ sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
 logprobs: yield each token's logprobs [V] with it.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
-num_draft_tokens: maximum number of tokens that the heads draft per cycle; 0 is plain decoding, None one per head,
-    or two with a recycled head. This and the next six options change the speed, never the text.
+num_draft_tokens: maximum number of tokens that the heads or drafter draft per cycle; 0 is plain decoding, None one
+    per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next six options
+    change the speed, never the text.
 adaptive: choose the number of drafts, also none, by measured costs and acceptance (the default); False: always
     num_draft_tokens.
 draft_p_min: do not verify the first draft with a smaller probability, by the head, nor the drafts after it. Such a
@@ -80,9 +81,9 @@ def check_names(options: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError for a model that mlx_lm loaded, which has no MTP heads."""
+    """Raise ValueError for a model that mlx_mtp did not load."""
     if not hasattr(model, "no_hidden"):
-        raise ValueError("model: mlx_lm loaded it, and left out its MTP heads; load it with mlx_mtp.load(path)")
+        raise ValueError("model: mlx_mtp did not load it (mlx_lm leaves out MTP heads); use mlx_mtp.load(path)")
 
 
 def check_numbers(max_tokens: int, chunk: int, seed: int | None, draft_p_min: float) -> None:
@@ -118,9 +119,9 @@ def max_chunk() -> int:
 
 
 def default_draft_tokens(model: Target) -> int:
-    """Return the default of num_draft_tokens: the drafter's, one per head, or DEFAULT_DRAFTS with a recycled head.
+    """Return the default of num_draft_tokens: the drafter's `usual`, else one per head but at least DEFAULT_DRAFTS.
 
-    At most the model's maximum, so 0 without a drafter.
+    At most the model's maximum: 1 with one head that is not recycled, 0 without a drafter.
     """
     own = getattr(getattr(model, "drafter", None), "usual", 0)
     return min(model.max_draft_tokens, own or max(DEFAULT_DRAFTS, len(model.mtp)))
@@ -152,7 +153,7 @@ def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"prompt: {tokens.tolist()[0]!r} is not a token id (an integer)")
+        raise ValueError(f"prompt: an array of {tokens.dtype}; expected token ids, which are integers")
     for token in (tokens.min(), tokens.max()):
         if not 0 <= token < vocab_size:
             raise ValueError(f"prompt: {token} is not a token id between 0 and {vocab_size - 1}")
@@ -178,8 +179,9 @@ def cache_for(
 ) -> PromptCache:
     """Return the caller's cache, or for None a new one with `k` heads' caches in this layout.
 
-    Raises ValueError for a cache together with an option of `layout` that is not None, for the cache of another
-    model, and for what `make_prompt_cache` refuses. With a cache, k, group_size and start are ignored.
+    Raises ValueError for a cache together with an option of `layout` that is not None, for a cache with another
+    number of layers or more heads than the model, and for what `make_prompt_cache` refuses. With a cache, k,
+    group_size and start are ignored.
     """
     if given is None:
         options = {"kv_group_size": group_size, "quantized_kv_start": start, **layout}
@@ -194,7 +196,7 @@ def cache_for(
 def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mode: str, chunk: int | None) -> int:
     """Return the tokens per prefill chunk, `chunk` or the model's default, after checking model and sampling options.
 
-    Raises ValueError for a model that mlx_lm loaded, or invalid sampling options; `chunk` itself is not checked.
+    Raises ValueError for a model that mlx_mtp did not load, or invalid sampling options; `chunk` is not checked.
     """
     check_model(model)
     sampling.validate(model.vocab_size)

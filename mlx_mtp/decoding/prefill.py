@@ -51,8 +51,8 @@ def read_chunk(
 ) -> tuple[mx.array, int]:
     """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
-    Only the first tokens are read if the caches must be quantized after them. After an error the kernels that caused
-    it are off and the tokens are read again. heads: also prefill these, `chunk` rows at a time, if `reach` is None.
+    Only the first tokens are read if the caches must be quantized after them. After an error that `Fallback.take`
+    handles they are read again. heads: also prefill these, `chunk` rows at a time, if `reach` is None.
     """
     fallback = Fallback(model)
     while True:

@@ -10,9 +10,9 @@ from .run import Run
 
 
 def resume(d: Decoder, error: Trouble) -> Flight:
-    """Continue after an error: return a first `Flight` after the last yielded token, without the kernels to blame.
+    """Continue after an error: call `disable_kernels`; return a first `Flight` after the last yielded token.
 
-    Its own token may be one that was yielded before. Raises MLX's error if no kernel can have caused it.
+    Its own token may be one that was yielded before. Raises if no kernel can have caused the error.
     """
     try:
         disable_kernels(d, error)

@@ -248,11 +248,12 @@ class Compiled:
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
+        """Return the recorded step of a frame after a run of `rows` rows, or None: it must be built.
 
-        With a grammar that of `forward`, whose arguments it takes. None if it must be built: not recorded yet, with
-        p_min, a caller's sampler or processors, different sampling options per sequence, or if the replay trial
-        builds this cycle. Otherwise the caches' buffers are first grown to the end of the kind.
+        A function of run, arrays, drafts and limits, or with a grammar of run, arrays and drafts, as `forward`. None
+        with p_min, a caller's sampler or processors, options that differ between sequences, or caches without arrays;
+        while the replay trial builds, or once building is found faster. In all other cases the caches' buffers are
+        grown to the end of the kind; then it is None only if the kind is not recorded yet.
         """
         pick, cache = _pick(frame), frame.cache
         if frame.plan.p_min or pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
@@ -263,7 +264,7 @@ class Compiled:
         return found and partial(found, keys=_keys(frame), starts=cache.starts)
 
     def choose(self, frame: Frame, passed: Passed, limits: mx.array | None, masks: Masks, stats: Stats) -> Run:
-        """Return what `step.choose` returns, by a recorded graph where `find` would use one."""
+        """Return what `step.choose` returns, by a recorded graph if there is one for this frame, also with p_min."""
         pick, found = _pick(frame), None
         if pick is not None and self.choice.on:
             given = passed.drafts is not None, limits is not None
@@ -275,7 +276,7 @@ class Compiled:
         return found(passed._replace(position=position), limits, masks, keys=_keys(frame))
 
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a kind, None until the kind has occurred OFTEN in this thread.
+        """Return the recorded step of a kind, None until the kind has occurred OFTEN times in this thread.
 
         stats: counts a new record.
 
@@ -287,8 +288,9 @@ class Compiled:
         return found
 
     def observe(self, plan: Plan, rows: Any, replayed: bool, seconds: float | None) -> float | None:
-        """Report a cycle's seconds to the replay trial and return them; None for cycles that may include a recording.
+        """Report a cycle's seconds to the replay trial and return them.
 
+        None, unreported, for cycles that may include a recording, or a build for lack of a record.
         rows: the number of verified rows, or another key: only cycles with equal plans and keys are compared.
         """
         if self._untimed:

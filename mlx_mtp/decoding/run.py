@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     @property
     def given(self) -> "Run":
-        """The input of the next step: hidden rows, tokens and, except as a constant, the accepted counts."""
+        """The input of the next step: hidden rows, tokens and, if R > 1, the accepted counts."""
         return Run(self.hidden, self.tokens, self.accepted if self.size > 1 else None)
 
     @property
@@ -67,7 +67,7 @@ class Run(NamedTuple):
         return logprobs
 
     def read(self) -> list[tuple[list[int], int]]:
-        """Wait for the run; return of each sequence (accepted drafts and the token after them, drafts' number)."""
+        """Wait for the run; return (accepted drafts and the next token, number of accepted drafts) per sequence."""
         values: Any = self.packed.tolist()
         if self.drafts is None:
             return [(row, 0) for row in values]
@@ -94,7 +94,7 @@ class Drafts(NamedTuple):
         return max(next((i for i, value in enumerate(row) if value < p_min), len(row)) for row in values)
 
     def first(self, k: int) -> "Drafts":
-        """Return the first k drafts of each sequence, NO_DRAFTS for k = 0."""
+        """Return the first k drafts of each sequence without their confidence, NO_DRAFTS for k = 0."""
         return NO_DRAFTS if self.tokens is None or k == 0 else Drafts(self.tokens[:, :k])
 
 

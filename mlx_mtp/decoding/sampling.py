@@ -66,7 +66,7 @@ class Sampling:
 
     @property
     def top(self) -> int:
-        """Number of greatest logits from which, with the sum of all, a token can be drawn; 0 if all are needed."""
+        """Number of greatest logits, up to MOST_TOP, that suffice for a draw with the sum of all; 0 if none does."""
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 
@@ -106,7 +106,7 @@ class Picker:
 
     sampler:    the user's, logprobs [1, V] -> token [1], drawing from MLX's random state; None means `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
-    key:        uint32 [2]; the draw at position t uses key + t.
+    key:        uint32 [2]; the draw at position t uses `key_at(key, t)`.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
     matcher: follows the answer through its grammar and makes the masks of allowed tokens; None without a grammar.
     """

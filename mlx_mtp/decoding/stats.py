@@ -27,7 +27,8 @@ class Stats:
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
                    one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
-    prefill_time:  seconds until the first token arrived, including the heads' prefill of the prompt.
+    prefill_time:  seconds until the first token arrived, with the heads' prefill of the prompt; heads with windows
+                   read their last rows later, in the first cycle with drafts.
     decode_time:   seconds of cycles after that, without the caller's time between two tokens.
     wait_time:     the part of decode_time in which the host waited for the device.
     peak_memory:   maximum bytes that MLX held, including the weights, since the generation began.
@@ -102,7 +103,7 @@ class Stats:
     def summary(self) -> str:
         """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused.
 
-        "plain decoding" without drafts, else "no cycles" before the first cycle.
+        "plain decoding" if num_draft_tokens is 0 and nothing was drafted, else "no cycles" before the first cycle.
         """
         if not self.num_draft_tokens and not self.lookups and not self.grammar_drafted:
             return "plain decoding"
@@ -153,7 +154,7 @@ class Stats:
         self.num_draft_tokens, self.prompt_tokens, self.max_tokens = drafts, prompt_tokens, max_tokens
 
     def start(self) -> None:
-        """Begin a generation: reset the counts per depth and, unless in a batch, peak memory; time the prefill."""
+        """Begin a generation: reset counts per depth and, unless in a batch, MLX's peak memory; time the prefill."""
         self.drafted, self.accepted = [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         if self.whole is None:
             mx.reset_peak_memory()

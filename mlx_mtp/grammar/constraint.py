@@ -20,8 +20,8 @@ _lock = threading.Lock()
 class Constraint(NamedTuple):
     """A grammar compiled for a tokenizer.
 
-    text:   the grammar's. eos: token ids that end an answer. words: of a mask, 32 tokens each; own_words: of those
-            that the tokenizer has.
+    text:   the grammar's. eos: token ids that end an answer. words: number of int32 words of a mask, each for 32
+            tokens. own_words: the same for the tokenizer's tokens alone.
     parser: a matcher at the start, which is copied. styles: the same of each of the grammar's styles.
     """
 
@@ -40,10 +40,11 @@ class Constraint(NamedTuple):
 
 
 def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> Constraint:
-    """Return a grammar compiled for a tokenizer and a model's number of logits; cached. A Constraint is returned.
+    """Return a grammar compiled for a tokenizer and a model's number of logits; cached. A Constraint is unchanged.
 
     tokenizer: mlx-lm's or transformers', with `backend_tokenizer`, or an `LLTokenizer`; None: the grammar's own.
-    Raises ValueError without any tokenizer, and for a grammar that the tokenizer does not suit.
+    Raises ValueError without llguidance or any tokenizer, for a tokenizer that llguidance cannot read or that has
+    more tokens than logits, and for another type of grammar, or one that llguidance refuses with this tokenizer.
     """
     if isinstance(grammar, Constraint):
         return grammar
@@ -60,11 +61,11 @@ def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> 
 
 
 def _of_library(tokenizer: Any, vocab_size: int) -> Any:
-    """Return llguidance's tokenizer for one of mlx-lm or transformers; made once."""
+    """Return llguidance's tokenizer for one of mlx-lm or transformers, made once; its own is returned as it is."""
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
         if tokenizer.vocab_size > vocab_size:
-            raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens; the model has {vocab_size}")
+            raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens; the model has {vocab_size}; use its own one")
         return tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

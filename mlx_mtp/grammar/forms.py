@@ -41,7 +41,7 @@ def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, toke
     """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, its keys in the schema's order.
 
     schema: a dict, its JSON text, or True for any value. A schema that cannot be enforced exactly is refused with a
-    ValueError that names the key. `x-guidance` in it is ignored, and no `$ref` is fetched.
+    ValueError that states why. `x-guidance` in it is ignored, and no `$ref` is fetched.
     whitespace: between the tokens of JSON: an int is the maximum number of characters, 0 is none; a str is a regular
     expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
     value there is none.
@@ -57,7 +57,7 @@ def json(*, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -
 
 
 def regex(pattern: str, *, tokenizer: Any = None) -> Grammar:
-    """Return the grammar of texts that a regular expression matches as a whole; it has Rust's syntax."""
+    """Return the grammar of texts that a regular expression in Rust's syntax matches as a whole."""
     return _checked(Grammar(llguidance().LLMatcher.grammar_from_regex(pattern), "regex", (), tokenizer))
 
 
@@ -73,7 +73,7 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
 
 
 def _parsed(schema: Any) -> dict[str, Any]:
-    """Return a schema as a dict; ValueError for anything that is no schema."""
+    """Return a schema as a dict; ValueError for false, which accepts nothing, and for anything that is no schema."""
     if isinstance(schema, str | bytes):
         try:
             schema = json_text.loads(schema)
@@ -89,7 +89,7 @@ def _parsed(schema: Any) -> dict[str, Any]:
 
 
 def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's text of a schema, and its texts with the separators of each of STYLES."""
+    """Return llguidance's text of a schema, and those with the separators of STYLES, () for whitespace None or 0."""
     own = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True, "whitespace_pattern": None}
     fixed = {"whitespace_flexible": False, "whitespace_pattern": None}
     styles = [{"item_separator": item, "key_separator": key, **fixed} for item, key in STYLES]

@@ -34,7 +34,7 @@ class Matcher:
         self.size, self._twins = 0, [style.deep_copy() for style in self._styles]
 
     def follow(self, tokens: Any) -> None:
-        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
+        """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
         new = [int(token) for token in tokens[self.start + self.size :]]
         self.size += len(new)
         if self._parser.try_consume_tokens(new) < len(new):
@@ -44,7 +44,7 @@ class Matcher:
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
 
-        Rows after a forbidden draft, or after the answer's end, are left as they are: no token is chosen there.
+        Rows after a forbidden draft, or after the answer's end, are left as they are: their tokens are not used.
         """
         taken = 0
         try:
@@ -69,7 +69,7 @@ class Matcher:
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
 
-        An end-of-text token is the last one where the value is complete. They are drafts: masks decide.
+        The longer of both. Where the answer must end, an end-of-text token is the last. Masks decide on these drafts.
         """
         own = self._forced(self._parser, most)
         twin = self._forced(self._twins[0], most) if self._twins else []

@@ -261,7 +261,7 @@ def test_no_limit_ends_at_max_context(tiny_models, k):
     whole = [t for t, *_ in read(model, [1, 2, 3], 40, num_draft_tokens=0)]
     found = [t for t, *_ in read(model, [1, 2, 3], -1, num_draft_tokens=k, max_context=20, prompt_cache=cache)]
     assert found == whole[:17]
-    with pytest.raises(ValueError, match="max_context=20: 1 tokens after 19 in the cache and max_tokens=-1"):
+    with pytest.raises(ValueError, match="max_context=20: 1 tokens after 19 in the cache and a new one are more"):
         read(model, found[-1:], -1, max_context=20, prompt_cache=cache)
     assert [t for t, *_ in read(model, found[-1:], -1, max_context=22, prompt_cache=cache)] == whole[17:19]
 

@@ -16,6 +16,6 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
-    """Return the drafters of a model by name: its own if any, prompt lookup if `max_lookup` is not 0, the grammar."""
+    """Return drafters by name: the model's if any, prompt lookup if `max_lookup` is not 0, then always `Forced`."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
     return {drafter.source: drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter}

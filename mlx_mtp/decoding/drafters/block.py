@@ -41,9 +41,9 @@ class Block(Drafter):
         return str(self.net.shape)
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Append all R rows of the run to the context; return k drafts after the accepted ones, NO_DRAFTS for k = 0.
+        """Append all R rows of the run to the context; return k drafts after the newest tokens, NO_DRAFTS for k = 0.
 
-        The block begins at the target's position, after the accepted rows; rejected rows from there on are masked.
+        The block begins at the target's position. Its rows overwrite rejected ones; those behind it are masked.
         """
         model, cache, drafts = frame.model, frame.cache, NO_DRAFTS
         context = self.context(model, run.hidden)
@@ -69,7 +69,7 @@ class Block(Drafter):
     ) -> mx.array:
         """Return the output rows [n, k, H] of a block after the newest tokens, int32 [n, 1], of n sequences.
 
-        The last arguments are those of `BlockNetwork`, without context if the caches are at the newest tokens.
+        context, last: as in `BlockNetwork`; None if the caches are at the newest tokens.
         """
         masks = mx.full((newest.shape[0], k - self.net.shape.anchored), self.net.shape.mask_token, mx.int32)
         block = mx.concatenate([newest, masks], axis=1)
@@ -82,7 +82,7 @@ class Block(Drafter):
         self.net.append(self.context(model, hidden), cache.heads)
 
     def context(self, model: Target, hidden: mx.array) -> mx.array:
-        """Return the network's context rows [n, L, H] for hidden rows [n, L, ..]: of their streams, see `reads`."""
+        """Return the network's context rows [n, L, H] of the streams (`Drafter.reads`) in hidden rows [n, L, ..]."""
         return self.net.fused(hidden[..., model.no_hidden().shape[-1] :])
 
     def _embedded(self, model: Any, tokens: mx.array) -> mx.array:

@@ -79,7 +79,8 @@ class BlockChoice:
     def _without_logits(self, rows: mx.array) -> mx.array | None:
         """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
 
-        It cannot with confidence, a head, selector, scale or cap of the network, or with filtered or mixed sampling.
+        It cannot with confidence, with a head, Markov head, selector, scale or cap of the network, or unless all
+        sequences are greedy or all draw coupled without filters.
         """
         shape, head = self.net.shape, head_on(self.model.unembedding())
         plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net)

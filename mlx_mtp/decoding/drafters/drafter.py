@@ -86,7 +86,7 @@ class Drafter(Protocol):
     def read(self, model: Target, cache: PromptCache, tokens: Any, first: int, end: int, *, step: int) -> None:
         """Read positions first..end-1 from the cache's backlog of hidden rows, `step` rows at a time, unevaluated.
 
-        The backlog starts at `first`; with windows, which may skip rows, it ends at end-1. tokens: [end + 1] or more.
+        They leave the backlog, which starts at `first`, or with windows ends at end-1. tokens: [end + 1] or more.
         """
         if not cache.heads or first >= end:
             return

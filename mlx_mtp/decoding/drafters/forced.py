@@ -10,7 +10,7 @@ from .drafter import Drafter, Frame
 class Forced(Drafter):
     """Drafts what `Matcher.drafts` returns, whose matchers must have followed all tokens; has no caches.
 
-    A sequence with fewer such tokens gets drafts of token 0 after them.
+    A sequence with fewer such tokens, or without a grammar, gets token 0 for the other drafts.
     """
 
     source = "grammar"

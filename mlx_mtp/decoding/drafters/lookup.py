@@ -15,7 +15,7 @@ TRIED = 8  # copies that are compared with the tokens that the host has not read
 
 
 class Lookup(Drafter):
-    """Drafts the tokens that followed the longest earlier copy of each sequence's last tokens; has no caches.
+    """Drafts the tokens that followed an earlier copy of each sequence's last tokens (`continued`); has no caches.
 
     A sequence without such a copy, or a free slot, gets k drafts of token 0. most: maximum drafts of a cycle.
     """
