@@ -36,7 +36,8 @@ class PoolCycle:
     cycle was read. built: seconds spent on planning and on building or replaying the step.
     same: whether the pool has the sequences and heads of the cycle before.
     after: a mark of the pool after this cycle, held until the next one begins.
-    frame, given, drafts: set if only the drafts are built, because their confidence is read first.
+    frame, given, drafts: set if only the drafts are built, because their confidence is read first; frame also with a
+    grammar.
     passed, most: with a grammar, set instead of run until `Steps.choose_tokens`; most: as `limits` returns it.
     """
 
@@ -90,7 +91,8 @@ class Steps:
         """Build or replay, unevaluated, the step of the cycle `new` after the rows of `run`; set the cycle's fields.
 
         base: upper bound of the position of the first row of `run`. Rows of plain cycles are kept for the drafter
-        until it drafts again. With p_min only the drafts are built; `verify_sure` builds the rest.
+        until it drafts again or a run has several rows. With p_min only the drafts are built, and `verify_sure`
+        builds the rest; with a grammar only the target's pass, and `choose_tokens` builds the choice.
         """
         plan, pool = new.plan, self.pool
         source = self.drafters[plan.source] if plan.k else None
@@ -138,9 +140,9 @@ class Steps:
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()
 
     def with_forced(self, last: PoolCycle, new: PoolCycle) -> PoolCycle:
-        """Return the cycle after `last`, which was read: `new`, or one with drafts that grammars force.
+        """Return the cycle after `last`, which was read: `new`, or one with drafts of grammars (`Matcher.drafts`).
 
-        The cycle that is dropped must have left the pool's sequences and heads as they were.
+        It is `new` if building that changed the pool's sequences or heads.
         """
         if not new.same or last.after is None:
             return new
@@ -162,7 +164,7 @@ class Steps:
         return other
 
     def _forced(self, sequence: Sequence) -> int:
-        """Return the number of drafts that a sequence's grammar forces; 0 for a sequence without a grammar."""
+        """Return the number of drafts that a sequence's grammar has; 0 without one, or if a GrammarError ends it."""
         matcher = sequence.picker.matcher
         if matcher is None or not matcher.most:
             return 0
@@ -190,7 +192,7 @@ class Steps:
         new.passed, new.after = None, self.pool.mark()
 
     def _mask(self, sequence: Sequence | None, drafts: list[int]) -> mx.array | None:
-        """Return the masks of a sequence's rows; all tokens for one that is finished, or that this error ends."""
+        """Return the masks of a sequence's rows, None without a grammar; of all tokens if it has ended or fails."""
         matcher = sequence.picker.matcher if sequence else None
         if sequence is None or matcher is None:
             return None

@@ -23,7 +23,7 @@ class Slot(NamedTuple):
 
 
 def slots(node: Any, path: str = "") -> Iterator[Slot]:
-    """Yield the places of all modules and arrays in a module, a list or a dict. path: the node's, with a dot."""
+    """Yield the places of all modules and arrays in a module, a list or a dict. path: the node's and a dot, or ""."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, (mx.array, nn.Module)):
             yield Slot(f"{path}{key}", node, key, value)
@@ -37,9 +37,10 @@ def changes(before: list[Slot]) -> list[Part]:
 
 
 def combined(adapters: Sequence[Adapter]) -> list[Part]:
-    """Return the parts of a model that all these adapters change: the sum of their changes.
+    """Return the sum of adapters: one part for each place in the model that any of them changes.
 
-    LoRA layers of one module are put around each other. ValueError if a module has two changes of other kinds.
+    LoRA layers of one module are put around each other, which changes these layers. ValueError if two adapters have
+    DoRA or whole weights for one module.
     """
     for one, other in combinations(adapters, 2):
         if both := _replaced(one) & _replaced(other):

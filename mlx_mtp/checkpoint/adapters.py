@@ -60,12 +60,12 @@ def load_adapters(model: Any, adapter_path: AdapterPath) -> Any:
 
 
 def name_of(path: str | Path) -> str:
-    """Return the name of an adapter: the last one of its directory."""
+    """Return the name of an adapter: the last part of its directory's path."""
     return Path(os.path.abspath(Path(path).expanduser())).name
 
 
 def by_name(paths: Sequence[str | Path]) -> dict[str, str | Path]:
-    """Return directories of adapters by name; ValueError if two have one name."""
+    """Return directories of adapters by name; ValueError if one is given twice, or two have the same name."""
     check_apart(paths)
     found: dict[str, str | Path] = {}
     for path in paths:

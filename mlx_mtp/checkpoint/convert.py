@@ -43,7 +43,7 @@ class Source:
 
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
     lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.
-    dtype: the type that the user chose, or None.
+    dtype: the type that the user chose, or that float16 scales of packed weights require; else None.
     """
 
     path: Path

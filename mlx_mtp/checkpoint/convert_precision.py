@@ -187,7 +187,7 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 
 def _dequantize(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Replace quantized modules by ordinary ones; ValueError for a kind of module that is not supported.
+    """Replace quantized modules by ordinary ones; ValueError for an unsupported class, or one with a global scale.
 
     Their type is that of floating-point scales, else `dtype`.
     """

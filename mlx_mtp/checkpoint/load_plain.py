@@ -137,7 +137,7 @@ def _sanitize(
 
 
 def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:
-    """Return the result of mlx-lm's `sanitize` of the family, if there is one."""
+    """Return the result of the family's `sanitize` in mlx-lm, or all tensors unchanged if it has none."""
     weights = plain | packed
     return type(model).sanitize(model, weights) if hasattr(type(model), "sanitize") else weights
 

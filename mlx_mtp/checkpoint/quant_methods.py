@@ -55,10 +55,10 @@ class Settings:
     values: dict[str, Any]
 
     def scheme(self, module: str) -> dict[str, Any]:
-        """Return the group of compressed-tensors' `config_groups` whose targets match a module; {} without one.
+        """Return the group of compressed-tensors' `config_groups` whose targets match a module, {} without one.
 
         Names are compared before patterns ("re:..."), and patterns before class names, of which only "Linear" can
-        match. ValueError for groups or patterns of another form.
+        match; {} for a module in `ignore`. ValueError for groups or patterns of another form.
         """
         with one_line(f"{self.file}: the quantization's groups or patterns cannot be read"):
             groups = [*(self.values.get("config_groups") or {}).values()]

@@ -24,7 +24,10 @@ def grammar_options(command: Any) -> Any:
 
 
 def grammar_of(flags: dict[str, Any]) -> Any:
-    """Return the grammar of a command's flags, None without one; UsageError for more than one."""
+    """Return the grammar of a command's flags, None without one.
+
+    UsageError for more than one or an unreadable file, ValueError for an invalid grammar.
+    """
     given = [name for name in FLAGS if flags[name] not in (None, False)]
     if not given:
         return None

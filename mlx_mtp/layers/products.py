@@ -89,7 +89,7 @@ class Stack(Site):
         return self._finished([mx.quantized_matmul(wide, *part, **how) for part in parts], x.dtype)
 
     def widened(self, x: mx.array) -> mx.array:
-        """Return x in the type in which layers with output scales compute."""
+        """Return x, but if a layer has an output scale in the type in which such layers compute."""
         return widened(x) if self.scaled else x
 
     def biased(self, products: list[mx.array], dtype: mx.Dtype) -> list[mx.array]:

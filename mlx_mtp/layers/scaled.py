@@ -43,7 +43,7 @@ class ScaledSwitchLinear(QuantizedSwitchLinear):
     """Stacked quantized experts with output scales, which are applied before the biases."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """Multiply rows x [..., 1, K] by the matrices of `indices` [...]: [..., 1, N]."""
+        """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x [..., 1, K], broadcast to these."""
         form = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         y = mx.gather_qmm(
             widened(x),
@@ -69,7 +69,7 @@ SCALED = {
 
 
 def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Give an output scale to each quantized module of the model that has one in `weights`, by path, in place."""
+    """Give quantized modules whose "<path>.output_scale" is in `weights` that parameter, of zeros, to load it."""
     for path, module in model.named_modules():
         found = weights.get(f"{path}.{SCALE}")
         if found is not None and (kind := SCALED.get(type(module))):

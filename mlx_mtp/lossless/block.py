@@ -62,7 +62,7 @@ def right_block(model: Target, text: Known, k: int) -> list[mx.array]:
 
 
 def shared(parts: Any, positions: mx.array, limit: int) -> PooledKV:
-    """Return a pool of sequences, one at each of `positions`, that all have the keys and values `parts` [1, ...].
+    """Return a pool's cache of sequences, one at each of `positions`, that have the keys and values `parts` [1, ...].
 
     limit: upper bound of the positions.
     """
@@ -130,7 +130,7 @@ def _norms(net: Any, path: str) -> Weights:
 def block_alternatives(model: Target, masks: Iterable[int]) -> list[BlockWiring]:
     """Return the wirings to try for the model's block drafter; each differs from its own in one thing.
 
-    masks: tokens that may be the mask token; at most MOST_MASKS are tried, next to the neighbours of its own.
+    masks: tokens that may be the mask token; at most MOST_MASKS are tried, besides the two neighbours of its own.
     """
     shape, layers = model.drafter.net.shape, len(model.layers)
     found = []

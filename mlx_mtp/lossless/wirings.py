@@ -148,7 +148,7 @@ def diagnose(
 
 
 def _try(model: Any, wiring: Tried, texts: list[Known], own: Rights) -> Better | None:
-    """Compare the active wiring with the `own` one; return None if it is not clearly better.
+    """Compare `wiring` with the model's own; return None if it is not clearly better.
 
     It stops at the first text after which it is clearly worse.
     """

@@ -65,7 +65,7 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
-    """Raise ValueError if mlx-lm cannot split the model, or a size cannot be split over this number of ranks."""
+    """Raise ValueError if the model, its weights with output scales, or a size cannot be split over the ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     if any("output_scale" in module for layer in model.layers for module in layer.modules()):

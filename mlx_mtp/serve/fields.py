@@ -77,7 +77,7 @@ class ModelInfo:
     def adapter_of(self, body: dict[str, Any]) -> str | None:
         """Return the adapter that a request names in `adapter` or after its model's name; None if in neither.
 
-        Raises Refused for an unknown adapter, or two different ones.
+        Raises Refused for an unknown one in `adapter`, or two different ones.
         """
         model, name = body.get("model"), body.get("adapter")
         before, _, after = ("" if model in self.names else text(body, "model")).rpartition(":")

@@ -11,7 +11,7 @@ STAY = 8  # cycles over which the cost of resuming the drafter is spread
 class Plan:
     """What one cycle drafts.
 
-    source: "lookup" for prompt lookup, "grammar" for tokens that a grammar forces, else the name of the model's
+    source: "lookup" for prompt lookup, "grammar" for a grammar's own drafts, else the name of the model's
     drafter. k: maximum number of drafts, 0 for a plain step. p_min: whether the drafter's confidence is read, and
     only the leading confident drafts are verified.
     """

@@ -145,7 +145,7 @@ VARIANTS = {
     "AWQ in 3 bits": ("awq", {"bits": 3}, "AWQ (awq)"),
     "GPTQ in 5 bits": ("gptq", {"bits": 5}, "GPTQ (gptq)"),
     "GPTQ for Marlin": ("gptq", {"checkpoint_format": "marlin"}, "GPTQ (gptq)"),
-    "groups of 16": ("gptq", {"group_size": 16}, "GPTQ (gptq)"),
+    "other groups than stated": ("gptq", {"group_size": 16}, "expected groups of 16, as config.json states"),
     "3 bits": ("int4", compressed("pack-quantized", num_bits=3), "compressed-tensors"),
     "no pattern": (
         "int4",

@@ -101,7 +101,7 @@ def bench_model(
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
     ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
     ranks: number of ranks that share the model; above 1, the messages between them are added.
-    assumed, drafts: acceptance and numbers of drafts for which the speeds of drafters are predicted; None: no speeds.
+    assumed: acceptance, to predict the speeds of drafters; None: no speeds. drafts: numbers of a block drafter's.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -132,7 +132,8 @@ def bench_model(
 def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
     """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
 
-    block, heads: rates to assume instead of the published ones. Raises ValueError for rates with such a model.
+    block, heads: rates to assume instead of the published ones, if not empty. Raises ValueError for rates with such a
+    model, or outside of 0 to 1.
     """
     found = ASSUMED.get(subject.name)
     if (block or heads) and found is None:

@@ -26,9 +26,10 @@ LAYER_LAUNCHES, FIXED_LAUNCHES, DRAFT_LAUNCHES = 42, 26, 9
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumed acceptance of a model's drafts: each one's if the one before is accepted; further drafts have the last.
+    """Assumed acceptance of a model's drafts.
 
-    hidden: the model's hidden size. source: where the figures are from.
+    block, heads: of a block drafter and of MTP heads, the share of each draft that is accepted after an accepted one;
+    the last holds for further drafts, too. hidden: the model's hidden size. source: where the figures are from.
     """
 
     hidden: int
@@ -57,8 +58,8 @@ def tokens_per_cycle(rates: Sequence[float], k: int) -> float:
 def of_block(h: int, lm_head: LinearOp, k: int, at: PassShape, chip: Chip) -> PassCosts:
     """Return the costs of k drafts of a DFlash2 drafter after a verify of k + 1 rows; `at.m` is ignored.
 
-    h: hidden size. Its sizes are those of a published header in proportion: five layers, MLPs of 3 h, 8 KV heads of
-    128; 32 query heads are assumed.
+    h: hidden size. The drafter's sizes are those of a published header in proportion: five layers, MLPs of 3 h, 8 KV
+    heads of 128; 32 query heads are assumed.
     """
     rows, work = k + 1, list[tuple[int, Op, int]]()
     context = _stored([LinearOp("fc", h, TAPS * h), *(LinearOp(n, 8 * 128, h) for n in "kv" for _ in range(LAYERS))])
@@ -73,7 +74,7 @@ def of_block(h: int, lm_head: LinearOp, k: int, at: PassShape, chip: Chip) -> Pa
 
 
 def _stored(ops: Iterable[Op]) -> list[Op]:
-    """Return the operations with their weights in BITS."""
+    """Return the operations, those of linear layers with weights of BITS bits."""
     return [LinearOp(op.name, op.n, op.k, BITS) if isinstance(op, LinearOp) else op for op in ops]
 
 
@@ -84,9 +85,10 @@ def by_drafts(
     context: int,
     drafts: Iterable[int] = BLOCK_DRAFTS,
 ) -> list[dict[str, Any]]:
-    """Predict tokens per second with our kernels: plainly, and by number of drafts of heads and of a block drafter.
+    """Return predictions with our kernels: a line for plain decoding, and for each number of drafts of each drafter.
 
-    A line has drafter, drafts, tokens of a cycle, and seconds and tokens_per_second by chip of CHIPS.
+    A line has drafter, drafts, tokens of a cycle, and by chip of CHIPS its seconds and tokens_per_second. MTP heads
+    have HEAD_DRAFTS drafts. drafts: numbers of drafts of the block drafter.
     """
     every = [(PLAIN, 0), *((HEADS, k) for k in HEAD_DRAFTS), *((BLOCK, k) for k in drafts)]
     found = []

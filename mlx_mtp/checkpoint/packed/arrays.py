@@ -33,7 +33,7 @@ class Arrays:
         return (*self.words.shape[:-1], self.words.shape[-1] * WORD // self.bits)
 
     def dequantized(self, dtype: mx.Dtype) -> mx.array:
-        """Return the numbers, computed in float32."""
+        """Return the weight's numbers in `dtype`, computed in float32."""
         scales, biases = self.scales, self.biases
         if biases is not None:
             scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
@@ -44,7 +44,7 @@ class Arrays:
 
 
 def read_arrays(packed: Mapping[str, Packed]) -> dict[str, Arrays]:
-    """Return packed weights by module; nothing is read now."""
+    """Return packed weights as lazy `Arrays`, by module; nothing is read now."""
     stored = read_tensors({name: tensor for m, weight in packed.items() for name, tensor in weight.raw(m).items()})
     convert = {"nvfp4": _fp4, "mxfp4": _fp4, "mxfp8": _fp8, "int": _pack_quantized, "awq": _awq, "gptq": _gptq}
     found = {}
@@ -105,9 +105,9 @@ def _unpacked(words: mx.array, bits: int) -> mx.array:
 
 
 def _affine(weight: Packed, words: mx.array, scales: mx.array, zeros: mx.array | None) -> Arrays:
-    """Return integers q with the value (q - zero) * scale; without zeros the zero is half the range.
+    """Return the Arrays of integers q with the value (q - zero) * scale; without zeros the zero is half the range.
 
-    The bias -zero * scale is rounded to the scales' type if the zero is no power of two.
+    The bias -zero * scale is rounded to the scales' type, which is exact if the zero is a power of two.
     """
     middle = mx.array(1 << (weight.bits - 1)) if zeros is None else zeros
     biases = (-middle.astype(mx.float32) * scales.astype(mx.float32)).astype(scales.dtype)
@@ -115,7 +115,7 @@ def _affine(weight: Packed, words: mx.array, scales: mx.array, zeros: mx.array |
 
 
 def _grouped(weight: Packed, words: mx.array, scales: mx.array, biases: mx.array) -> Arrays:
-    """Repeat scales and biases of groups that are larger than MLX's."""
+    """Return the Arrays, with repeated scales and biases of groups that are larger than MLX's."""
     if (times := weight.block[1] // weight.group_size) > 1:
         scales, biases = (mx.repeat(a, times, axis=-1) for a in (scales, biases))
     return Arrays(words, scales, biases, None, weight.group_size, weight.bits, "affine")

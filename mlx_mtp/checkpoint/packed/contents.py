@@ -35,8 +35,8 @@ def with_packed(contents: Contents, path: Path, config: dict[str, Any]) -> Conte
 def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored | None) -> dict[str, Packed]:
     """Return the packed weights among a checkpoint's tensors by module; ValueError as `with_packed`.
 
-    This reads the order of GPTQ's groups, and float32 scales that should be powers of two; weights with other scales
-    are left out.
+    This reads the order of columns in groups, where it is stored (ValueError for another order than that of the
+    columns), and float32 scales that should be powers of two; weights with other scales are left out.
     """
     used = {name: tensor for name, tensor in header.items() if not name.endswith(OF_ACTIVATIONS)}
     folders = {tensor.file.parent for tensor in used.values()}
@@ -64,7 +64,7 @@ def _settings(path: Path, config: dict[str, Any], folder: Path) -> Settings:
 
 
 def _check(weight: Packed, module: str) -> mx.array | None:
-    """Return a lazy bool, whether the weight's values are as its header; None if there is nothing to read."""
+    """Return a lazy bool: whether columns are in order, or scales powers of two; None if neither is to be checked."""
     order = next((name for name in ORDERS if name in weight.parts), None)
     hole = _is_hole(weight.tensor.file)
     if order is None and (weight.kind != "mxfp8" or weight.parts[weight.scales].dtype != "F32" or hole):

@@ -20,7 +20,7 @@ def is_fp4(found: Found) -> bool:
 
 
 def fp4(found: Found, codes: str) -> Packed:
-    """Return 4-bit floats, two in a byte: NVFP4 in groups of 16, or MXFP4 in groups of 32."""
+    """Return the `Packed` of 4-bit floats, two in a byte: NVFP4 in groups of 16, or MXFP4 in groups of 32."""
     parts = found.parts
     found.need(codes, "weight_scale")
     *lead, rows, half = found.matrix(codes)
@@ -35,9 +35,10 @@ def fp4(found: Found, codes: str) -> Packed:
 
 
 def fp8(found: Found) -> Packed | None:
-    """Return 8-bit floats whose scales, of groups in a row or of blocks, are powers of two.
+    """Return the `Packed` of 8-bit floats whose scales, of groups in a row or of blocks, are powers of two.
 
-    None for other scales. Float32 scales may be other numbers than `scale_fmt` states; the reader checks them.
+    None for other weights or scales. Float32 scales may be other numbers than `scale_fmt` states; `recognize` checks
+    them. ValueError for powers of two of other groups.
     """
     parts, values = found.parts, found.settings.values
     suffix = next((name for name in ("weight_scale_inv", "weight_scale") if name in parts), None)
@@ -59,7 +60,7 @@ def fp8(found: Found) -> Packed | None:
 
 
 def _pair(sizes: object) -> tuple[int, int]:
-    """Return config.json's block size, or MXFP8's unless it is two positive integers."""
+    """Return config.json's block size, or MXFP8's, (1, 32), if that is not two positive integers."""
     if isinstance(sizes, list | tuple) and [type(size) for size in sizes] == [int, int] and min(sizes) > 0:
         return sizes[0], sizes[1]
     return 1, 32

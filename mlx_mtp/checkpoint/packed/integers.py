@@ -12,7 +12,7 @@ ALL = -1  # GPTQ's group size if a row is one group
 
 
 def qweight(found: Found) -> Packed:
-    """Return AWQ's or GPTQ's integers; without a method in config.json their shapes decide which it is."""
+    """Return the `Packed` of AWQ's or GPTQ's integers; without a method in config.json their shapes decide."""
     found.need("qweight", "scales")
     codes, scales = found.matrix("qweight"), found.matrix("scales")
     method = found.settings.method or ("gptq" if codes[-1] == scales[-1] else "awq")
@@ -20,7 +20,7 @@ def qweight(found: Found) -> Packed:
 
 
 def awq(found: Found) -> Packed:
-    """Return AWQ's integers of 4 bits [columns, rows / 8], in the layout "gemm"."""
+    """Return the `Packed` of AWQ's integers of 4 bits [columns, rows / 8], in the layout "gemm"."""
     values = found.settings.values
     version, bits = values.get("version", "gemm"), values.get("bits", values.get("w_bit", 4))
     if str(version).lower() != "gemm" or bits != 4:
@@ -35,12 +35,14 @@ def awq(found: Found) -> Packed:
 
 
 def gptq(found: Found) -> Packed:
-    """Return GPTQ's integers [columns * bits / 32, rows]; their groups' order is checked when they are read."""
+    """Return the `Packed` of GPTQ's integers [columns * bits / 32, rows]; `recognize` checks the groups' order."""
     values = found.settings.values
     height, rows = _two(found, "qweight")
     bits, form = values.get("bits", 4), values.get("checkpoint_format", "gptq")
-    if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2", None) or height * WORD % bits:
-        raise found.refuse(f"{bits!r} bits in the format {form!r}; supported are 2, 3, 4 and 8 in 'gptq'")
+    if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2", None):
+        raise found.refuse(f"{bits!r} bits in the format {form!r}; supported are 2, 3, 4, 8 in 'gptq' and 'gptq_v2'")
+    if height * WORD % bits:
+        raise found.refuse(f"{found.stored('qweight')}; expected whole numbers of {bits} bits in a column")
     columns = height * WORD // bits
     groups = _groups(found, columns, found.matrix("scales")[0])
     found.expect("scales", (groups, rows), FLOATS)
@@ -54,7 +56,10 @@ def gptq(found: Found) -> Packed:
 
 
 def pack_quantized(found: Found) -> Packed:
-    """Return compressed-tensors' integers [rows, columns * bits / 32], with the bits of the module's group."""
+    """Return the `Packed` of compressed-tensors' integers [rows, columns * bits / 32].
+
+    The bits are those of the module's entry in config_groups, by default 4.
+    """
     scheme = found.settings.scheme(found.module).get("weights") or {}
     bits, strategy = scheme.get("num_bits", 4), scheme.get("strategy")
     if bits not in FREE_BITS or strategy not in (None, "group", "channel", "tensor"):
@@ -80,21 +85,22 @@ def _two(found: Found, suffix: str) -> tuple[int, int]:
 
 
 def _groups(found: Found, columns: int, groups: int) -> int:
-    """Return the number of a row's groups; ValueError unless they are whole groups of MLX's, or contain such."""
+    """Return `groups` if these divide a row into multiples of 32 numbers, as the settings state; else ValueError."""
     size = found.settings.values.get("group_size", found.settings.values.get("q_group_size"))
     stated = columns if size == ALL else size
     weights = found.settings.scheme(found.module).get("weights") or {}
     stated = weights.get("group_size") or stated
     if columns % groups or (columns // groups) % GROUPS[-1] or stated not in (None, columns // groups, ALL):
         sizes = f"{groups} groups for rows of {columns} numbers"
-        raise found.refuse(f"tensor {found.module} has {sizes}; expected groups of a multiple of 32")
+        size = "a multiple of 32" if stated in (None, columns / groups, ALL) else f"{stated}, as config.json states"
+        raise found.refuse(f"tensor {found.module} has {sizes}; expected groups of {size}")
     return groups
 
 
 def _packed(
     kind: str, found: Found, names: tuple[str, str], shape: tuple[int, int], bits: int, groups: int, **more: Any
 ) -> Packed:
-    """Return a packed weight whose groups are MLX's, or are divided into the largest of MLX's."""
+    """Return a packed weight with the largest of MLX's group sizes that divides its groups."""
     size = shape[1] // groups
     ours = next(n for n in GROUPS if size % n == 0)
     return Packed(kind, found.parts, *names, shape, bits, ours, (1, size), **more)

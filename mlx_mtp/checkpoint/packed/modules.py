@@ -114,4 +114,4 @@ class Found:
         """Raise ValueError unless a tensor is one floating-point number, or one for each matrix of a stack."""
         self.need(suffix)
         if self.parts[suffix].dtype not in FLOATS or math.prod(self.parts[suffix].shape) not in (1, math.prod(lead)):
-            raise self.refuse(f"{self.stored(suffix)}; expected one floating-point number")
+            raise self.refuse(f"{self.stored(suffix)}; expected one floating-point number per matrix")

@@ -27,8 +27,8 @@ def sanitized(
 
     call: sanitizes all tensors of the checkpoint, of which `weights` are the packed modules'. plain: the other ones.
     Weights that become something else than rows of a quantizable module, such as MLA's, are dequantized to the type
-    of the norms. If groups have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX would compute in
-    float32.
+    of the norms. If groups of the target have float16 scales, bfloat16 becomes float16 as in mlx-lm, because MLX
+    would compute in float32.
     """
     if not packed:
         return call({})
