@@ -121,7 +121,9 @@ class Meta:
         values = value if isinstance(value, np.ndarray | list) else [value] * count
         found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
         if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
-            raise ValueError(f"{self.file}: metadata {full} has {len(values)} values; expected {count}, all finite")
+            raise ValueError(
+                f"{self.file}: metadata {full} has {len(values)} values; expected {count} finite numbers"
+            )
         return found
 
     def refuse_unread(self) -> None:
