@@ -123,7 +123,7 @@ class Steps:
         new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
-        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify of the probable ones.
+        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify, or with a grammar the pass.
 
         Every sequence has as many drafts verified as the one with the most before its first improbable one.
         """

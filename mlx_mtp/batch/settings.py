@@ -87,9 +87,9 @@ class Settings:
     ) -> Sequence:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
-        sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops:
-        none. A given cache is copied. Empty segments are skipped; at least one must have tokens. Raises ValueError
-        for an argument out of range, or low memory.
+        sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops,
+        grammar: none. A given cache is copied. Empty segments are skipped; at least one must have tokens. Raises
+        ValueError for an argument out of range, or low memory.
         """
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         assert pieces

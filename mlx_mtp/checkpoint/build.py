@@ -217,7 +217,7 @@ def _expand_experts(model: nn.Module) -> bool:
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's.
 
-    Updates the report's size and LM heads. Errors and warnings are those of `check_numbers`.
+    Updates the report's size and LM heads. Errors and warnings are those of `check_numbers` and `check_codes`.
     """
     check_numbers(stored, partial(origin, model, contents))
     check_codes(model, partial(origin, model, contents), heads=True)

@@ -89,7 +89,7 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report about the converted model; warn if there are no heads.
+        """Return the report about the converted model; warn if there are no heads, or of NVFP4's output scales.
 
         place: the heads' location in the conversion.
         """

@@ -46,7 +46,7 @@ def read_parts(model: Any, contents: Contents, ranks: Ranks, parameters: dict[st
 
 
 def _sources(model: Any, contents: Contents) -> dict[str, list[StoredTensor]]:
-    """Return, by parameter, the tensors that become only that parameter; experts ordered by number."""
+    """Return, by parameter, the unpacked tensors that become only that parameter; experts ordered by number."""
     begins = {file: data_begins(file) for file in {tensor.file for tensor in contents.trunk.values()}}
     found: dict[str, list[tuple[int, StoredTensor]]] = {}
     for name, tensor in contents.trunk.items():

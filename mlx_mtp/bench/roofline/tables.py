@@ -22,9 +22,9 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield the tables of a `bench model` result: floors, the gap to them, savings of kernels, links.
+    """Yield the tables of a `bench model` result: floors, the gap to them, savings of kernels, links, drafters.
 
-    For Step-3.5-Flash another engine's published times follow.
+    Those without data in the result are left out. For Step-3.5-Flash another engine's published times follow.
     """
     yield floor_table(found)
     if "predicted" in found or found.get("measured"):
