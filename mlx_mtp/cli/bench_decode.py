@@ -196,7 +196,9 @@ def verify(**flags: Any) -> None:
 @click.command()
 @shared.subject_options
 @option(
-    "--num-draft-tokens", type=IntRange(0), help="Drafts in every cycle; 0 decodes plainly.  [default: all heads]"
+    "--num-draft-tokens",
+    type=IntRange(0),
+    help="Drafts in every cycle; 0 decodes plainly.  [default: by the kind of drafter]",
 )
 @option("--category", default="code_python", help="Kind of the prompt.")
 @option("--context", type=IntRange(1), help="Pad the prompt to this number of tokens.")

@@ -179,7 +179,10 @@ model_options = options(
         help="MB that the GPU keeps resident, off, or auto (only for a model that needs most of its memory).",
     ),
     typed(
-        "--num-draft-tokens", IntRange(0), None, "Maximum drafts per cycle; 0 decodes plainly.  [default: all heads]"
+        "--num-draft-tokens",
+        IntRange(0),
+        None,
+        "Maximum drafts per cycle; 0 decodes plainly.  [default: by the kind of drafter]",
     ),
     option(
         "--adaptive/--no-adaptive",
