@@ -170,10 +170,10 @@ class Steps:
             return 0
         try:
             matcher.follow(sequence.history.tokens)
+            return len(matcher.drafts(matcher.most))
         except GrammarError as e:
             sequence.fail(e)
             return 0
-        return len(matcher.drafts(matcher.most))
 
     def choose_tokens(self, new: PoolCycle) -> None:
         """Submit the target's pass of a cycle with grammars; build the choice under the masks as the cycle's run."""

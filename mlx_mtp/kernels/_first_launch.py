@@ -137,7 +137,7 @@ def launched() -> Iterator[list[Key]]:
 def run_new() -> None:
     """Run all launches that this thread has noted, on zeros; then raise one KernelRefused if any failed.
 
-    None stays noted. Launches that cannot run here (`Launch.current`) are skipped; one that lacks memory is no
+    No launch stays noted. Launches that cannot run here (`Launch.current`) are skipped; one that lacks memory is no
     refusal, but is not marked as run either.
     """
     if not _thread.new:

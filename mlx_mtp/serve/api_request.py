@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class CallIds:
-    """Generates ids of a response's tool calls: `prefix` and 24 hex digits, or 9 if the template needs short ids."""
+    """Generates ids of a response's tool calls: `prefix` and 24 hex digits; 9 digits alone if they must be short."""
 
     def __init__(self, info: ModelInfo, prefix: str):
         self._prefix, self._nonce = prefix, secrets.token_hex(12)

@@ -78,17 +78,18 @@ def test_caches_are_at_rest_at_the_end(tiny_models):
         assert more == alone(model, prompt + tokens, "(b|ca)+", 8)
 
 
-def test_an_error_ends_its_own_sequence(tiny_models, monkeypatch):
+@pytest.mark.parametrize("method", ["fill", "drafts"])
+def test_an_error_ends_its_own_sequence(tiny_models, monkeypatch, method):
     model, _ = tiny_models(2)
     expected = alone(model, PROMPTS[2], PATTERNS[2])
-    real = grammar.Matcher.fill
+    real = getattr(grammar.Matcher, method)
 
-    def fill(self, masks, drafts=()):
+    def failing(self, *args):
         if self.size > 5 and self.start == len(PROMPTS[0]):
             raise grammar.GrammarError("grammar: too complex")
-        real(self, masks, drafts)
+        return real(self, *args)
 
-    monkeypatch.setattr(grammar.Matcher, "fill", fill)
+    monkeypatch.setattr(grammar.Matcher, method, failing)
     batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False)
     batch.insert([PROMPTS[0], PROMPTS[2]], grammars=[made(PATTERNS[0]), made(PATTERNS[2])])
     answers: dict = {}
