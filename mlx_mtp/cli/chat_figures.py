@@ -6,9 +6,9 @@ from ..generate import GenerationResponse
 from ..session import ChatSession, Turn
 
 LEGEND = (
-    "Below an answer: its tokens and their speed; the speed of reading the prompt, and how many of its tokens were "
-    "still in the caches; tokens per pass of the model, and the accepted share of first/second/... drafts; tokens of "
-    "the conversation and their maximum; peak memory."
+    "Below an answer: its tokens and their speed; the speed of reading the prompt, and the number of its tokens that "
+    "were still in the caches; tokens per pass of the model, and the accepted share of first/second/... drafts; "
+    "tokens of the conversation and their maximum; peak memory."
 )
 
 

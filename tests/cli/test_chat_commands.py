@@ -130,7 +130,7 @@ def test_a_file_is_replaced_only_after_yes(chat, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(-1, "the context of 40 tokens is full"), (3, "cut at 3 tokens")])
-def test_an_answer_that_a_limit_ends_says_so(chat, monkeypatch, limit, reason):
+def test_an_answer_that_a_limit_ends_has_a_notice(chat, monkeypatch, limit, reason):
     notes = []
     monkeypatch.setattr(chat, "_note", notes.append)
     monkeypatch.setattr(ChatSession, "positions", 40)
@@ -184,7 +184,7 @@ def test_history_is_kept_for_the_user_alone(tmp_path, monkeypatch):
 
 
 def test_reasoning_is_separated_in_a_terminal(chat, monkeypatch):
-    """Also if the template opened it; an answer that ends inside it says so."""
+    """Also if the template opened it; the notice of a limit then names it."""
     tokenizer = chat.session.tokenizer
     seen, notes = [], []
     view = SimpleNamespace(add=lambda text, reasoning: seen.append((text, reasoning)), close=lambda: None)
