@@ -76,7 +76,8 @@ class ChatSession:
         template_config: dict[str, Any] | None = None,
         **options: Any,
     ):
-        """template_config: variables of the chat template. options: those of `stream_generate`.
+        """template_config: variables of the chat template. options: those of `stream_generate`; with max_tokens=-1 an
+        answer ends where the model's context is full.
 
         The first message continues the prompt of a given `prompt_cache`, whose system prompt and template_config are
         then used. Raises ValueError for an option out of range, and for a cache that contains tokens without the
@@ -161,6 +162,28 @@ class ChatSession:
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
         return prefix.system_prompt
 
+    @property
+    def positions(self) -> int | None:
+        """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None if unknown."""
+        limits = (getattr(self.model.args, "max_position_embeddings", None), self.options.get("max_context"))
+        return min((limit for limit in limits if limit), default=None)
+
+    def change(self, **options: Any) -> None:
+        """Replace options of `stream_generate` in later turns; ValueError, without a change, for one out of range."""
+        changed = {**self.options, **options}
+        generate_step([0], self.model, **changed).close()
+        self.options = changed
+
+    def take_back(self) -> str:
+        """Remove the last message and its answer from the conversation, and return the message.
+
+        The next turn reuses the caches before it. Draws of a seed do not repeat. ValueError if there is no message.
+        """
+        if len(self.messages) < len(self._system) + 2:
+            raise ValueError("the conversation has no message yet")
+        text, self.messages = self.messages[-2]["content"], self.messages[:-2]
+        return text.removeprefix(self._prefix_text) if len(self.messages) == len(self._system) else text
+
     def idle(self) -> IdleTrials:
         """Return a context manager that runs pending kernel trials while the program waits for the next message."""
         return IdleTrials(self.model)
@@ -220,9 +243,13 @@ class ChatSession:
         self._take_snapshot()
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
         self._intact = True  # the check does not write to the caches
+        if self.options.get("max_tokens") == -1 and self.positions and len(prompt) >= self.positions:
+            raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are {self.positions - 1}")
         self._check_memory(total)
         self._intact = False
         options: dict[str, Any] = {**self.options, "check_memory": False}  # checked above for the whole prompt
+        if options.get("max_tokens") == -1 and self.positions:
+            options["max_tokens"] = self.positions - len(prompt)
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
         if not self.num_draft_tokens and self.model.max_draft_tokens:
             options["prompt_lookup"] = False  # disabled together with the heads

@@ -15,7 +15,7 @@ from sweep import sampled, sweep
 import mlx_mtp
 from bench import which_model
 from docs import commands as docs_commands
-from mlx_mtp.cli.conversation import HELP
+from mlx_mtp.cli.chat_commands import HELP
 from mlx_mtp.decoding.options import EXPLANATION
 
 ROOT = Path(__file__).parents[1]

@@ -6,12 +6,13 @@ from typing import Any
 import click
 
 from . import options
+from .advice import advised_and_not_given
 
 
 @click.command(context_settings={"default_map": {"seed": 0}})
 @options.model_options
 @options.system_prompt_option
-@options.text_options(max_tokens=256)
+@options.text_options(max_tokens=-1)
 @options.template_config_option
 @options.cache_options
 @options.saved_cache_option
@@ -21,13 +22,25 @@ def chat(**flags: Any) -> None:
     """Chat with a model. /help lists the commands; q, r and h work as in mlx_lm.chat."""
     options.continues_cache(flags)
     model, tokenizer = options.load_model(flags)
+    from ..serve.frames import add_reasoning_marks
     from ..session import ChatSession
+    from .chat_commands import completions, execute
+    from .chat_settings import PENALTIES, apply_penalties
     from .conversation import Chat
+    from .terminal import MessageReader, is_interactive
 
+    advised = advised_and_not_given(flags)
+    flags |= advised
+    penalties = {name: value for name, value in advised.items() if name in PENALTIES}
     kept = options.generation_options(tokenizer, flags, options.saved_cache(model, flags))
     kept |= {"system_prompt": flags["system_prompt"], "template_config": flags["chat_template_config"]}
     session = ChatSession(model, tokenizer, **kept)
+    apply_penalties(session, penalties)
+    add_reasoning_marks(tokenizer)
     name = flags["model"] or "the demo"
     if Path(name).expanduser().is_dir():
         name = Path(name).expanduser().resolve().name
-    Chat(session, name=name, quiet=flags["quiet"]).run()
+    sampling = ", ".join(f"{name} {value}" for name, value in advised.items())
+    notice = f"generation_config.json: {sampling}" if sampling else ""
+    reader = MessageReader(interactive=is_interactive(), patient=not session.ranks, values=completions())
+    Chat(session, reader, execute, name=name, quiet=flags["quiet"], penalties=penalties).run(notice)

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from . import options
+from .advice import advised_and_not_given
 
 
 @click.command()
@@ -33,6 +34,8 @@ def generate(**flags: Any) -> None:
 
     if flags["report"]:
         click.echo(str(model.report))
+    if not flags["quiet"]:
+        _note_advice(flags)
     cache = options.saved_cache(model, flags)
     prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
     kept = options.generation_options(tokenizer, flags, cache)
@@ -56,6 +59,14 @@ def generate(**flags: Any) -> None:
     stats = last.stats
     if stats and (stats.num_draft_tokens or stats.lookups or stats.grammar_drafted):
         click.echo(f"MTP: {stats.summary}")
+
+
+def _note_advice(flags: dict[str, Any]) -> None:
+    """Print on stderr that the checkpoint advises sampling, if it does and --temp is not given."""
+    found = advised_and_not_given(flags)
+    if found.get("temp") and not flags["temp"]:
+        values = ", ".join(f"{name} {value}" for name, value in found.items())
+        click.echo(f"Greedy, as mlx_lm.generate; generation_config.json advises {values}.", err=True)
 
 
 def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:

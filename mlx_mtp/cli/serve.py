@@ -12,13 +12,13 @@ from click.core import ParameterSource
 
 from ..machine.errors import install
 from . import options
+from .advice import advised_sampling
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
 # Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
-ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of generation_config.json
 
 
 @click.command()
@@ -140,24 +140,9 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
 
     with ctx.scope(cleanup=False):
         model, tokenizer = options.load_model(flags)
-    advised = _advised(options.checkpoint_path(flags["model"], flags=flags))
+    advised = advised_sampling(options.checkpoint_path(flags["model"], flags=flags))
     advised["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return Loaded(model, tokenizer, advised, options.cache_layout(flags))
-
-
-def _advised(path: Path) -> dict[str, Any]:
-    """Return the sampling values in a checkpoint's generation_config.json by name, temperature as temp.
-
-    {} if it is missing or invalid, or do_sample is false.
-    """
-    try:
-        found = json.loads((path / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict) or found.get("do_sample") is False:
-        return {}
-    sampling = {name: found[name] for name in ADVISED if type(found.get(name)) in (int, float)}
-    return {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
 
 
 def _banner(service: Any, flags: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
 import termios
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +17,7 @@ import click
 
 if TYPE_CHECKING:
     from ..session import ChatSession
+    from .line_editor import Values
 
 # Control characters except tab and newline: a model's output must not move the cursor or change the terminal.
 CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd"), 13: None}
@@ -23,6 +26,28 @@ CONTROLS = {**dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)
 def printable(text: str) -> str:
     """Return a text with a visible character for each control character except tab and newline, without \\r."""
     return text.translate(CONTROLS)
+
+
+def terminal_size() -> os.terminal_size:
+    """Return the terminal's columns and lines, at least 1 each."""
+    size = shutil.get_terminal_size()
+    return os.terminal_size((max(1, size.columns), max(1, size.lines)))
+
+
+def wrapped(text: str, *, indent: int = 0) -> str:
+    """Return a text whose lines are wrapped at words to the terminal's width, or unchanged if output is no terminal.
+
+    indent: spaces before the continuation of a line.
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = max(terminal_size().columns, 2 * indent + 1)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * indent) for line in text.split("\n"))
+
+
+def is_interactive() -> bool:
+    """Return whether input and output are a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def dumb() -> bool:
@@ -40,85 +65,32 @@ def faint(text: str, *, err: bool = False) -> None:
     click.echo(text if unstyled() else click.style(text, dim=True), err=err)
 
 
-def make_editor(*, bold: bool, typed_on: Callable[[], None]) -> Any:
-    """Return a line editor, whose `prompt()` returns a message.
-
-    Ctrl-C calls `typed_on` and clears the line; on an empty line it raises KeyboardInterrupt. bold: of the prompt.
-    """
-    from prompt_toolkit import HTML, PromptSession
-    from prompt_toolkit.filters import is_searching
-    from prompt_toolkit.key_binding import KeyBindings
-    from prompt_toolkit.layout.processors import TabsProcessor
-
-    # The cursor's position is not needed; without this a terminal that cannot report it shows a warning.
-    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
-
-    def clear(event: Any) -> None:
-        if event.current_buffer.text:
-            typed_on()
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt)
-
-    keys = KeyBindings()
-    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-    keys.add("c-c", filter=~is_searching)(clear)
-    keys.add("<sigint>")(clear)
-    editor: Any = PromptSession(
-        HTML("<b>&gt;</b> ") if bold else "> ",
-        prompt_continuation="  ",
-        key_bindings=keys,
-        input_processors=[TabsProcessor(char1=" ", char2=" ")],
-        enable_suspend=True,
-    )
-    with contextlib.suppress(AttributeError):  # another version of prompt_toolkit keeps its own behaviour
-        editor.app._on_resize = partial(_resized, editor.app, editor.app._on_resize)
-    return editor
-
-
-def _resized(app: Any, redraw: Callable[[], None]) -> None:
-    """Erase all typed lines when the terminal is resized.
-
-    A narrower terminal wraps rows that became too long, which moves the cursor down. prompt_toolkit uses the old
-    number of rows and leaves copies on the screen; it has no public hook for this.
-    """
-    with contextlib.suppress(Exception):  # as above
-        app.renderer._cursor_pos = _reflowed(app.renderer)
-    redraw()
-
-
-def _reflowed(renderer: Any) -> Any:
-    """Return the cursor position after the terminal has wrapped the rows above it to its new width."""
-    from prompt_toolkit.data_structures import Point
-
-    cells, cursor = renderer._last_screen.data_buffer, renderer._cursor_pos
-    columns = renderer.output.get_size().columns
-    ends = [max((x for x, cell in cells[y].items() if cell.char.strip()), default=0) for y in range(cursor.y)]
-    return Point(x=cursor.x % columns, y=cursor.y + sum(end // columns for end in (*ends, cursor.x)))
-
-
 class MessageReader:
     """Reads the user's messages from an editor (history, pasted text, Alt-Enter for a new line) or from a pipe.
 
     A call returns the next message, with its line end unless an editor read it, or None to leave: at the end of
     input, or after two Ctrl-C on an empty line without typing in between. The first Ctrl-C only warns; if not
-    `patient` it leaves.
+    `patient` it leaves. values: the completions of each command, as `line_editor.CommandCompleter` takes them.
     """
 
-    def __init__(self, *, interactive: bool, patient: bool = True):
+    def __init__(self, *, interactive: bool, values: "Values", patient: bool = True):
         self._warned, self._patient = False, patient
         self._editor: Any = None
         self._prompt = "> " if interactive else ""
         if interactive and not dumb():
-            self._editor = make_editor(bold=not unstyled(), typed_on=partial(setattr, self, "_warned", False))
+            from .line_editor import make_editor
+
+            typed_on = partial(setattr, self, "_warned", False)
+            self._editor = make_editor(bold=not unstyled(), typed_on=typed_on, values=values)
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
-    def __call__(self) -> str | None:
+    def __call__(self, default: str = "") -> str | None:
+        """default: the text that an editor starts with."""
         self._warned = not self._patient
         while True:
             try:
-                return self._next()
+                return self._next(default)
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -127,9 +99,19 @@ class MessageReader:
                 self._warned = True
                 click.echo("/exit, Ctrl-D or another Ctrl-C leaves the chat.", err=True)
 
-    def _next(self) -> str | None:
+    def confirm(self, question: str) -> bool:
+        """Ask a question on the terminal and return whether the answer starts with y; Ctrl-C and Ctrl-D are no."""
+        click.echo(f"{question} [y/N] ", nl=False)
+        try:
+            return sys.stdin.readline().strip().lower().startswith("y")
+        except KeyboardInterrupt:
+            click.echo()
+            return False
+
+    def _next(self, default: str) -> str | None:
         if self._editor:
-            return self._editor.prompt().encode("utf-8", "replace").decode()  # replaces lone surrogates
+            text = self._editor.prompt(default=default)
+            return text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         click.echo(self._prompt, nl=False)
         try:
             return sys.stdin.readline() or None

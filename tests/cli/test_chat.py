@@ -21,9 +21,10 @@ from prompt_toolkit.layout.screen import Char
 from sweep import sampled, sweep
 
 from mlx_mtp.cli import conversation_file, progress
-from mlx_mtp.cli.conversation import footer
+from mlx_mtp.cli.chat_figures import footer
+from mlx_mtp.cli.line_editor import _reflowed
 from mlx_mtp.cli.progress import PromptProgress, stages
-from mlx_mtp.cli.terminal import StopOnInterrupt, _reflowed
+from mlx_mtp.cli.terminal import StopOnInterrupt
 from mlx_mtp.session import ChatSession, Turn
 
 COMMAND = [sys.executable, "-m", "mlx_mtp", "chat"]
@@ -40,7 +41,7 @@ def test_piped_conversation():
     assert len(footers) == 3
     shares = r"( \d+(/(\d+|-)){2}%|, nothing drafted)"  # measured costs decide which depths are drafted
     figures = r"12 tok, [\d.]+/s · prompt [\d.]+/s, 0/15 reused · [\d.]+/cycle"
-    assert re.fullmatch(figures + shares + r" · [\d.]+ GB", footers[0])
+    assert re.fullmatch(figures + shares + r" · context \d+/2,048 · [\d.]+ GB", footers[0])
     assert "/cycle" not in footers[1]
     assert ", 0/" not in footers[1]
     assert "1 turn · 12 tokens" in result.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_mtp.cli.conversation import footer
+from mlx_mtp.cli.chat_figures import footer
 from mlx_mtp.decoding.stats import Stats
 from mlx_mtp.decoding.summary import percentages, shares
 from mlx_mtp.session import Turn

@@ -1,0 +1,35 @@
+"""Read the sampling values that a checkpoint advises in generation_config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from .options import checkpoint_path
+
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def advised_sampling(path: Path) -> dict[str, Any]:
+    """Return the sampling values in a checkpoint's generation_config.json by name, temperature as temp.
+
+    {} if it is missing or invalid, or do_sample is false.
+    """
+    try:
+        found = json.loads((path / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or found.get("do_sample") is False:
+        return {}
+    sampling = {name: found[name] for name in ADVISED if type(found.get(name)) in (int, float)}
+    return {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
+
+
+def advised_and_not_given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return those values of `advised_sampling`, of --model, that the command line does not set."""
+    context = click.get_current_context()
+    found = advised_sampling(checkpoint_path(flags["model"], flags=flags))
+    given = {name for name in flags if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    return {name: value for name, value in found.items() if name not in given}
