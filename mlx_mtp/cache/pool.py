@@ -65,7 +65,7 @@ class Pool(StepCache):
 
     @property
     def slots(self) -> int:
-        """Number of slots in the buffers of keys and values; 0 without any."""
+        """Number of sequences that the buffers of keys and values have slots for; 0 without buffers."""
         return max((c.parts[0].shape[0] for c in self.caches if not c.is_state and c.parts), default=0)
 
     @property

@@ -73,7 +73,10 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     name, known = config["model_type"], ", ".join(port_names())
     for option in ("draft_model", "mtp_path", "mtp_overrides"):
         if value := getattr(drafting, option):
-            raise ValueError(f"{option}={value}: model_type {name!r} has no port that drafts; supported are {known}")
+            raise ValueError(
+                f"{option}={value}: omit it; the target's model_type {name!r} has no port that drafts; supported are "
+                f"{known}"
+            )
     ignored: list[str] = []
     with one_line(f"{path}: cannot be loaded", keep=True):
         model = _build(path, config, known, ignored)

@@ -63,7 +63,10 @@ class BatchDecoder:
                 self._raised[failed] = e
 
     def _fail(self, error: BaseException) -> None:
-        """Log an exception, end all jobs with an error and release the batch; the next job creates a new one."""
+        """Log an exception, end this batch's jobs with an error and release it; the next job creates a new batch.
+
+        Batches of other adapters are unaffected.
+        """
         with suppress(BaseException):
             log.error(FAILED, exc_info=error)
         with suppress(BaseException):  # a broken batch may raise again

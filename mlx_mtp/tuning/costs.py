@@ -62,7 +62,7 @@ class Costs:
         self._outliers: set[Plan] = set()  # plans whose last cycle was an outlier
 
     def resume_steps(self, rows: int) -> float:
-        """Estimate the plain steps in which a paused drafter reads its pending rows; 0 without any."""
+        """Estimate the time, in plain steps, that a paused drafter needs for `rows` pending rows; 0 without any."""
         return self.resume + self.row * rows if rows else 0.0
 
     def steps(self, plan: Plan) -> float:

@@ -55,7 +55,10 @@ class RememberedVerdicts:
             return self._found
 
     def keep(self, found: Mapping[Key, Found]) -> None:
-        """Replace the findings in the file, without those of a spelling no longer in use; warn once if it fails."""
+        """Replace the findings in the file; omit those whose spelling of multiply-adds is no longer the op's.
+
+        If the file cannot be written, warn once.
+        """
         self._found = {key: f for key, f in found.items() if f.spelling == spelling(key[0])}
         spellings = {op: f.spelling for (op, *_), f in self._found.items() if f.spelling != AS_COMPILED}
         self._file.keep(

@@ -176,7 +176,7 @@ def test_split_files(step, tmp_path):
         prepare(first)
     first.rename(tmp_path / "y.gguf")
     with pytest.raises(
-        ValueError, match=r"y\.gguf: one of 3 splits; expected a name ending in -00001-of-00003\.gguf"
+        ValueError, match=r"y\.gguf: one of 3 splits; rename them to end in -00001-of-00003\.gguf"
     ):
         prepare(tmp_path / "y.gguf")
 

@@ -145,10 +145,12 @@ def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
 
 
 def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:
-    """Return attention's Cost: stock MLX requests K and V of a KV head for every query head and row, ours once.
+    """Return the Cost of attention: of our kernel with "attention" in `at.on` and at.m > 1, else of stock MLX.
 
-    Stock MLX's fused kernel supports rows x (query heads per KV head) up to 32. Beyond it scores pass through memory
-    between a product with K (one row at a time from M3 on, else padded to a tile) and one with V (padded).
+    Our kernel requests K and V of a KV head once. Stock MLX's fused kernel requests them for every row and query
+    head, and supports rows x (query heads per KV head) up to 32. Beyond 32, stock MLX requests them for every query
+    head, and scores pass through memory between a product with K (one row at a time from M3 on, else padded to a
+    tile) and one with V (padded).
     """
     values, nbytes = op.values(at.context), op.cached(at.context)
     group = op.heads // op.kv

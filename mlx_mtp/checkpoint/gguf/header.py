@@ -92,7 +92,9 @@ def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
         return [path]
     files = split_names(path)
     if len(files) != count:
-        raise ValueError(f"{path}: one of {count} splits; expected a name ending in -00001-of-{count:05d}.gguf")
+        raise ValueError(
+            f"{path}: one of {count} splits; rename them to end in -00001-of-{count:05d}.gguf and so on, in order"
+        )
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{missing[0]}: not found; {path.name} is one of {count} splits")
     return files

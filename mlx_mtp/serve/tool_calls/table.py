@@ -146,7 +146,7 @@ def format_of(tokenizer: Any) -> CallFormat | None:
     """Return the format in which a tokenizer's model writes tool calls, None if it is unknown.
 
     It is one that reads back a call that the chat template rendered, else that of mlx-lm's parser, else one whose
-    mark is in the vocabulary or the template.
+    mark is in the template. The first three marks of BY_MARK also count if they are in the vocabulary.
     """
     if format := _as_rendered(tokenizer):
         return format
