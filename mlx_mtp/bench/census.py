@@ -245,7 +245,7 @@ def check_capture(phase: str, path: Path, cycles: int) -> None:
 
 
 def capture(work: Workload, phase: str, path: Path, cycles: int) -> list[Path]:
-    """Write traces of `phase` in `cycles` cycles, one file each, fewer if the text ends earlier; return their paths."""
+    """Write traces of `phase` in `cycles` cycles, one each, fewer if the text ends early; return their paths."""
     paths = trace_paths(path, cycles)
     decode_in_phases(work, Captured(phase=phase, paths=list(paths)))
     return [file for file in paths if file.exists()]

@@ -65,7 +65,9 @@ def _of_library(tokenizer: Any, vocab_size: int) -> Any:
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
         if tokenizer.vocab_size > vocab_size:
-            raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens, more than the model's {vocab_size}; use its own")
+            raise ValueError(
+                f"tokenizer: {tokenizer.vocab_size} tokens, more than the model's {vocab_size}; use its own"
+            )
         return tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -219,7 +219,7 @@ def test_reasoning_is_separated_in_a_terminal(chat, monkeypatch):
 
 
 def test_sampling_defaults_are_the_checkpoints(tmp_path):
-    """In a chat they apply unless a flag is given; `generate` stays greedy and has a notice where the file differs."""
+    """In a chat they apply unless a flag is given; `generate` stays greedy, with a notice where the file differs."""
     for file in demo_path().iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
