@@ -1,8 +1,13 @@
 """Define `mlx-mtp serve`: serve a model with OpenAI's and Anthropic's APIs."""
 
+import contextlib
 import json
 import logging
 import sys
+import threading
+import time
+import urllib.request
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME = "mlx-mtp-demo"
+ANSWERS = 20.0  # seconds to wait until the server answers its first request
 # Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
 
@@ -57,6 +63,7 @@ DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "pr
 @click.option("--use-default-chat-template", is_flag=True, help="Use the default template of the tokenizer's class.")
 @click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.cache_options
+@click.option("--open", "opens", is_flag=True, help="Open the chat page in the browser once the model is loaded.")
 @click.option("--quiet", is_flag=True, help="No banner, and no line per response.")
 @click.pass_context
 def serve(ctx: click.Context, **flags: Any) -> None:
@@ -113,7 +120,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     if follows():
         follow(shared(_load(ctx, flags), settings))
     else:
-        run(lambda: _load(ctx, flags), settings, lambda service: _banner(service, flags))
+        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -145,12 +152,35 @@ def _load(ctx: click.Context, flags: dict[str, Any]) -> Any:
     return Loaded(model, tokenizer, advised, options.cache_layout(flags))
 
 
+def _loaded(service: Any, flags: dict[str, Any]) -> None:
+    """Print the banner unless --quiet is given, and open the chat page with --open."""
+    if not flags["quiet"]:
+        _banner(service, flags)
+    if flags["opens"]:
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(flags["host"], flags["host"])
+        address = _address({**flags, "host": here})
+        threading.Thread(target=_open_page, args=(address,), daemon=True).start()
+
+
+def _address(flags: dict[str, Any]) -> str:
+    host = flags["host"]
+    return f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
+
+
+def _open_page(address: str) -> None:
+    """Open the chat page in the browser as soon as the server answers; give up after ANSWERS seconds."""
+    until = time.monotonic() + ANSWERS
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=ANSWERS):
+            if not webbrowser.open(f"{address}/"):
+                click.echo(f"No browser can be opened here; the chat is at {address}/", err=True)
+            return
+        time.sleep(0.1)
+
+
 def _banner(service: Any, flags: dict[str, Any]) -> None:
-    """Print on stderr the server's address, its model and a request that works; nothing with --quiet."""
-    if flags["quiet"]:
-        return
-    names, host = service.info, flags["host"]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{flags['root_path']}"
+    """Print on stderr the server's address, its model and a request that works."""
+    names, address = service.info, _address(flags)
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
     click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)

@@ -15,7 +15,7 @@ from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
-from .job import Begun, DecodeRequest, End, Failed
+from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
 from .sampling_fields import decode_requests
 from .template_probes import renders_tools
@@ -65,6 +65,11 @@ class ApiRequest:
         self.call_ids = CallIds(info, self.call_prefix)
 
     def begin(self, begun: Begun) -> Iterable[str]: ...
+
+    def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
+        """Return the stream's lines after a chunk of a choice's prefill, by default none."""
+        return ()
+
     def part(self, choice: int, part: Part) -> Iterable[str]: ...
     def finish(self, choice: int, end: End) -> Iterable[str]: ...
     def close(self) -> Iterable[str]: ...
@@ -83,8 +88,14 @@ class ChoicesRequest(ApiRequest):
         self.choices = integer(body, "n", 1, MOST_CHOICES) or 1
         options = body.get("stream_options") or {}
         self._counts = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._shows_prefill = boolean(body, "return_progress")
         self._head = {"id": new_id(self.prefix), "created": int(time.time()), "model": self.model}
         self.ends: list[End] = []
+
+    def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
+        if self._shows_prefill:
+            total = len(self.requests[choice].prompt)
+            yield self.chunk(prompt_progress={"total": total, "processed": event.done, "choice": choice})
 
     def close(self) -> Iterable[str]:
         if self._counts:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import html
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -16,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from .answer import Part
@@ -28,7 +30,7 @@ from .engine import Engine, QueueFull
 from .failures import dropped, printable
 from .fields import ModelInfo, Refused
 from .guard import Guard, RootPath, Rules, read_body
-from .job import LOST, Begun, End, Event, Failed, Job
+from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
 from .messages import MessagesRequest, anthropic_error, count_tokens
 from .metrics import Metrics
 from .responses import ResponsesRequest
@@ -38,8 +40,10 @@ log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
-PAGE = Path(__file__).parent / "page.html"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+PAGE = Path(__file__).parent / "page"
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'"
+)
 
 
 @dataclass
@@ -74,6 +78,7 @@ def application(service: Service, root: str = "") -> Starlette:
             Route("/v1/messages/count_tokens", counted, methods=["POST"]),
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
+            Mount("/page", StaticFiles(directory=PAGE)),
         ],
         middleware=[
             Middleware(RootPath, root=root),
@@ -110,7 +115,9 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 
 async def page(request: Request) -> Response:
-    return FileResponse(PAGE, headers={"content-security-policy": POLICY})
+    """Return the chat page, whose own files are below the server's root path."""
+    text = (PAGE / "index.html").read_text("utf-8").replace("{root}", html.escape(request.scope.get("root_path", "")))
+    return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 
 async def health(request: Request) -> Response:
@@ -320,6 +327,8 @@ class ActiveRequest:
             return self.api_request.finish(choice, event)
         if isinstance(event, Part):
             return self.api_request.part(choice, event)
+        if isinstance(event, Prefilled):
+            return self.api_request.prefilled(choice, event)
         begun, self._begun = self._begun, True
         return self.api_request.begin(event) if isinstance(event, Begun) and not begun else ()
 

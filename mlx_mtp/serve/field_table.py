@@ -48,6 +48,7 @@ FIELDS: dict[str, Field] = {
     "stream_options": Field("hhi-"),
     "stream_options.include_usage": Field("hhi-"),
     **_alike("iii-", "stream_options.include_obfuscation stream_options.continuous_usage_stats"),
+    "return_progress": Field("hh--", "a streamed chunk with `prompt_progress` after each chunk of the prefill"),
     # Number and length of choices
     "n": Field("hh--"),
     "best_of": Field("-h--", "must equal `n`"),

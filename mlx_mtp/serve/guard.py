@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .fields import Refused
 
 DEPTH = 64  # maximum nesting of a JSON body
-OPEN = ("/", "/health")  # paths that need no key
+OPEN = ("/", "/health")  # paths that need no key; nor do the page's files
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rules:
         is_same = origin.partition("://")[2] == headers.get("host")
         if origin and not is_same and origin not in self.origins and "*" not in self.origins:
             raise Refused(f"origin {origin[:80]!r} is not allowed; --cors-origin adds it", status=403)
-        if self.key is not None and path not in OPEN and not self._has_key(headers):
+        if self.key is not None and not (path in OPEN or path.startswith("/page/")) and not self._has_key(headers):
             raise Refused(
                 "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
             )

@@ -68,6 +68,12 @@ class Begun(NamedTuple):
     cached: int
 
 
+class Prefilled(NamedTuple):
+    """An event: the first `done` tokens of the prompt are in the cache; another one follows after the next chunk."""
+
+    done: int
+
+
 class End(NamedTuple):
     """An event: the answer has ended.
 
@@ -101,7 +107,7 @@ class Interrupted(Exception):
     """Thrown into the generator of `answer` or of a prefill to end it early."""
 
 
-Event = Begun | Part | End | Failed
+Event = Begun | Prefilled | Part | End | Failed
 LOST = Failed(500, "the request failed; the server's log has the reason")
 
 
@@ -179,7 +185,8 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     max_tokens, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
-        for _ in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
+        for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
+            job.send(Prefilled(done))
             yield
         job.prefilling = False
         yield from _decode(served, job, caches, max_tokens, cached, crowded)

@@ -1,16 +1,21 @@
 """Run `mlx-mtp serve` in a process: it prints its address, answers, and exits with 0; errors are one line."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
+import pytest
 from command_line import call, one_line_error
 from sweep import sweep
+
+import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
 
 
 def free_port():
@@ -93,3 +98,23 @@ def test_a_port_in_use_is_one_error_line():
 
 def test_an_address_other_than_loopback_requires_a_key():
     assert "--api-key" in one_line_error(call("serve", "--host", "0.0.0.0"), code=2)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_the_page_opens_once_the_server_answers(monkeypatch, host):
+    opened, tried = threading.Event(), []
+
+    def answers(url, timeout):
+        tried.append(url)
+        if len(tried) < 3:
+            raise ConnectionRefusedError
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("urllib.request.urlopen", answers)
+    monkeypatch.setattr("webbrowser.open", lambda url: tried.append(url) or opened.set() or True)
+    sys.modules["mlx_mtp.cli.serve"]._loaded(
+        None, {"quiet": True, "opens": True, "host": host, "port": 81, "root_path": "/x"}
+    )
+    assert opened.wait(10)
+    own = "[::1]" if host == "::" else "127.0.0.1"
+    assert tried == [f"http://{own}:81/x/health"] * 3 + [f"http://{own}:81/x/"]

@@ -280,3 +280,17 @@ def test_arguments_of_calls():
     assert parsed('{"x": 1}') == {"x": 1}
     assert parsed("[1") == "[1"
     assert parsed({"x": 1}) == {"x": 1}
+
+
+def test_progress_of_a_prefill_is_streamed_on_request(served):
+    body = {"max_tokens": 1, "stream": True}
+    for asked in (False, True):
+        question = {"role": "user", "content": f"{asked} " + "word " * 500}
+        response = served.post(
+            "/v1/chat/completions", json={**body, "messages": [question], "return_progress": asked}
+        )
+        found = [event["prompt_progress"] for event in events(response) if "prompt_progress" in event]
+        done = [each["processed"] for each in found]
+        assert bool(done) == asked
+        assert done == sorted(set(done))
+        assert all(0 < each["processed"] <= each["total"] and each["choice"] == 0 for each in found)

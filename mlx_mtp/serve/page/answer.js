@@ -1,0 +1,58 @@
+"use strict";
+// Requests an answer from the server and reads its events.
+
+const base = location.pathname.replace(/\/$/, "");
+const key = find("key");
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+
+const headers = () => ({"content-type": "application/json", ...(key.value ? {authorization: "Bearer " + key.value} : {})});
+
+/** An error of a request that the server has refused before it answered. */
+class RefusedError extends Error {}
+
+/** Return the request's body for a conversation that ends with a question. */
+function bodyOf({messages, settings}) {
+  const system = settings.system ? [{role: "system", content: settings.system}] : [];
+  const sent = messages.map(({role, content}) => ({role, content}));
+  const body = {messages: [...system, ...sent], stream: true, stream_options: {include_usage: true}, return_progress: true};
+  for (const name of NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
+  if (settings.thinking) body.chat_template_kwargs = {enable_thinking: settings.thinking === "on"};
+  return body;
+}
+
+async function* events(response) {
+  const decoder = new TextDecoder();
+  let rest = "";
+  for (let reader = response.body.getReader(), piece; !(piece = await reader.read()).done;) {
+    const lines = (rest + decoder.decode(piece.value, {stream: true})).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+  }
+}
+
+/** Yield the events of an answer; throw RefusedError if the server refuses the request, Error if the answer fails. */
+async function* answerEvents(body, signal) {
+  const response = await fetch(base + "/v1/chat/completions", {method: "POST", headers: headers(), body: JSON.stringify(body), signal});
+  if (response.status === 401) key.hidden = false;
+  if (!response.ok) throw new RefusedError((await response.json().catch(() => ({}))).error?.message ?? `The server answers ${response.status}.`);
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    yield event;
+  }
+}
+
+/** Return what a finish reason means for the reader, "" for a complete answer. */
+function finishText(reason, reasoning) {
+  if (reason === "length") return reasoning ? "Cut during its thinking: the limit of tokens or the context is reached." : "Cut: the limit of tokens or the context is reached.";
+  return reason === "tool_calls" ? "The answer ended with a tool call." : "";
+}
+
+/** Add a delta's tool calls to a message's, whose arguments arrive in pieces. */
+function addCalls(message, deltas) {
+  message.calls ??= [];
+  for (const {index, function: {name, arguments: piece}} of deltas) {
+    message.calls[index] ??= {name: "", arguments: ""};
+    message.calls[index].name += name ?? "";
+    message.calls[index].arguments += piece ?? "";
+  }
+}
