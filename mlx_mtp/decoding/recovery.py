@@ -38,7 +38,7 @@ def last_row(d: Decoder) -> Run:
 def settle(d: Decoder) -> None:
     """Bring the caches to rest: they then contain every token but the last one yielded.
 
-    A consumer can stop while tokens of the emitting cycle N are yielded; as a rule N+1 is then submitted.
+    After a stop token the emitting cycle N was submitted last; if the consumer has closed it, as a rule N+1 was.
 
     1. Restore the arrays after the cycle submitted last. A cycle that was only built is dropped.
     2. Return the recurrent states and what the heads have read to `end`, the mark after N. That is N+1's `before`, or
