@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from .sort_tensors import NUMBER, Contents, layerless, only
@@ -89,9 +90,9 @@ def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
     parts = [{name: w for name, w in parameters.items() if w.dtype == dtype} for dtype in types]
     states = [trained(*part.values()) for part in parts]
     mx.eval(list(parameters.values()), states)
-    found = {}
-    for part, (nan, value) in zip(parts, states, strict=True):
-        found |= zip(part, zip(nan.tolist(), value.tolist(), strict=True), strict=True)
+    found: dict[str, Any] = {}
+    for part, state in zip(parts, states, strict=True):
+        found |= zip(part, np.array(state).T.tolist(), strict=True)
     return {name: found[name] for name in parameters if name in found}
 
 

@@ -145,9 +145,7 @@ def _logits(model: Target) -> int:
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
-def largest_context(
-    model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any
-) -> int:
+def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:
     """Return the largest number of positions whose `needs`, weights included, fit in `budget` bytes; 0 if none.
 
     `longest` if it fits, else a multiple of GRAIN below it. layout: as in `needs`.
