@@ -1,6 +1,7 @@
 """Write tiny random Step-3.5 checkpoints, and decode them with a simple reference."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -124,9 +125,16 @@ def plain_model(config: dict, weights: dict[str, mx.array]) -> reference.Model:
     return model
 
 
-def greedy(model: reference.Model, prompt: list[int], n: int) -> list[int]:
-    """Return n greedy tokens by a cacheless forward over the whole sequence, recomputed for each token."""
+def greedy(model: reference.Model, prompt: list[int], n: int, guess: Sequence[int] = ()) -> list[int]:
+    """Return n greedy tokens by a cacheless forward over the whole sequence, recomputed for each token.
+
+    guess: the tokens if they are known; one forward confirms that each is greedy after all those before it.
+    """
     tokens = list(prompt)
+    if len(guess) == n > 0:
+        logits = model(mx.array([*tokens, *guess[:-1]])[None])[0, len(tokens) - 1 :]
+        if (confirmed := mx.argmax(logits, axis=-1).tolist()) == list(guess):
+            return confirmed
     for _ in range(n):
         tokens.append(int(mx.argmax(model(mx.array(tokens)[None])[0, -1])))
     return tokens[len(prompt) :]
