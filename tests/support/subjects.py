@@ -42,8 +42,8 @@ class Subject:
         self.truth = functools.cache(self._truth)
         self.read = functools.cache(self._read)
 
-    def _truth(self, prompt: tuple[int, ...], n: int = 60, guess: tuple[int, ...] = ()) -> list[int]:
-        return tiny.greedy(self.plain, list(prompt), n, guess)
+    def _truth(self, prompt: tuple[int, ...], n: int = 60, expected: tuple[int, ...] = ()) -> list[int]:
+        return tiny.greedy(self.plain, list(prompt), n, expected)
 
     def _read(self, tokens: tuple[int, ...]) -> PromptCache:
         """Return a cache of exactly these tokens."""

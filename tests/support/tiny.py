@@ -125,15 +125,15 @@ def plain_model(config: dict, weights: dict[str, mx.array]) -> reference.Model:
     return model
 
 
-def greedy(model: reference.Model, prompt: list[int], n: int, guess: Sequence[int] = ()) -> list[int]:
+def greedy(model: reference.Model, prompt: list[int], n: int, expected: Sequence[int] = ()) -> list[int]:
     """Return n greedy tokens by a cacheless forward over the whole sequence, recomputed for each token.
 
-    guess: the tokens if they are known; one forward confirms that each is greedy after all those before it.
+    expected: the tokens if they are known; one forward confirms that each is greedy after all those before it.
     """
     tokens = list(prompt)
-    if len(guess) == n > 0:
-        logits = model(mx.array([*tokens, *guess[:-1]])[None])[0, len(tokens) - 1 :]
-        if (confirmed := mx.argmax(logits, axis=-1).tolist()) == list(guess):
+    if len(expected) == n > 0:
+        logits = model(mx.array([*tokens, *expected[:-1]])[None])[0, len(tokens) - 1 :]
+        if (confirmed := mx.argmax(logits, axis=-1).tolist()) == list(expected):
             return confirmed
     for _ in range(n):
         tokens.append(int(mx.argmax(model(mx.array(tokens)[None])[0, -1])))
