@@ -62,7 +62,7 @@ def ours(model, prompt, k, n=40, **options):
 
 
 def check(calls, text, plain, w, config, least=5):
-    """The drafts of calls, in a sweep of each, are those from scratch; `calls`: (position, tokens) of one sequence."""
+    """Drafts of calls, in a sweep of each, are those from scratch; `calls`: (position, tokens) of one sequence."""
     found = [(known, drafts) for known, drafts in calls if known < len(text)]
     assert len(found) >= least
     for position, tokens in found[:: 1 if SWEEP else 3]:
