@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# What to write, and regular expressions of what it replaces. They match whole words in any case.
+# What to write, and regular expressions of what it replaces. They match whole words of lower-case text.
 WORDS = {
     "sequence (decoding), conversation (chat), request or response (serve)": [
         "texts at once",
@@ -34,7 +34,7 @@ WORDS = {
         "as much as",
         "at the (most|least)",
     ],
-    "maximum, minimum": ["most (tokens|drafts|rows|GB)", "least (share|candidates)"],
+    "maximum, minimum": ["most (tokens|drafts|rows|gb)", "least (share|candidates)"],
     "reasoning content, tool call": ["calls of tools", "what came before"],
     "prefix cache, entry, checkpoint of a recurrent state": ["beginnings", "moments?"],
     "model, target, drafter": ["whose it is", "whoever", "somebody", "everybody", "nobody"],
@@ -53,11 +53,12 @@ WORDS = {
     "instead of, replace": ["in (the )?place of", "takes? the place of", "take their place", "in the stead"],
     "next to, compared with": ["beside"],
 }
-PATTERN = re.compile(rf"\b({'|'.join(p for patterns in WORDS.values() for p in patterns)})\b", re.IGNORECASE)
+PATTERN = re.compile(rf"\b({'|'.join(p for patterns in WORDS.values() for p in patterns)})\b")
 
 # Names that need a noun or a verb of the field instead.
 NAMES = {"told", "tell", "said", "say", "there", "over", "behind", "beside", "whose", "talk", "door", "Together"}
-ANY_NAME = re.compile(rf"\b({'|'.join(sorted(NAMES))})\b")
+# A name that is defined is followed by a sign, such as = or a comma; most of these words in prose are not.
+ANY_NAME = re.compile(rf"\b({'|'.join(sorted(NAMES))})\s*([^\w\s.;!?'\"`]|in\b)")
 
 # Uses that are right where they are: a public name, a quotation, another meaning of the word.
 ALLOWED: dict[str, set[str]] = {
@@ -123,8 +124,8 @@ def names(text: str) -> Iterator[tuple[int, str]]:
 def findings(file: Path) -> list[str]:
     """Return "file:line: word" of each rejected word or name in a file."""
     path, text, found = str(file.relative_to(ROOT)), file.read_text(), []
-    if PATTERN.search(text):  # as in one file of ten: only these are split into tokens
-        found += [(line, match[0]) for line, piece in prose(file, text) for match in PATTERN.finditer(piece)]
+    if PATTERN.search(text.lower()):  # as in one file of ten: only these are split into tokens
+        found += [(line, match[0]) for line, piece in prose(file, text) for match in PATTERN.finditer(piece.lower())]
     if file.suffix == ".py" and ANY_NAME.search(text):
         found += [(line, name) for line, name in names(text) if name in NAMES]
     return [f"{path}:{line}: {word}" for line, word in found if word.lower() not in ALLOWED.get(path, ())]

@@ -21,7 +21,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import CONVERSATION, LEAST_CHUNK, Buffers, count_buffers
 from ..decoding.graph_memory import nbytes
-from ..decoding.memory_needs import kv_bytes, largest_context, needs
+from ..decoding.memory_needs import LONGEST, kv_bytes, largest_context, needs
 from ..layers.block_drafter import BlockNetwork
 from ..machine.errors import first_line, with_type
 from ..machine.memory import METAL_BUFFERS, available
@@ -270,8 +270,8 @@ def _memory(model: Any, longest: int | None) -> MemoryFit:
     empty, room, least = make_prompt_cache(model), available(), needs(model, 1).total
     short, long = kv_bytes(model, empty, LONG), kv_bytes(model, empty, 2 * LONG)
     kv, head_kv = ((b - a) * 1000 // LONG for a, b in zip(short, long, strict=True))
-    context = largest_context(model, room.bytes) if least <= room.bytes else 0
-    return MemoryFit(kv, head_kv, least, room.bytes, room.limit, min(context, longest or context))
+    context = largest_context(model, room.bytes, longest=longest or LONGEST) if least <= room.bytes else 0
+    return MemoryFit(kv, head_kv, least, room.bytes, room.limit, context)
 
 
 def _buffers(model: Any, longest: int | None) -> Buffers:

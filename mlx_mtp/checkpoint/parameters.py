@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from .sort_tensors import NUMBER, Contents, layerless, only
@@ -47,16 +48,17 @@ def _equal(a: mx.array, b: mx.array) -> bool:
     return all(mx.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
 
 
-def trained(array: mx.array) -> tuple[mx.array, mx.array]:
-    """Return two lazy bools []: whether an array contains NaN, and whether it contains a number other than zero.
+def trained(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    """Return two lazy bool arrays for arrays of one type: which contain NaN, and which a number other than zero.
 
     The maxima of the bits, as integers, of positive and negative numbers suffice, so that no mask is allocated.
     """
-    if array.dtype not in BITS or not array.size:
-        return mx.isnan(array).any(), array.any()
-    signed, unsigned, infinity = BITS[array.dtype]
-    sign = 1 << (8 * array.itemsize - 1)
-    positive, negative = array.view(signed).max(), array.view(unsigned).max()
+    dtype = arrays[0].dtype
+    if dtype not in BITS or not all(array.size for array in arrays):
+        return mx.stack([mx.isnan(array).any() for array in arrays]), mx.stack([array.any() for array in arrays])
+    signed, unsigned, infinity = BITS[dtype]
+    sign = 1 << (8 * dtype.size - 1)
+    positive, negative = (mx.stack([array.view(bits).max() for array in arrays]) for bits in (signed, unsigned))
     nan = (positive > infinity) | (negative > mx.array(sign + infinity, unsigned))
     return nan, (positive > 0) | (negative > mx.array(sign, unsigned))
 
@@ -67,9 +69,8 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
     Only floating-point parameters are checked, and quantized matrices' biases may be zero. A head of which all
     matrices are zero is a warning instead. place: returns the file of a parameter (by its path) and its name in it.
     """
-    found = {name: trained(array) for name, array in parameters.items() if mx.issubdtype(array.dtype, mx.floating)}
-    mx.eval(list(parameters.values()), list(found.values()))
-    zeros = {name for name, (_, value) in found.items() if OF_HEAD.match(name) and not value.item()}
+    found = _states(parameters)
+    zeros = {name for name, (_, value) in found.items() if OF_HEAD.match(name) and not value}
     matrices = {name for name in found if parameters[name].ndim > 1 and OF_HEAD.match(name)}
     used = {_depth(name) for name in matrices - zeros}
     zero_heads = {depth: name for name in matrices if (depth := _depth(name)) not in used}
@@ -77,10 +78,22 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
         text = f"{place(name)[0]}: MTP depth {depth} holds only zeros, expected trained weights"
         warnings.warn(text, stacklevel=5)
     for name, (nan, _) in found.items():
-        if nan.item() or (name in zeros and _depth(name) not in zero_heads):
-            state = "NaN" if nan.item() else "only zeros"
+        if nan or (name in zeros and _depth(name) not in zero_heads):
+            state = "NaN" if nan else "only zeros"
             file, raw = place(name)
             raise ValueError(f"{file}: tensor {raw} holds {state}, expected trained weights")
+
+
+def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
+    """Evaluate all parameters together; return what `trained` finds of each one of floating-point numbers."""
+    types = {array.dtype for array in parameters.values() if mx.issubdtype(array.dtype, mx.floating)}
+    parts = [{name: w for name, w in parameters.items() if w.dtype == dtype} for dtype in types]
+    states = [trained(*part.values()) for part in parts]
+    mx.eval(list(parameters.values()), states)
+    found: dict[str, Any] = {}
+    for part, state in zip(parts, states, strict=True):
+        found |= zip(part, np.array(state).T.tolist(), strict=True)
+    return {name: found[name] for name in parameters if name in found}
 
 
 def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:

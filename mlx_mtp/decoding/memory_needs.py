@@ -21,7 +21,7 @@ VERIFIED = 4  # rows of a cycle; a recurrent layer keeps a tape of them
 SLACK = 1.4  # factor of the scratch estimated from a graph: measured 0.7 to 1.3
 RESERVED_TOKENS = 4096  # maximum new tokens that a cache reserves in advance
 UNCHECKED = 4096  # positions that a load leaves memory for, so that a generation need not check
-LONGEST = 2**22  # positions; maximum of the search for a context
+LONGEST = 2**22  # positions; maximum of a search for a context
 GRAIN = 256  # positions by which buffers grow and contexts are searched
 FEWEST = 16  # minimum rows per chunk when a longer context is estimated
 NARROW = 256  # minimum width in `_upper_bound`: narrower models have more heads per column
@@ -145,16 +145,19 @@ def _logits(model: Target) -> int:
     return (1 + model.max_draft_tokens) * model.vocab_size * 4 * 4
 
 
-def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, **layout: Any) -> int:
+def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:
     """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
-    The weights are included. A multiple of GRAIN, at most LONGEST. layout: as in `needs`.
+    The weights are included. `longest` if it fits, else a multiple of GRAIN below it. layout: as in `needs`.
     """
-    return _largest(model, make_prompt_cache(model, **layout), budget - nbytes(model.parameters()), chunk)
+    room = budget - nbytes(model.parameters())
+    return _largest(model, make_prompt_cache(model, **layout), room, chunk, longest)
 
 
-def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
+def _largest(model: Target, cache: PromptCache, room: int, chunk: int, longest: int = LONGEST) -> int:
     """Return about the largest number of positions whose caches and temporary arrays fit in `room` bytes, or 0."""
+    if sum(_caches_and_scratch(model, cache, longest, min(chunk, longest))) <= room:
+        return longest
     near, far = (_caches_and_scratch(model, cache, n * chunk, chunk)[2] for n in (2, 66))
 
     def total(context: int) -> int:
@@ -162,7 +165,7 @@ def _largest(model: Target, cache: PromptCache, room: int, chunk: int) -> int:
         held = near + beyond * (far - near) // (64 * chunk) if beyond > 0 else near * context // (2 * chunk)
         return sum(kv_bytes(model, cache, context)) + held
 
-    context = GRAIN * bisect.bisect_right(range(GRAIN, LONGEST + 1, GRAIN), room, key=total)
+    context = GRAIN * bisect.bisect_right(range(GRAIN, longest, GRAIN), room, key=total)
     while context and sum(_caches_and_scratch(model, cache, context, min(chunk, context))) > room:
         context = context * 15 // 16 // GRAIN * GRAIN  # scratch does not grow evenly
     return context

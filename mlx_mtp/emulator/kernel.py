@@ -20,10 +20,10 @@ from .faults import Explainer, numbered, unwritten
 from .launch import Traffic, Triple, make_traffic, run
 from .options import CompileError, EmulatorOptions, KernelFault
 from .signature import (
-    ATTRIBUTES,
     MOST_BUFFERS,
     Parameter,
     Signature,
+    attributes_in,
     function_name,
     input_parameters,
     template_argument,
@@ -127,7 +127,7 @@ class MetalKernel:
             type_ = f"atomic<{type_name(dtype)}>" if self.atomic_outputs else type_name(dtype)
             parameters.append(Parameter(output, f"device {type_}* {output}", False))
         name = function_name(self.name, arguments, inputs, output_dtypes)
-        return Signature(name, arguments, tuple(parameters), tuple(a for a in ATTRIBUTES if a in self.source))
+        return Signature(name, arguments, tuple(parameters), attributes_in(self.source))
 
     def text(self, signature: Signature) -> str:
         """Return the text that MLX would compile after its preamble: header, function and instantiation, if any."""

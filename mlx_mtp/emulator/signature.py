@@ -4,6 +4,7 @@ The rules are those of MLX's `metal_kernel.cpp` (0.32).
 """
 
 import csv
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +92,24 @@ def input_parameters(name: str, x: mx.array, source: str) -> Iterator[Parameter]
     """Yield the buffers of one input: x, and those of its shape, strides and ndim that the body uses."""
     space = "constant" if x.size < MAX_CONSTANT_SIZE else "device"
     yield Parameter(name, f"const {space} {type_name(x.dtype)}{'&' if x.ndim == 0 else '*'} {name}", x.ndim == 0)
-    for what, type_ in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
-        about = f"{name}_{what}"
-        if x.ndim > 0 and about in source:
-            yield Parameter(about, f"const constant {type_} {about}", what == "ndim")
+    yield from _about(name, source) if x.ndim > 0 else ()
+
+
+@functools.cache
+def _about(name: str, source: str) -> tuple[Parameter, ...]:
+    """Return the buffers of an input's shape, strides and ndim that the body uses."""
+    kinds = (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&"))
+    return tuple(
+        Parameter(f"{name}_{what}", f"const constant {type_} {name}_{what}", what == "ndim")
+        for what, type_ in kinds
+        if f"{name}_{what}" in source
+    )
+
+
+@functools.cache
+def attributes_in(source: str) -> tuple[str, ...]:
+    """Return the thread attributes that a body uses."""
+    return tuple(name for name in ATTRIBUTES if name in source)
 
 
 def function_name(

@@ -38,7 +38,7 @@ def test_every_accepted_part(tmp_path, monkeypatch, name):
     """Drafts are right up to any of their positions, in any order."""
     path, _, plain = families.build(name, tmp_path)
     model, prompt = mlx_mtp.load_model(path), [1, 2, 3, 4, 5]
-    truth = prompt + tiny.greedy(plain, prompt, 60)
+    truth = prompt + tiny.greedy(plain, prompt, 60, text(model, prompt, 60, 0))
     for k in sampled((1, 5) if name == NAMES[0] else (2, 3), (1, 2, 3, 5)):
         rng = np.random.default_rng(k)
         wrong = set(np.flatnonzero(rng.random(len(truth)) < 0.2).tolist())

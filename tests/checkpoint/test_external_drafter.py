@@ -59,7 +59,12 @@ def drafted(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def truth(drafted):
     """Return the greedy sequence after a prompt by a cacheless forward, computed once."""
-    return functools.cache(lambda prompt: tiny.greedy(drafted[1], list(prompt), 20))
+    model, plain = drafted
+
+    def greedy(prompt):
+        return tiny.greedy(plain, list(prompt), 20, ours(model, list(prompt), 20, 0)[0])
+
+    return functools.cache(greedy)
 
 
 def ours(model, prompt, n, k, **options):

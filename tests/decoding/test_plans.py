@@ -28,7 +28,7 @@ def test_any_plan_follows_any_plan(subject, monkeypatch, length, seed):
     script, spy, stats = Script(seed, max_drafts=3, p_min=True), Spy(monkeypatch, s.model), Stats()
     follow(monkeypatch, script)
     text = text_of(s.model, prompt, 3, prefill_step_size=(5, 2048)[seed % 2], stats=stats)
-    assert text == s.truth(tuple(prompt))
+    assert text == s.truth(tuple(prompt), 60, tuple(text))
     s.assert_drafts(spy, prompt + text, least=5, most=8)
     kinds = [(c.plan.source, c.plan.p_min, c.plan.k > 0) for c in script.cycles]
     assert {(source, k) for source, _, k in kinds} == {("heads", True), ("heads", False), ("lookup", True)}
@@ -46,7 +46,7 @@ def test_every_family(subject, monkeypatch, name):
     script, spy = Script(len(name), max_drafts=s.k, p_min=True), Spy(monkeypatch, s.model)
     follow(monkeypatch, script)
     text = text_of(s.model, PROMPT, s.k, max_tokens=30, prefill_step_size=4)
-    assert text == s.truth(tuple(PROMPT), 30)
+    assert text == s.truth(tuple(PROMPT), 30, tuple(text))
     s.assert_drafts(spy, PROMPT + text, least=3, most=4)
     assert any(c.prefilled for c in script.cycles)
 

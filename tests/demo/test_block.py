@@ -54,7 +54,7 @@ def random_streams(rows: int = 12, slots: int = 128, document: int = 40) -> Stre
 
 def tokens_of(model, tokenizer, prompt: str, k: int) -> tuple[list[int], float]:
     stats, given = mlx_mtp.Stats(), tokenizer.encode(prompt)
-    options = {"max_tokens": 60, "num_draft_tokens": k, "adaptive": False, "stats": stats}
+    options = {"max_tokens": 32, "num_draft_tokens": k, "adaptive": False, "stats": stats}
     tokens = [token for token, *_ in mlx_mtp.generate_step(given, model, **options)]
     return tokens, stats.tokens_per_cycle
 
@@ -123,17 +123,16 @@ def test_training_drafts_what_the_engine_drafts(drafter, target, config, monkeyp
     assert compared > 3
 
 
-def test_streams_are_what_plain_decoding_writes(target):
-    engine = mlx_mtp.load_model(demo_path(), mtp=False)
-    _, tokenizer = mlx_mtp.load(demo_path())
-    given = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    streams = written_streams.write(target, itertools.cycle(given), TAPS, streams=2, slots=96)
+def test_streams_are_what_plain_decoding_writes(drafter, target):
+    engine, tokenizer = drafter
+    given = [tokenizer.encode(prompt) for prompt in ("User: Hi\n", PROMPTS[2], "    return x\n", "Hello")]
+    streams = written_streams.write(target, itertools.cycle(given), TAPS, streams=2, slots=64)
     assert streams.starts.max() > 0
     for tokens, starts, written in zip(streams.tokens, streams.starts, streams.written, strict=True):
         for start in sorted(set(starts)):
             document = starts == start
             prompt, answer = tokens[document & ~written].tolist(), tokens[document & written].tolist()
-            plain = mlx_mtp.generate_step(prompt, engine, max_tokens=max(1, len(answer)))
+            plain = mlx_mtp.generate_step(prompt, engine, max_tokens=max(1, len(answer)), num_draft_tokens=0)
             assert answer == [token for token, *_ in plain][: len(answer)]
 
 
@@ -171,8 +170,8 @@ def begun(target, config, streams: Streams):
 
 
 def test_a_shorter_block_has_the_same_drafts(target, config):
-    net, known, data = begun(target, config, random_streams())
-    whole = next(data)
+    net, known, streams = block_network.load(demo_block_path(), config), frozen(target), random_streams()
+    whole = next(block_anchors.batches([streams], np.random.default_rng(0), 4, 8, 9))
     part = whole._replace(tokens=whole.tokens[..., :4], weight=whole.weight[..., :3])
     short, long = (block_network.logits(net, known, batch) for batch in (part, whole))
     assert mx.allclose(short, long[:, :, :3], atol=1e-4)

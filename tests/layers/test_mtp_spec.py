@@ -31,16 +31,16 @@ def ours(model, k, n=18):
 )
 def test_tokens_do_not_change(tmp_path, name):
     path, _, plain = families.build(name, tmp_path)
-    truth = tiny.greedy(plain, PROMPT, 18)
-    tried = []
+    tried = {}
     for overrides in VALUES:
         model = mlx_mtp.load_model(path, mtp_overrides=overrides)
         (field, value), *_ = overrides.items()
         assert getattr(model.spec, field) == value or value == "shared_or_own"
         if model.spec not in tried:  # half of the values are the family's defaults
-            assert ours(model, min(4, model.max_draft_tokens)) == truth, overrides
-            tried.append(model.spec)
+            tried[model.spec] = ours(model, min(4, model.max_draft_tokens))
     assert len(tried) > 3
+    texts = list(tried.values())
+    assert texts == [tiny.greedy(plain, PROMPT, 18, texts[0])] * len(texts)
 
 
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "step3p5"])
@@ -56,8 +56,8 @@ def test_recycling_several_heads_uses_the_first(tmp_path, name):
     model = mlx_mtp.load_model(path, mtp_overrides={"topology": "recycle"})
     assert (len(model.mtp), model.max_draft_tokens) == (1, 15)
     assert "more" in str(model.report)  # the report names the other heads' tensors as unused
-    for k in (1, 15):
-        assert ours(model, k) == tiny.greedy(plain, PROMPT, 18)
+    texts = [ours(model, k) for k in (1, 15)]
+    assert texts == [tiny.greedy(plain, PROMPT, 18, texts[0])] * 2
     with pytest.raises(ValueError, match="num_draft_tokens=16: allowed is 0 to 15"):
         ours(model, 16)
 

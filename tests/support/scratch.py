@@ -22,9 +22,12 @@ def head_rows(model, depth: int, tokens: list[int], hidden: mx.array) -> mx.arra
     return head.block(x, create_causal_mask(x.shape[1], window_size=window), None)
 
 
-def drafts_from_scratch(model, plain, tokens: list[int], k: int) -> list[int]:
-    """Return k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last."""
-    before, after = target_rows(plain, tokens[:-1])
+def drafts_from_scratch(model, plain, tokens: list[int], k: int, rows=None) -> list[int]:
+    """Return k drafts after tokens x_0..x_{T-1}, of which the target has read all but the last.
+
+    rows: `target_rows` of a longer text that begins with these tokens.
+    """
+    before, after = (part[:, : len(tokens) - 1] for part in rows or target_rows(plain, tokens[:-1]))
     hidden = target = before if model.spec.capture == "pre" else after
     drafts: list[int] = []
     for j in range(k):

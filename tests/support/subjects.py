@@ -8,7 +8,7 @@ import families
 import mlx.core as mx
 import tiny
 from oracle import Spy
-from scratch import drafts_from_scratch
+from scratch import drafts_from_scratch, target_rows
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
@@ -42,8 +42,8 @@ class Subject:
         self.truth = functools.cache(self._truth)
         self.read = functools.cache(self._read)
 
-    def _truth(self, prompt: tuple[int, ...], n: int = 60) -> list[int]:
-        return tiny.greedy(self.plain, list(prompt), n)
+    def _truth(self, prompt: tuple[int, ...], n: int = 60, expected: tuple[int, ...] = ()) -> list[int]:
+        return tiny.greedy(self.plain, list(prompt), n, expected)
 
     def _read(self, tokens: tuple[int, ...]) -> PromptCache:
         """Return a cache of exactly these tokens."""
@@ -51,19 +51,20 @@ class Subject:
         list(mlx_mtp.generate_step(list(tokens), self.model, prompt_cache=cache, max_tokens=0, num_draft_tokens=0))
         return cache
 
-    def scratch(self, known: list[int], k: int) -> list[int]:
-        """Return k drafts after known tokens, computed without a cache."""
+    def scratch(self, known: list[int], k: int, rows=None) -> list[int]:
+        """Return k drafts after known tokens, computed without a cache. rows: as in `drafts_from_scratch`."""
         if self.name == "eagle":
             options = {"layer": "midlayer", "counts": self.model.spec.capture, "new": False}
             return eagle_scratch.drafts_from_scratch(self.plain, self.weights, known, k, **options)
-        return drafts_from_scratch(self.model, self.plain, known, k)
+        return drafts_from_scratch(self.model, self.plain, known, k, rows)
 
     def assert_drafts(self, spy: Spy, text: list[int], least: int = 1, most: int = 10**9) -> None:
         """Compare up to `most` of the drafts that a spy recorded, of at least `least`, with those from scratch."""
         found = spy.drafts(text)
         assert len(found) >= least
+        rows = None if self.name == "eagle" else target_rows(self.plain, text)
         for known, drafts in found[:: -(-len(found) // most) or 1]:
-            assert drafts == self.scratch(text[:known], len(drafts)), f"{known} tokens"
+            assert drafts == self.scratch(text[:known], len(drafts), rows), f"{known} tokens"
 
 
 def subjects(tiny_models, tmp_path_factory):

@@ -4,6 +4,8 @@ MLX_MTP_TEMPLATES names a directory of released templates (*.jinja, such as llam
 then tested like those here.
 """
 
+import copy
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -92,10 +94,18 @@ def all_templates():
     return {**OWN, **{file.stem: file.read_text() for file in released}}
 
 
+@functools.cache
+def _tokenizer():
+    """The demo's tokenizer, with a token at the beginning that templates may write."""
+    plain = load_tokenizer(demo_path())._tokenizer
+    plain.bos_token = "<|endoftext|>"
+    return plain
+
+
 def tokenizer_of(template):
     """The demo's tokenizer with this chat template, and mlx-lm's parser for it."""
-    plain = load_tokenizer(demo_path())._tokenizer
-    plain.chat_template, plain.bos_token = template, "<|endoftext|>"
+    plain = copy.copy(_tokenizer())
+    plain.chat_template = template
     parser = _infer_tool_parser(plain)
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}") if parser else None
     marks = (module.tool_call_start, module.tool_call_end, module.parse_tool_call) if module else ()

@@ -204,7 +204,9 @@ def collect(work: Iterable[tuple[int, Op, int]], at: PassShape, chip: Chip, laun
 
     launched: launches of its layers, to which the operations' own launches are added.
     """
-    lines = [(count, *cost(op, replace(at, m=rows), chip)) for count, op, rows in work]
+    work = list(work)
+    shapes = {rows: replace(at, m=rows) for rows in {rows for *_, rows in work}}
+    lines = [(count, *cost(op, shapes[rows], chip)) for count, op, rows in work]
     counts, names, *columns = zip(*lines, strict=True)
     count, nbytes, instructions, requests, own = (np.array(column, float) for column in (counts, *columns))
     requested = nbytes * requests
