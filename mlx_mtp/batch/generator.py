@@ -159,7 +159,8 @@ class BatchGenerator:
         columns["samplers"] = [sampler or self.sampler for sampler in columns["samplers"]]
         _check_stats(self.settings.stats, columns["stats"])
         arguments = enumerate(zip(segments, *columns.values(), strict=True), self._uids)
-        new = [self.settings.sequence(uid, *each) for uid, each in arguments]
+        with self._adapted():
+            new = [self.settings.sequence(uid, *each) for uid, each in arguments]
         self._unprocessed += new
         self._uids += n
         return [sequence.uid for sequence in new]

@@ -54,10 +54,13 @@ def save_prompt_cache(file: str | Path, cache: PromptCache) -> None:
         arrays["backlog"] = mx.concatenate(cache.backlog, axis=1)
     if shutil.disk_usage(path.absolute().parent).free < sum(array.nbytes for array in arrays.values()):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))  # MLX's error has no reason
+    adapters = cache.model.runtime.adapters
+    with adapters.using(adapters.selected if cache.adapter is None else adapters.name_of(cache.adapter)):
+        state = _state(cache)
     work = path.with_name(f".{path.name}-{uuid.uuid4().hex}.safetensors")
     try:
         try:
-            mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(_state(cache)), "checksum": BLANK})
+            mx.save_safetensors(str(work), arrays, {"mlx_mtp": json.dumps(state), "checksum": BLANK})
         except RuntimeError as e:  # its message does not name the file
             raise OSError(f"{path}: the prompt cache cannot be written ({first_line(e)})") from e
         with naming(path), work.open("r+b") as f:
@@ -90,7 +93,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             )
         if state.get("model") != fingerprint(model, heads=False):
             raise ValueError(
-                f"{file}: made with another model, or in another precision; load that one, or make it again"
+                f"{file}: made with another model, adapter or precision; load that one, or make it again"
             )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
             raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
@@ -169,7 +172,7 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     cache.primed = state["primed"]
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
     cache.quantizing = _filled(Quantizing, state["quantizing"])
-    cache.prefix = _filled(PromptPrefix, state["opening"])
+    cache.prefix, cache.adapter = _filled(PromptPrefix, state["opening"]), model.runtime.adapters.fingerprint
     cache.settle(state["tokens"])
     return cache
 

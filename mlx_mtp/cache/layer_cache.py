@@ -118,11 +118,12 @@ class CachedModel(Protocol):
     """What caches need from their model.
 
     mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: why keys and values cannot be
-    quantized, None if they can.
+    quantized, None if they can. runtime: its adapters and other state that is no part of its weights.
     """
 
     mtp: Sequence[Any]
     args: Any
+    runtime: Any
     NO_KV_BITS: str | None
 
     @property

@@ -58,6 +58,7 @@ class PromptCache(StepCache, ListOfOne):
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
+    adapter: digest of the adapter that its tokens were read with, "" for none, None before a generation.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
     """
 
@@ -72,6 +73,7 @@ class PromptCache(StepCache, ListOfOne):
         self.quantizing: Quantizing | None = None
         self.quantized: Quantizing | None = None  # the request that has been carried out
         self.live = False
+        self.adapter: str | None = None
         self.prefix: PromptPrefix | None = None
         self._reserved = 0
 

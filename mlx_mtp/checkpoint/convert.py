@@ -98,8 +98,8 @@ class Source:
             warnings.warn(f"{self.path}: no MTP heads found ({self.contents.source})", stacklevel=3)
             place = self.contents.source
         if any(SCALE in module for module in self.model.modules()):
-            kept = f"keep their scale per tensor, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
-            warnings.warn(f"{self.path}: NVFP4 weights {kept}", stacklevel=3)
+            kept = f"keep their scale per tensor or row, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
+            warnings.warn(f"{self.path}: NVFP4 or FP8 weights {kept}", stacklevel=3)
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:

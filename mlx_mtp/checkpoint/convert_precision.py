@@ -87,8 +87,10 @@ class Precision:
         """
         if (dtype := self.dtype or declared) in DTYPES:
             _cast(model, getattr(mx, dtype))
+        plain = getattr(mx, dtype) if dtype in DTYPES else mx.bfloat16
         if self.dequantize:
-            _dequantize(model, getattr(mx, dtype) if dtype in DTYPES else mx.bfloat16)
+            _dequantize(model, plain, list(formats(model)))
+        _dequantize(model, plain, [path for path in _in_8_bits(model) if self._replaces(path)])
         before = formats(model)
         if self.target and not _quantize_target(model, self.target, self.recipe):
             raise ValueError(f"quantize=True: {_nothing_left(before, heads=False)}")
@@ -98,6 +100,10 @@ class Precision:
             count = sum(_quantize(head, self.heads, lambda at, _: KEPT.search(at) is None) for head in model.mtp)
             if not count and self.heads_named:
                 raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
+
+    def _replaces(self, path: str) -> bool:
+        """Return whether the module at this path, of the target or the heads, is to be quantized."""
+        return (self.heads if path.startswith("mtp.") else self.target) is not None
 
 
 def format_of(group_size: int | None, bits: int | None, mode: str = "affine", prefix: str = "") -> Format:
@@ -186,13 +192,20 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
     return len(formats(module)) - before
 
 
-def _dequantize(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Replace quantized modules by ordinary ones; ValueError for an unsupported class, or one with a global scale.
+def _in_8_bits(model: nn.Module) -> list[str]:
+    """Return the paths of the modules with 8-bit floats and no scales of groups, as FP8 releases have them."""
+    return [path for path, m in model.named_modules() if SCALE in m and m.mode == "mxfp8"]
+
+
+def _dequantize(model: nn.Module, dtype: mx.Dtype, paths: list[str]) -> None:
+    """Replace the quantized modules at these paths by ordinary ones.
+
+    ValueError for an unsupported class, or one with a global scale.
 
     Their type is that of floating-point scales, else `dtype`.
     """
     ordinary, modules = [], dict(model.named_modules())
-    for path in formats(model):
+    for path in paths:
         m: Any = modules[path]
         kind: Any = PLAIN.get(type(m))
         if kind is None or m.get("global_scale") is not None:

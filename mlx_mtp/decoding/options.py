@@ -180,16 +180,27 @@ def cache_for(
     """Return the caller's cache, or for None a new one with `k` heads' caches in this layout.
 
     Raises ValueError for a cache together with an option of `layout` that is not None, for a cache with another
-    number of layers or more heads than the model, and for what `make_prompt_cache` refuses. With a cache, k,
+    number of layers or more heads than the model, or of tokens read with another adapter, and for what
+    `make_prompt_cache` refuses. With a cache, k,
     group_size and start are ignored.
     """
+    adapters = model.runtime.adapters
     if given is None:
         options = {"kv_group_size": group_size, "quantized_kv_start": start, **layout}
-        return make_prompt_cache(model, num_draft_tokens=k, **options)
+        cache = make_prompt_cache(model, num_draft_tokens=k, **options)
+        cache.adapter = adapters.fingerprint
+        return cache
     if asked := [f"{name}={value}" for name, value in layout.items() if value is not None]:
         raise ValueError(f"{asked[0]}: fixed when a prompt_cache is made; give it to make_prompt_cache")
     if len(given.layers) != len(model.windows()) or len(given.heads) > len(model.head_windows()):
         raise ValueError("prompt_cache: made for another model (its layers or heads do not match)")
+    if given.offset and given.adapter not in (None, adapters.fingerprint):
+        before = adapters.name_of(given.adapter)
+        raise ValueError(
+            f"prompt_cache: its tokens were read with adapter {before!r}, and {adapters.selected!r} is selected; "
+            f"select {before!r}, or use a new cache"
+        )
+    given.adapter = adapters.fingerprint
     return given
 
 

@@ -62,6 +62,10 @@ class Adapters:
         """Digest of the selected adapter; "" for the model alone."""
         return "" if self.selected is None else self.known[self.selected].fingerprint
 
+    def name_of(self, fingerprint: str | None) -> str | None:
+        """Return the name of the adapter with this digest; None if there is none."""
+        return next((name for name, adapter in self.known.items() if adapter.fingerprint == fingerprint), None)
+
     @in_turn()
     def select(self, name: str | None) -> None:
         """Put this adapter into the model instead of the selected one; None: the model alone.

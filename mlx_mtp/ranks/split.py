@@ -8,19 +8,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.nn.layers import distributed
 from mlx.utils import tree_map
 
 from .ordered_sum import sum_over
 
 MAX_LISTED = 64  # maximum number of ranks that a message lists
-PLAIN = {  # classes of mlx-lm's `shard`, and the class that computes the same without a sum over ranks
-    distributed.AllToShardedLinear: nn.Linear,
-    distributed.ShardedToAllLinear: nn.Linear,
-    distributed.QuantizedAllToShardedLinear: nn.QuantizedLinear,
-    distributed.QuantizedShardedToAllLinear: nn.QuantizedLinear,
-}
+SUMMED = distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear
+SHARDED = *SUMMED, distributed.AllToShardedLinear, distributed.QuantizedAllToShardedLinear  # of mlx-lm's `shard`
+SCALE = "output_scale"  # of a quantized linear, see `layers/scaled.py`
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_k_heads", "num_v_heads")
 KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
 INPUTS_SPLIT = ("o_proj", "out_proj", "down_proj")  # linears of which each rank has a share of the columns
@@ -55,11 +51,15 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
     check_divides(model, group.size(), name)
     for layer in model.layers:
         _repeat_kv_heads(_mixer(layer), group.size())
+    kinds = [{path: type(module) for path, module in layer.named_modules()} for layer in model.layers]
+    scales = [_take_scales(layer) for layer in model.layers]
     model.shard(group)
+    for layer, taken, own in zip(model.layers, scales, kinds, strict=True):
+        _put_scales(layer, taken)
+        _make_plain(layer, own, first=group.rank() == 0)
     modules = [module for layer in model.layers for module in (_mixer(layer), layer.mlp)]
     for module in modules:
         module.sharding_group = None  # disables mlx-lm's own sum
-        _make_plain(module, first=group.rank() == 0)
         module.update(tree_map(mx.contiguous, module.parameters()))  # frees the other ranks' parts
     return modules
 
@@ -68,8 +68,6 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     """Raise ValueError if the model, its weights with output scales, or a size cannot be split over the ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
-    if any("output_scale" in module for layer in model.layers for module in layer.modules()):
-        raise ValueError(f"ranks={ranks}: weights with a scale per tensor (NVFP4) cannot be split; allowed is 1")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):
@@ -111,18 +109,57 @@ def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
         return
     heads = getattr(mixer, name)
     for linear in (mixer.k_proj, mixer.v_proj):
-        by_head = tree_map(lambda w: mx.unflatten(w, 0, (heads, -1)), linear.parameters())
+        by_row = {name: w for name, w in linear.parameters().items() if len(w) == len(linear.weight)}
+        by_head = tree_map(lambda w: mx.unflatten(w, 0, (heads, -1)), by_row)
         linear.update(tree_map(lambda w: mx.repeat(w, ranks // heads, axis=0).flatten(0, 1), by_head))
     setattr(mixer, name, ranks)
 
 
-def _make_plain(module: Any, *, first: bool) -> None:
-    """Give linears that mlx-lm split MLX's own classes, which do not sum over ranks.
+class Taken(NamedTuple):
+    """The output scale of a linear while mlx-lm's `shard` splits a layer.
 
-    Only the `first` rank keeps a bias of an output that is summed later.
+    whole: the scale that each rank keeps whole, one per matrix; None if it has a value per output row and is in front
+    of the bias. bias: the type of the linear's own bias, None without one.
     """
-    for _, linear in module.named_modules():
-        if type(linear) in PLAIN:
-            if "bias" in linear and not first and "ShardedToAll" in type(linear).__name__:
+
+    whole: mx.array | None
+    bias: mx.Dtype | None
+
+
+def _take_scales(layer: Any) -> dict[str, Taken]:
+    """Remove output scales from a layer's linears, by path; those with a value per row are split as biases are."""
+    found = {}
+    for path, module in layer.named_modules():
+        if (scale := module.pop(SCALE, None)) is None:
+            continue
+        bias = module.get("bias")
+        by_row = scale.shape == module["scales"].shape[:-1]
+        if by_row:
+            module.bias = mx.stack([scale] if bias is None else [scale, bias])
+        found[path] = Taken(None if by_row else scale, None if bias is None else bias.dtype)
+    return found
+
+
+def _put_scales(layer: Any, taken: dict[str, Taken]) -> None:
+    """Return their output scales, or this rank's part of them, to a layer's split linears."""
+    modules = dict(layer.named_modules())
+    for path, (scale, bias) in taken.items():
+        module: Any = modules[path]
+        if scale is None:
+            scale, *own = module.pop("bias")
+            if bias is not None:
+                module.bias = own[0].astype(bias)
+        module[SCALE] = scale
+        module.freeze()
+
+
+def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
+    """Give a layer's linears that mlx-lm split their own classes again, which do not sum over ranks.
+
+    kinds: the classes by path. Only the `first` rank keeps a bias of an output that is summed later.
+    """
+    for path, linear in layer.named_modules():
+        if type(linear) in SHARDED:
+            if "bias" in linear and not first and type(linear) in SUMMED:
                 linear.pop("bias")
-            linear.__class__ = PLAIN[type(linear)]
+            linear.__class__ = kinds[path]

@@ -1,8 +1,10 @@
 """Load every family's GGUF file, written as converters do: it equals the checkpoint of which it was made."""
 
+import families
 import gguf_files
 import numpy as np
 import pytest
+import tiny
 from gguf_metadata import metadata
 from gguf_samples import DENSE, LLAMA3, WITH_HEADS, checkpoint, dense, written
 from sweep import sampled
@@ -10,6 +12,9 @@ from sweep import sampled
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.parameters import named
+from mlx_mtp.models.gguf.dense import factors
+from mlx_mtp.models.gguf.meta import Meta
+from mlx_mtp.models.gguf.table import FAMILIES
 
 SIMPLER = ("qwen3_5", "glm4_moe_untied", "glm_moe_dsa", "nemotron_h")  # of others' kind
 PROMPT = np.random.default_rng(0).integers(0, 13, 20).tolist()
@@ -40,7 +45,8 @@ def same_parameters(ours, hub):
 def test_families_without_heads(name, tmp_path):
     directory, config, arch, tensors = dense(name, tmp_path / "hub")
     if config.get("rope_scaling") == LLAMA3:
-        tensors["rope_freqs.weight"] = gguf_files.llama3_factors(config)
+        scaling = {**LLAMA3, "rope_theta": config["rope_theta"]}
+        tensors["rope_freqs.weight"] = gguf_files.llama3_factors(scaling, config["head_dim"])
     file = gguf_files.write(tmp_path / "x.gguf", arch, metadata(arch, config, 0), tensors)
     transcode(prepare(file), tmp_path / "new")
     ours, hub = (mlx_mtp.load_model(path) for path in (tmp_path / "new", directory))
@@ -60,6 +66,36 @@ def test_loads_as_the_checkpoint_it_was_made_from(name, tmp_path):
     (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(hub)
     assert (tokens, right) == (expected, rights)
     assert np.allclose(found, logits, atol=1e-5)
+
+
+def test_heads_that_the_metadata_count_and_the_file_lacks(tmp_path):
+    """Converters count the heads of config.json, also for a fine-tune that was saved without them."""
+    _, config, weights = checkpoint("glm4_moe", tmp_path / "hub")
+    layers = config["num_hidden_layers"]
+    weights = {name: w for name, w in weights.items() if f"layers.{layers}." not in name}
+    transcode(prepare(written("glm4_moe", tmp_path / "x.gguf", config, weights)), tmp_path / "new")
+    model = mlx_mtp.load_model(tmp_path / "new")
+    assert (len(model.layers), len(model.mtp)) == (layers, 0)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_rotary_factors_of_step(padded):
+    """Of the 64 features of 128 that full attention rotates; older converters compute them as if of all 128."""
+    released = {**tiny.CONFIG["rope_scaling"], "rope_theta": 5e6}
+    found = gguf_files.llama3_factors(released, 64 if padded else 128)
+    values = {"rope_freqs.weight": np.concatenate([found, np.ones(64 - len(found), np.float32)])}
+    scaling = factors(Meta("x.gguf", values, {}), 5e6, 64)["rope_scaling"]
+    assert scaling == tiny.CONFIG["rope_scaling"]
+
+
+@pytest.mark.parametrize(("arch", "normed"), [("deepseek2", False), ("glm-dsa", False), ("mimo2", True)])
+def test_unstated_normalisation_is_llama_cpps(arch, normed):
+    name = {"deepseek2": "deepseek_v3", "glm-dsa": "glm_moe_dsa", "mimo2": "mimo_v2_flash"}[arch]
+    values = {"general.architecture": arch}
+    values |= {f"{arch}.{k}": v for k, v in metadata(arch, families.FAMILIES[name].config, 0).items()}
+    values.pop(f"{arch}.expert_weights_norm", None)
+    meta = Meta("x.gguf", values, {"token_embd.weight": (13, 32)})
+    assert FAMILIES[arch].config(meta)["norm_topk_prob"] is normed
 
 
 def test_a_parameter_of_tensors_of_several_types(tmp_path):

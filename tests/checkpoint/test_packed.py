@@ -1,6 +1,7 @@
 """Packed checkpoints keep their integers, scales and size, and compute what their numbers in float32 compute."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,6 +9,7 @@ import numpy as np
 import packed_files as files
 import pytest
 import tiny
+from drafters import GQA
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from packed_kinds import KINDS, Kind, compressed, groups, linears, logits, write
@@ -79,7 +81,7 @@ def test_families_without_a_port(tmp_path, name):
     assert inspect_checkpoint(paths[0]).target.loaded == packed.report.target_bytes
 
 
-@pytest.mark.parametrize("name", sampled(["modelopt", "gptq"], ["modelopt", "compressed", "mxfp8", "gptq"]))
+@pytest.mark.parametrize("name", sampled(["fp8 rows", "gptq"], ["modelopt", "compressed", "mxfp8", "fp8 rows", "gptq"]))
 def test_memory_is_the_files(tmp_path, name):
     """Zero points become biases, and GPTQ's `g_idx` nothing; the rest has its size in the file."""
     kind = KINDS[name]
@@ -149,12 +151,21 @@ def arrays(rng, rows: int, columns: int, lead: tuple[int, ...] = ()) -> tuple[Ar
     ), found.numbers
 
 
-def test_factors_follow_the_rows_of_fused_split_and_stacked_weights():
-    """Whatever a family's `sanitize` does to rows, each keeps the scale of the tensor that it comes from."""
+def unscaled(a: Arrays) -> np.ndarray:
+    return np.array(replace(a, factor=None).dequantized(mx.float32))
+
+
+@pytest.mark.parametrize("by_row", [(), ("q", "gate_up", "e1", "mla")])
+def test_factors_follow_the_rows_of_fused_split_and_stacked_weights(by_row):
+    """Whatever a family's `sanitize` does to rows, each keeps the scale of the tensor or row that it comes from."""
     rng = np.random.default_rng(0)
     packed, plain = {}, {}
     for name in ("q", "k", "v", "gate_up", "e0", "e1", "mla"):
         packed[name], plain[name] = arrays(rng, 8, 32)
+        if name in by_row:
+            times = rng.uniform(0.5, 2, 8).astype(np.float32)
+            packed[name] = replace(packed[name], factor=packed[name].factor * mx.array(times))
+            plain[name] = unscaled(packed[name]) * np.array(packed[name].factor)[:, None]
     model = model_of(
         qkv=nn.Linear(32, 24, bias=False),
         gate=nn.Linear(32, 4, bias=False),
@@ -178,7 +189,8 @@ def test_factors_follow_the_rows_of_fused_split_and_stacked_weights():
     nn.quantize(model, 16, 4, mode="nvfp4", class_predicate=lambda path, _: f"{path}.scales" in found)
     scale_outputs(model, found)
     model.load_weights(list(found.items()))
-    assert [model[n][SCALE].shape for n in ("qkv", "gate", "experts")] == [(24,), (1,), (2,)]
+    shapes = [(24,), (4,), (2, 8)] if by_row else [(24,), (1,), (2,)]
+    assert [model[n][SCALE].shape for n in ("qkv", "gate", "experts")] == shapes
     for name in ("qkv", "gate", "up", "experts"):
         assert np.array_equal(numbers(model[name]), np.array(expected[f"{name}.weight"])), name
     assert type(model["mla"]) is nn.Linear
@@ -216,7 +228,7 @@ def test_mixed_groups_are_chosen_by_target_patterns(tmp_path):
 
 
 def test_scales_that_are_no_powers_of_two_are_read_as_before(tmp_path):
-    """Whatever `scale_fmt` states."""
+    """Whatever `scale_fmt` states; a matrix of one block has one scale, and is exact."""
 
     def pack(w):
         found = files.mxfp8(w, (128, 128), "F32")
@@ -227,9 +239,12 @@ def test_scales_that_are_no_powers_of_two_are_read_as_before(tmp_path):
         )
 
     kind = KINDS["ue8m0 128"]._replace(pack=pack)
-    packed, plain = (mlx_mtp.load_model(path) for path in write(tmp_path, "mimo", linears(kind), kind.config))
-    assert packed.report.target_quantization.startswith("not quantized")
-    assert mx.array_equal(packed.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
+    config = json.dumps({**GQA, "model_type": "llama", "intermediate_size": 160})
+    packed, plain = (mlx_mtp.load_model(path) for path in write(tmp_path, config, linears(kind), kind.config))
+    ours, theirs = packed.model.layers[0], plain.model.layers[0]
+    assert "scales" not in ours.mlp.up_proj
+    assert mx.array_equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight.astype(mx.bfloat16))
+    assert np.array_equal(numbers(ours.self_attn.q_proj), np.array(theirs.self_attn.q_proj.weight))
 
 
 def test_bfloat16_becomes_float16_beside_float16_scales(tmp_path):
@@ -252,7 +267,7 @@ def test_conversions_keep_the_format(tmp_path, name):
     path, _ = write(tmp_path, "mimo", linears(kind), kind.config)
     model, new = mlx_mtp.load_model(path), tmp_path / "new"
     if name == "modelopt":
-        with pytest.warns(UserWarning, match="NVFP4 weights keep their scale per tensor, as 'output_scale'; mlx-lm"):
+        with pytest.warns(UserWarning, match="weights keep their scale per tensor or row, as 'output_scale'; mlx-lm"):
             convert(path, new)
     else:
         convert(path, new)

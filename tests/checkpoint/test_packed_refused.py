@@ -103,10 +103,11 @@ def test_weights_of_other_widths_than_config_jsons(tmp_path, name):
 
 NAN = [("modelopt", "weight_scale", 127), ("modelopt", "weight_scale", 255), ("modelopt", "weight_scale_2", 255)]
 NAN += [("compressed", "weight_global_scale", 255), ("mxfp8", "weight_scale_inv", 255), ("mxfp8", "weight", 127)]
-NAN += [("mxfp4", "weight_scale", 255), ("gptq", "scales", 255)]
+NAN += [("mxfp4", "weight_scale", 255), ("gptq", "scales", 255), ("fp8", "weight_scale", 255)]
+NAN += [("fp8 rows", "weight_scale", 255), ("fp8 rows", "weight", 127)]
 
 
-@pytest.mark.parametrize(("name", "suffix", "value"), sampled([*NAN[:1], *NAN[3:6]], NAN))
+@pytest.mark.parametrize(("name", "suffix", "value"), sampled([*NAN[:1], *NAN[3:6], NAN[-1]], NAN))
 def test_numbers_that_are_none(tmp_path, name, suffix, value):
     path, config, tensors = packed(tmp_path, name)
     for module in (MODULE, HEAD):

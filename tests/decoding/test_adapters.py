@@ -78,3 +78,34 @@ def test_the_report_has_the_heads_agreement_with_each_adapter(models, tmp_path):
         "with adapter b",
     ]
     assert "agrees with the target with adapter a on" in str(reports["a"])
+
+
+def test_a_cache_is_continued_with_its_own_adapter(models, tmp_path):
+    """In memory, in a batch and from a file, which has the cache's adapter, whatever is selected when it is saved."""
+    model, _ = models
+    for name, others in (("a", ("b", None)), (None, ("a",))):
+        model.runtime.adapters.select(name)
+        cache = mlx_mtp.make_prompt_cache(model)
+        first = list(steps(model, 1, prompt_cache=cache))
+        text = [*first, *steps_on(model, cache.copy(), first)]
+        for other in others:
+            model.runtime.adapters.select(other)
+            refused = f"its tokens were read with adapter {name!r}, and {other!r} is selected; select {name!r}, or"
+            with pytest.raises(ValueError, match=refused):
+                mlx_mtp.generate_step(first[-1:], model, prompt_cache=cache)
+            with pytest.raises(ValueError, match=refused):
+                mlx_mtp.BatchGenerator(model).insert([first[-1:]], [N], [cache])
+            mlx_mtp.save_prompt_cache(tmp_path / "cache", cache)
+            with pytest.raises(ValueError, match="made with another model, adapter"):
+                mlx_mtp.load_prompt_cache(tmp_path / "cache", model)
+        model.runtime.adapters.select(name)
+        read = mlx_mtp.load_prompt_cache(tmp_path / "cache", model)
+        assert [*first, *steps_on(model, read, first)] == text
+        model.runtime.adapters.select("b")
+        cache.trim(cache.offset)
+        assert len(list(steps(model, 1, prompt_cache=cache))) == N
+    model.runtime.adapters.select(None)
+
+
+def steps_on(model, cache, first):
+    return [t for t, *_ in mlx_mtp.generate_step(first[-1:], model, max_tokens=N, prompt_cache=cache)]

@@ -233,6 +233,7 @@ def test_patterns_of_layers():
     dense = ["dense", "sparse", "sparse", "sparse"]
     moe = {**CONFIGS["qwen3_moe"], "mlp_only_layers": None}
     assert arguments({**moe, "mlp_layer_types": dense})["mlp_only_layers"] == [0]
+    assert arguments({**CONFIGS["deepseek_v3"], "q_lora_rank": None})["q_lora_rank"] is None  # not the default
     deepseek = {**CONFIGS["deepseek_v3"], "num_hidden_layers": 4, "first_k_dense_replace": None}
     assert arguments({**deepseek, "mlp_layer_types": dense})["first_k_dense_replace"] == 1
     full = ["linear_attention", "full_attention"] * 2

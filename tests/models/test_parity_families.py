@@ -13,8 +13,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from gguf_samples import written
 
 import mlx_mtp
+from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
 transformers = pytest.importorskip("transformers", "5.23", reason="parity needs mlx-mtp[parity]")
@@ -78,6 +80,13 @@ class TorchSparse(TorchFamily):
         return {"attention_mask": mask}
 
 
+def through_gguf(name: str, path, weights: dict[str, mx.array], **changes):
+    """Return the model of a GGUF file of a family's checkpoint, written as llama.cpp's converters do."""
+    config = {**families.FAMILIES[name].config, **changes}
+    transcode(prepare(written(name, path / "x.gguf", config, weights)), path / "transcoded")
+    return mlx_mtp.load_model(path / "transcoded")
+
+
 def assert_close(ours: mx.array, theirs):
     ours, theirs = np.array(ours), theirs.numpy()
     assert ours.shape == theirs.shape
@@ -118,6 +127,15 @@ def test_nextn_families(tmp_path, name, cuts):
     nextn_checkpoint(name, tmp_path)
     model, theirs = mlx_mtp.load_model(tmp_path), TorchFamily(tmp_path)
     assert_recycled_drafts(model, theirs, cuts)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm_moe_dsa_shared"])
+def test_heads_of_gguf_files(tmp_path, name):
+    """Written as llama.cpp's converters do; their heads compute the drafts of transformers' model."""
+    changes = {"index_n_heads": 16} if "dsa" in name else {}
+    nextn_checkpoint(name, tmp_path, **changes)
+    model = through_gguf(name, tmp_path, mx.load(str(tmp_path / "model.safetensors")), **changes)
+    assert_recycled_drafts(model, (TorchSparse if "dsa" in name else TorchFamily)(tmp_path), cuts=[5])
 
 
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17]])
@@ -161,7 +179,8 @@ def test_mimo(tmp_path):
 def test_mimo_v2_flash(tmp_path, cuts):
     """The window counts the query's own position here and in mlx-lm, but not in transformers.
 
-    Every depth reads the target's rows; transformers would chain them, so each is called separately.
+    A whole prefill is of a GGUF file. Every depth reads the target's rows; transformers would chain them, so each is
+    called separately.
     """
     path, weights, _ = families.build("mimo_v2_flash", tmp_path / "ours")
     kinds = [
@@ -170,7 +189,7 @@ def test_mimo_v2_flash(tmp_path, cuts):
     config = {**families.MIMO_V2, "sliding_window_size": 7, "layer_types": kinds}
     names = {"final_layernorm": "shared_head.norm", "pre_mlp_layernorm": "post_attention_layernorm"}
     tiny.save(tmp_path / "torch", config, with_nextn_names(weights, "model.mtp.layers.", names, 4))
-    model = mlx_mtp.load_model(path)
+    model = mlx_mtp.load_model(path) if cuts else through_gguf("mimo_v2_flash", tmp_path, weights)
     theirs = TorchFamily(tmp_path / "torch", depths=3, kind="sliding_attention", mlp="dense")
     tokens = np.random.default_rng(0).integers(0, families.V, 30).tolist()
     cache = mlx_mtp.make_prompt_cache(model)
@@ -191,7 +210,8 @@ def test_mimo_v2_flash(tmp_path, cuts):
 def test_qwen(tmp_path, name, cuts):
     """transformers reads the text model's layout: no `language_model`, the head as a layer after the last one.
 
-    With seed 0 a recurrent row is so near zero that its norm magnifies rounding, in mlx-lm's model as in ours.
+    A whole prefill is of a GGUF file. With seed 0 a recurrent row is so near zero that its norm magnifies rounding,
+    in mlx-lm's model as in ours.
     """
     path, weights, _ = families.build(name, tmp_path / "ours", seed=1)
     config = families.FAMILIES[name].config
@@ -211,7 +231,8 @@ def test_qwen(tmp_path, name, cuts):
         renamed[head if tensor.startswith("mtp.") else tensor.replace("language_model.", "")] = w
     tiny.save(tmp_path / "torch", text, renamed)
     theirs = TorchFamily(tmp_path / "torch", mlp="sparse" if "num_experts" in text else "dense")
-    assert_recycled_drafts(mlx_mtp.load_model(path), theirs, cuts)
+    model = mlx_mtp.load_model(path) if cuts else through_gguf(name, tmp_path, weights)
+    assert_recycled_drafts(model, theirs, cuts)
 
 
 class TorchNemotron:
@@ -272,9 +293,11 @@ class TorchNemotron:
 @pytest.mark.parametrize("cuts", [[], [5], [8, 9, 17], [18]])
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_latent"])
 def test_nemotron_h(tmp_path, name, cuts):
-    """Chunks of up to 16 rows are stepped row by row; longer ones use the chunked form."""
+    """Chunks of up to 16 rows are stepped row by row; longer ones, here of a GGUF file, use the chunked form."""
     path, weights, _ = families.build(name, tmp_path)
     model, theirs = mlx_mtp.load_model(path), TorchNemotron(path, weights)
+    if not cuts:
+        model = through_gguf(name, tmp_path, weights)
     assert_recycled_drafts(model, theirs, cuts)
     tokens = np.random.default_rng(1).integers(0, families.V, 20).tolist()
     hidden, _ = theirs.trunk(tokens)

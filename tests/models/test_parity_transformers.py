@@ -12,8 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
+from gguf_samples import written
 
 import mlx_mtp
+from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
 transformers = pytest.importorskip("transformers", "5.23", reason="parity needs mlx-mtp[parity]")
@@ -129,6 +131,17 @@ def test_every_depth(pair, cut):
         assert_close(model.draft_logits(depth, output), theirs.draft_logits(depth, expected))
         ours = head.feedback(output, ours[:, :n])
     assert depth + 1 == DEPTHS
+
+
+def test_a_gguf_file(tmp_path):
+    """Written as llama.cpp's converters do from the checkpoint's tensors, and without a scaling of RoPE."""
+    config = {**CONFIG, "vocab_size": 13, "rope_scaling": None, "max_position_embeddings": 4096}
+    weights = tiny.random_weights(config)
+    theirs = TorchStep(tiny.save(tmp_path / "hub", config, weights), config, weights)
+    transcode(prepare(written("step3p5", tmp_path / "x.gguf", config, weights)), tmp_path / "new")
+    model, tokens = mlx_mtp.load_model(tmp_path / "new"), a_text(40)
+    hidden = our_hidden(model, mlx_mtp.make_prompt_cache(model), [tokens])
+    assert_close(model.logits(hidden)[0], theirs.logits(tokens))
 
 
 @pytest.mark.parametrize("length", [3, 20])

@@ -1,5 +1,7 @@
 """Check that a target split over ranks decodes exactly, each rank's share, and which models cannot be split."""
 
+import importlib
+import json
 import re
 
 import block_drafters
@@ -7,6 +9,7 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import packed_kinds
 import pytest
 import rank_cases
 import rank_group
@@ -17,6 +20,7 @@ from mlx_lm.models import llama
 from sweep import SWEEP, sampled, sweep
 
 import mlx_mtp
+from mlx_mtp.layers.scaled import SCALE, SCALED, ScaledLinear
 from mlx_mtp.ranks import split
 
 SPLIT = (2, 3, 4)
@@ -99,6 +103,53 @@ def test_parts_of_biased_linears_sum_to_the_whole(bits, kv_heads):
         parts = [[np.array(module(x)) for module in modules(Group(n, rank))] for rank in range(n)]
         for whole, found in zip(expected, map(sum, zip(*parts, strict=True)), strict=True):
             assert np.allclose(found, whole, atol=1e-3 * np.abs(whole).max()), n
+
+
+def scaled(model, *, by_row: bool) -> None:
+    """Quantize a model's linears to nvfp4 and give each an output scale: one per row, or one per matrix."""
+    nn.quantize(model, 16, 4, mode="nvfp4", class_predicate=lambda path, m: "_proj" in path)
+    for _, module in model.named_modules():
+        if "scales" in module:
+            shape = module.scales.shape[:-1] if by_row else module.scales.shape[:-2] or (1,)
+            module.__class__ = SCALED[type(module)]
+            module[SCALE] = mx.random.uniform(0.5, 2, shape)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_output_scales_are_split_with_their_rows(name, by_row):
+    """Of biased linears, of repeated key-value heads, and of experts: the parts' sum is the whole layer's output."""
+    config = {**rank_cases.HEADLESS[name], "hidden_size": 96, "intermediate_size": 192, "head_dim": 16}
+    config |= {"moe_intermediate_size": 192, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}
+    port = importlib.import_module(f"mlx_lm.models.{name}")
+
+    def modules(group):
+        mx.random.seed(0)
+        model = port.Model(port.ModelArgs.from_dict(config))
+        model.update(tree_map(lambda w: mx.random.normal(w.shape, scale=0.2), model.parameters()))
+        scaled(model, by_row=by_row)
+        whole = [module for layer in model.layers[:1] for module in (layer.self_attn, layer.mlp)]
+        return whole if group is None else split.take_part(model, group, name)[:2]
+
+    x = mx.random.normal((1, 3, 96), key=mx.random.key(1))
+    expected = [np.array(module(x)) for module in modules(None)]
+    for n in sampled([2], SPLIT):
+        shares = [modules(Group(n, rank)) for rank in range(n)]
+        parts = [[np.array(module(x)) for module in share] for share in shares]
+        for whole, found in zip(expected, map(sum, zip(*parts, strict=True)), strict=True):
+            assert np.allclose(found, whole, atol=1e-3 * np.abs(whole).max()), n
+        kinds = {type(module) for module in shares[0][0].modules() if SCALE in module}
+        assert kinds == {ScaledLinear}
+
+
+@sweep
+@pytest.mark.parametrize("name", ["modelopt", "mxfp8", "gptq asymmetric"])
+def test_packed_weights_are_split(tmp_path, name):
+    config = {**rank_cases.MOE, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2}
+    kind = packed_kinds.KINDS[name]
+    path, _ = packed_kinds.write(tmp_path, json.dumps(config), packed_kinds.linears(kind), kind.config)
+    check(2, tmp_path, str(path), WHOLE + r"|output_scale")
 
 
 @pytest.mark.parametrize(("name", "ranks", "message"), [

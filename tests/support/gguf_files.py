@@ -176,7 +176,10 @@ def changed(name: str, w: np.ndarray, config: dict) -> Arrays:
     plus = {"qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5", "gemma3_text"}
     if name.endswith("norm.weight") and kind in plus:
         return {name: w + 1}
-    if kind == "llama" or (kind == "nemotron_h" and "mixer" in name):
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(w, 2, axis=1)
+        return {f"{name[:-12]}gate_proj.weight": gate, f"{name[:-12]}up_proj.weight": up}
+    if kind in ("llama", "mistral") or (kind == "nemotron_h" and "mixer" in name):
         heads = {"q_proj": text["num_attention_heads"], "k_proj": text["num_key_value_heads"]}
         for part, count in heads.items():
             w = permuted(w, count) if f".{part}." in name else w
@@ -194,7 +197,7 @@ def own(name: str, w: np.ndarray) -> np.ndarray:
     """Return a tensor with the changes that converters make in all recurrent layers."""
     if name.endswith("A_log"):
         return -np.exp(w).reshape(-1, 1) if "mixer" in name else -np.exp(w)
-    return w.squeeze() if name.endswith(("conv1d.weight", "shared_expert_gate.weight")) else w
+    return w.squeeze() if name.endswith("conv1d.weight") else w
 
 
 def renamed(name: str, model_type: str) -> str:
@@ -293,14 +296,13 @@ def letters(pre: str = "qwen2") -> dict[str, Any]:
     }
 
 
-def llama3_factors(config: dict) -> np.ndarray:
-    """Return the divisor of each rotary frequency."""
-    scaling, dim = config["rope_scaling"], config["head_dim"]
+def llama3_factors(scaling: dict, dim: int) -> np.ndarray:
+    """Return the divisor of each rotary frequency. scaling: with rope_theta; dim: the number of rotated features."""
     length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     found = []
     for i in range(0, dim, 2):
-        wavelength = 2 * np.pi * config["rope_theta"] ** (i / dim)
+        wavelength = 2 * np.pi * scaling["rope_theta"] ** (i / dim)
         smooth = (length / wavelength - low) / (high - low)
         found.append(1 / ((1 - smooth) / factor + smooth) if 0 <= smooth <= 1 else 1 if smooth > 1 else factor)
     return np.array(found, np.float32)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gguf_files import text_of
+from nemotron import pattern
 
 
 def basics(config: dict, heads: int = 0) -> dict[str, Any]:
@@ -18,15 +19,16 @@ def basics(config: dict, heads: int = 0) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(text.get("rms_norm_eps") or text.get("layernorm_epsilon") or 1e-5),
     }
     rope = text.get("rope_parameters") or text
+    rope = rope.get("full_attention", rope)
     if isinstance(rope.get("rope_theta"), float):
         found["rope.freq_base"] = rope["rope_theta"]
     if head_dim := text.get("head_dim"):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    scaling = text.get("rope_scaling") or {}
-    if scaling.get("rope_type") == "yarn":
+    scaling = rope if "factor" in rope else text.get("rope_scaling") or {}
+    if scaling.get("rope_type") in ("yarn", "linear"):
         names = {"type": "rope_type", "original_context_length": "original_max_position_embeddings"}
-        names |= {"factor": "factor", "yarn_beta_fast": "beta_fast"}
-        found |= {f"rope.scaling.{key}": scaling[name] for key, name in names.items()}
+        names |= {"factor": "factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        found |= {f"rope.scaling.{key}": scaling[name] for key, name in names.items() if name in scaling}
     return found | ({"nextn_predict_layers": heads} if heads else {})
 
 
@@ -50,6 +52,13 @@ def experts(config: dict) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
+def without_norm(config: dict) -> dict[str, Any]:
+    """Return experts' metadata of converters that do not state whether an expert's weights are normalised."""
+    found = experts(config)
+    del found["expert_weights_norm"]
+    return found
+
+
 def sigmoid(config: dict) -> dict[str, Any]:
     return experts(config) | {"expert_gating_func": 2}
 
@@ -57,7 +66,7 @@ def sigmoid(config: dict) -> dict[str, Any]:
 def linear(config: dict) -> dict[str, Any]:
     text = text_of(config)
     rope = text.get("rope_parameters") or text
-    return {
+    found = {
         "ssm.conv_kernel": text["linear_conv_kernel_dim"],
         "ssm.state_size": text["linear_key_head_dim"],
         "ssm.group_count": text["linear_num_key_heads"],
@@ -65,15 +74,23 @@ def linear(config: dict) -> dict[str, Any]:
         "ssm.inner_size": text["linear_value_head_dim"] * text["linear_num_value_heads"],
         "full_attention_interval": text["full_attention_interval"],
         "rope.dimension_count": int(text["head_dim"] * rope["partial_rotary_factor"]),
-        "expert_gating_func": 1,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in text["layer_types"]],
     }
+    return found if config["model_type"] == "qwen3_next" else found | {"rope.dimension_sections": [11, 11, 10, 0]}
 
 
 def mla(config: dict) -> dict[str, Any]:
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    return sigmoid(config) | {
+    found = sigmoid(config)
+    if not config["norm_topk_prob"]:
+        del found["expert_weights_norm"]
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if scaling.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+    if config["q_lora_rank"]:
+        found["attention.q_lora_rank"] = config["q_lora_rank"]
+    return found | {
         "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": config["kv_lora_rank"],
         "attention.key_length": config["kv_lora_rank"] + rope,
         "attention.value_length": config["kv_lora_rank"],
@@ -98,7 +115,8 @@ def glm(config: dict) -> dict[str, Any]:
 def mimo(config: dict) -> dict[str, Any]:
     hybrid = [*config["hybrid_layer_pattern"], 1, 1, 1]
     kv = config["num_key_value_heads"], config["swa_num_key_value_heads"]
-    return sigmoid(config) | {
+    return without_norm(config) | {
+        "expert_gating_func": 2,
         "attention.head_count_kv": [kv[kind] for kind in hybrid],
         "attention.sliding_window": config["sliding_window_size"],
         "attention.sliding_window_pattern": hybrid,
@@ -122,8 +140,8 @@ def step(config: dict) -> dict[str, Any]:
         "attention.sliding_window_pattern": sliding,
         "rope.freq_base": float(config["rope_theta"][0]),
         "rope.freq_base_swa": float(config["rope_theta"][1]),
-        "rope.dimension_count": config["head_dim"],
-        "expert_gating_func": 2,
+        "leading_dense_block_count": int(config["moe_layers_enum"].partition(",")[0]),
+        "moe_every_n_layers": 1,
         **{
             f"swiglu_clamp_{n}": [float(v) for v in list_] + [0.0] * (total - len(list_))
             for n, list_ in limits.items()
@@ -132,7 +150,10 @@ def step(config: dict) -> dict[str, Any]:
 
 
 def nemotron(config: dict) -> dict[str, Any]:
-    found = sigmoid(config) | {
+    kinds = pattern(config)
+    found = experts(config) | {
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "*") for kind in kinds],
+        "feed_forward_length": [config["moe_intermediate_size"] * (kind == "E") for kind in kinds],
         "ssm.conv_kernel": config["conv_kernel"],
         "ssm.state_size": config["ssm_state_size"],
         "ssm.group_count": config["n_groups"],
@@ -147,11 +168,11 @@ MORE = {
     "llama": lambda config: {"rope.dimension_count": config.get("head_dim") or 8},
     "qwen2": lambda config: {},
     "qwen3": lambda config: {},
-    "qwen3moe": experts,
+    "qwen3moe": without_norm,
     "gemma3": lambda config: {"attention.sliding_window": config["sliding_window"]},
     "qwen35": linear,
-    "qwen35moe": lambda config: {**experts(config), **linear(config)},
-    "qwen3next": lambda config: {**experts(config), **linear(config)},
+    "qwen35moe": lambda config: {**without_norm(config), **linear(config)},
+    "qwen3next": lambda config: {**without_norm(config), **linear(config)},
     "glm4moe": glm,
     "deepseek2": mla,
     "glm-dsa": dsa,
@@ -162,4 +183,11 @@ MORE = {
 
 
 def metadata(arch: str, config: dict, heads: int) -> dict[str, Any]:
-    return {**basics(config, heads), **MORE[arch](config)}
+    """Return a file's metadata; heads: their number, by which values per block are longer."""
+    found = {**basics(config, heads), **MORE[arch](config)}
+    last = {"attention.recurrent_layers": False, "attention.head_count_kv": None, "feed_forward_length": None}
+    for key, value in last.items():
+        own = found.get(key)
+        if isinstance(own, list):
+            found[key] = own + [max(own) if value is None else value] * (found["block_count"] - len(own))
+    return found

@@ -7,7 +7,10 @@ import mlx.core as mx
 
 
 def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
-    """Return the stored and the dequantized projections' weights, with one scale per block, row or tensor."""
+    """Return the stored and the dequantized projections' weights, with one scale per block, row or tensor.
+
+    Rows that are no whole groups of 32 numbers are loaded as bfloat16.
+    """
     stored, plain = dict(weights), dict(weights)
     for name, w in weights.items():
         if not name.endswith("_proj.weight") or w.ndim != 2 or "eh_proj" in name:
@@ -18,8 +21,21 @@ def in_8_bits(weights: dict, scales: str) -> tuple[dict, dict]:
         packed = mx.to_fp8(w / scale)
         stored[name] = packed
         stored[name + ("_scale_inv" if scales == "block" else "_scale")] = scale
-        plain[name] = (mx.from_fp8(packed, dtype=mx.bfloat16) * scale).astype(mx.bfloat16)
+        numbers = mx.from_fp8(packed, dtype=mx.float32) * scale
+        plain[name] = numbers.astype(mx.bfloat16) if w.shape[1] % 32 else numbers
     return stored, plain
+
+
+def unpacked(parameters: dict) -> dict:
+    """Return parameters by path with the numbers, in float32, of 8-bit floats that have an output scale."""
+    found = dict(parameters)
+    for path in [name.removesuffix(".output_scale") for name in parameters if name.endswith(".output_scale")]:
+        w = mx.dequantize(
+            found[f"{path}.weight"], found.pop(f"{path}.scales"), None, 32, 8, "mxfp8", dtype=mx.float32
+        )
+        scale = found.pop(f"{path}.output_scale")
+        found[f"{path}.weight"] = w * scale.reshape(*scale.shape, *[1] * (w.ndim - scale.ndim))
+    return found
 
 
 def in_shards(path):

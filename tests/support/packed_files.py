@@ -116,11 +116,12 @@ def mxfp8(w: np.ndarray, block: tuple[int, int], dtype: str) -> Weight:
     return Weight({"weight": Stored("F8_E4M3", codes), "weight_scale_inv": scale}, E4M3[codes] * each)
 
 
-def fp8(w: np.ndarray) -> Weight:
-    """8-bit floats with one scale per row, a power of two here so that bfloat16 holds the numbers."""
-    scales = np.exp2(np.ceil(np.log2(np.abs(w).max(1, keepdims=True) / 448))).astype(np.float32)
+def fp8(w: np.ndarray, *, by_row: bool = True) -> Weight:
+    """8-bit floats with one scale per row, or one: compressed-tensors', and modelopt's FP8."""
+    scales = (np.abs(w).max(1, keepdims=True) if by_row else np.abs(w).max()) / np.float32(448)
     codes = nearest(np.where(np.isnan(E4M3), np.inf, E4M3), w / scales)
-    return Weight({"weight": Stored("F8_E4M3", codes), "weight_scale": Stored("F32", scales)}, E4M3[codes] * scales)
+    stored = Stored("F32", np.asarray(scales, np.float32))
+    return Weight({"weight": Stored("F8_E4M3", codes), "weight_scale": stored}, E4M3[codes] * scales)
 
 
 def integers(w: np.ndarray, bits: int, group: int, *, zeros: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

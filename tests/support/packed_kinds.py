@@ -59,6 +59,8 @@ KINDS = {
     "mxfp8": Kind(ROWS, 32, 1, {"quant_method": "mxfp8"}, MXFP8),
     "ue8m0 32": Kind(E8M0, 32, 1, UE8M0 | {"weight_block_size": [32, 32]}, MXFP8),
     "ue8m0 128": Kind(V31, 32, 1, UE8M0 | {"weight_block_size": [128, 128]}, MXFP8),
+    "fp8 rows": Kind(files.fp8, 32, 1, compressed("float-quantized", num_bits=8), MXFP8),
+    "fp8": Kind(partial(files.fp8, by_row=False), 32, 1, MODELOPT | {"quant_algo": "FP8"}, MXFP8),
     "awq": Kind(files.awq, 32, 8, AWQ, INT4),
     "gptq": Kind(files.gptq, 32, 8, GPTQ, INT4),
     "gptq asymmetric": Kind(partial(files.gptq, zeros=True), 32, 8, GPTQ | {"sym": False}, INT4),

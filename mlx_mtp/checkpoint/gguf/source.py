@@ -134,8 +134,8 @@ def _with_heads(contents: GGUFContents, heads_from: str | Path | None) -> tuple[
         values[FACTORS] = dequantized(factors.kind, factors.blocks()).reshape(-1)
     meta = _meta(contents.files[0], values, entries)
     if meta.heads and not any(name.startswith(f"blk.{meta.layers}.") for name in entries):
-        values[f"{meta.architecture}.nextn_predict_layers"] = 0
-        values[f"{meta.architecture}.block_count"] = meta.layers
+        arch = meta.architecture
+        values |= {f"{arch}.block_count": meta.layers, f"{arch}.nextn_predict_layers": 0}
         meta = _meta(contents.files[0], values, entries)
     return entries, meta
 

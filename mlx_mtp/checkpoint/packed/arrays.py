@@ -10,13 +10,15 @@ from ..files import read_tensors
 from .modules import WORD, Packed
 
 EXPONENT = 23  # bits after float32's exponent
+ONE = 127  # the code of 1 as a group's scale
 
 
 @dataclass(frozen=True)
 class Arrays:
     """One weight in MLX's format: words [(E,) rows, columns * bits / 32], and scales and biases of its groups.
 
-    factor: float32 [1] or [E], which multiplies the whole weight; None is 1. place: file and tensor, for messages.
+    factor: float32 [1] or [E], which multiplies the whole weight, or [(E,) rows]; None is 1. place: file and tensor,
+    for messages.
     """
 
     words: mx.array
@@ -32,6 +34,17 @@ class Arrays:
     def shape(self) -> tuple[int, ...]:
         return (*self.words.shape[:-1], self.words.shape[-1] * WORD // self.bits)
 
+    @property
+    def by_row(self) -> bool:
+        """Whether the factor is one number per row."""
+        return self.factor is not None and self.factor.shape == self.words.shape[:-1]
+
+    def factor_of_rows(self) -> mx.array:
+        """Return the factor of each row, float32 [(E,) rows, 1]."""
+        factor = mx.ones(1) if self.factor is None else self.factor
+        factor = factor.reshape(*factor.shape, *[1] * (self.words.ndim - factor.ndim))
+        return mx.broadcast_to(factor, (*self.words.shape[:-1], 1))
+
     def dequantized(self, dtype: mx.Dtype) -> mx.array:
         """Return the weight's numbers in `dtype`, computed in float32."""
         scales, biases = self.scales, self.biases
@@ -39,14 +52,14 @@ class Arrays:
             scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         form = self.group_size, self.bits, self.mode
         weight = mx.dequantize(self.words, scales, biases, *form, dtype=mx.float32)
-        factor = 1.0 if self.factor is None else self.factor.reshape(-1, *[1] * (weight.ndim - 1))
-        return (weight * factor).astype(dtype)
+        return (weight * self.factor_of_rows()).astype(dtype)
 
 
 def read_arrays(packed: Mapping[str, Packed]) -> dict[str, Arrays]:
     """Return packed weights as lazy `Arrays`, by module; nothing is read now."""
     stored = read_tensors({name: tensor for m, weight in packed.items() for name, tensor in weight.raw(m).items()})
-    convert = {"nvfp4": _fp4, "mxfp4": _fp4, "mxfp8": _fp8, "int": _pack_quantized, "awq": _awq, "gptq": _gptq}
+    convert = {"nvfp4": _fp4, "mxfp4": _fp4, "mxfp8": _mxfp8, "fp8": _fp8, "int": _pack_quantized}
+    convert |= {"awq": _awq, "gptq": _gptq}
     found = {}
     for module, weight in packed.items():
         made = convert[weight.kind](weight, {suffix: stored[f"{module}.{suffix}"] for suffix in weight.parts})
@@ -65,6 +78,15 @@ def _fp4(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
 
 
 def _fp8(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
+    """Return MXFP8 whose groups have the scale 1."""
+    *rows, columns = weight.shape
+    ones = mx.full((*rows, columns // weight.group_size), ONE, mx.uint8)
+    factor = parts[weight.scales].astype(mx.float32).reshape(weight.factor_shape)
+    factor = mx.where(mx.isinf(factor), mx.nan, factor)  # which is refused as damage
+    return Arrays(parts["weight"].view(mx.uint32), ones, None, factor, weight.group_size, 8, "mxfp8")
+
+
+def _mxfp8(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
     scale, (high, wide) = parts[weight.scales], weight.block
     if scale.dtype == mx.float32:
         scale = (scale.view(mx.uint32) >> EXPONENT).astype(mx.uint8)

@@ -1,5 +1,6 @@
-"""Recognize packed floating-point weights: NVFP4, MXFP4, and 8-bit floats with powers of two as scales."""
+"""Recognize packed floating-point weights: NVFP4, MXFP4, and 8-bit floats."""
 
+from ..files import FLOATS
 from .modules import MATRICES, Found, Packed
 
 E8M0 = ("U8", "F8_E8M0")
@@ -35,10 +36,10 @@ def fp4(found: Found, codes: str) -> Packed:
 
 
 def fp8(found: Found) -> Packed | None:
-    """Return the `Packed` of 8-bit floats whose scales, of groups in a row or of blocks, are powers of two.
+    """Return the `Packed` of 8-bit floats with one scale, one per row, or powers of two of groups or blocks.
 
-    None for other weights or scales. Float32 scales may be other numbers than `scale_fmt` states; `recognize` checks
-    them. ValueError for powers of two of other groups.
+    Groups lie in a row. None for other weights or scales. Float32 scales of blocks may be other numbers than
+    `scale_fmt` states; `recognize` checks them. ValueError for powers of two of other groups.
     """
     parts, values = found.parts, found.settings.values
     suffix = next((name for name in ("weight_scale_inv", "weight_scale") if name in parts), None)
@@ -47,6 +48,8 @@ def fp8(found: Found) -> Packed | None:
     scale, stated = parts[suffix], values.get("weight_block_size")
     if len(parts["weight"].shape) not in MATRICES or 0 in parts["weight"].shape:
         return None
+    if scale.dtype in FLOATS and _is_whole(parts["weight"].shape, scale.shape):
+        return Packed("fp8", parts, "weight", suffix, parts["weight"].shape, 8, 32)
     if scale.dtype not in E8M0 and not (values.get("scale_fmt") == "ue8m0" and scale.dtype == "F32"):
         return None
     *lead, rows, columns = found.matrix("weight")
@@ -57,6 +60,13 @@ def fp8(found: Found) -> Packed | None:
     if scale.dtype == "F32":
         return None
     raise found.refuse(f"{found.stored(suffix)}; {POWERS}")
+
+
+def _is_whole(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
+    """Return whether a scale of this shape is one number, one per matrix or one per row, of whole groups of 32."""
+    *lead, rows, columns = weight
+    shapes = [(), (1,), (1, 1), (*lead,), (*lead, 1), (*lead, 1, 1), (*lead, rows), (*lead, rows, 1)]
+    return columns % 32 == 0 and scale in shapes
 
 
 def _pair(sizes: object) -> tuple[int, int]:

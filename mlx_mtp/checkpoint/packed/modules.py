@@ -9,14 +9,15 @@ from ..quant_methods import Settings, refusal
 
 WORD = 32  # bits of the integers that contain packed ones
 MATRICES = (2, 3)  # dimensions of a matrix, and of a stack
-FLOAT_KINDS = ("nvfp4", "mxfp4", "mxfp8")
+FLOAT_KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8")
 
 
 @dataclass(frozen=True)
 class Packed:
     """One module's packed weight [(E,) rows, columns].
 
-    kind: "nvfp4", "mxfp4", "mxfp8", "int" (compressed-tensors' pack-quantized), "awq" or "gptq".
+    kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (without scales of groups), "int" (compressed-tensors' pack-quantized),
+        "awq" or "gptq".
     parts: its tensors by suffix. codes, scales: suffixes of the tensors with the numbers and the groups' scales.
     group_size: of MLX's format. block: rows and columns that share a scale.
     offset: the number to add to stored zero points. act_order: whether config.json states that columns are in another
@@ -40,8 +41,17 @@ class Packed:
 
     @property
     def factor(self) -> str | None:
-        """The suffix of the scale of the whole tensor; None without one."""
+        """The suffix of the scale of the whole tensor, or of its rows; None without one."""
+        if self.kind == "fp8":
+            return self.scales
         return next((name for name in ("weight_scale_2", "weight_global_scale") if name in self.parts), None)
+
+    @property
+    def factor_shape(self) -> tuple[int, ...]:
+        """The shape of the scale of the whole tensor or of its rows: [1] or [E], or [rows] or [E, rows]."""
+        assert self.factor is not None
+        size = math.prod(self.parts[self.factor].shape)
+        return self.shape[:-1] if size == math.prod(self.shape[:-1]) else (size,)
 
     def header(self, module: str) -> Header:
         """Return the header entries of the weight in MLX's format, which name the stored tensors."""
@@ -49,12 +59,13 @@ class Packed:
         words, groups = (*lead, rows, columns * self.bits // WORD), (*lead, rows, columns // self.group_size)
         kind = "U8" if self.kind in FLOAT_KINDS else self.parts[self.scales].dtype
         entries: dict[str, tuple[str, tuple[int, ...], str]]
-        entries = {"weight": (self.codes, words, "U32"), "scales": (self.scales, groups, kind)}
+        scales = self.codes if self.kind == "fp8" else self.scales  # ones, which no tensor contains
+        entries = {"weight": (self.codes, words, "U32"), "scales": (scales, groups, kind)}
         zeros = next((name for name in ("qzeros", "weight_zero_point") if name in self.parts), None)
         if zeros is not None:
             entries["biases"] = zeros, groups, kind
         if self.factor is not None:
-            entries["output_scale"] = self.factor, self.parts[self.factor].shape, "F32"
+            entries["output_scale"] = self.factor, self.factor_shape, "F32"
         return {
             f"{module}.{name}": replace(
                 self.parts[suffix], shape=shape, dtype=kind, stored=self.stored(module, suffix)

@@ -32,7 +32,7 @@ def sanitized(
     """
     if not packed:
         return call({})
-    factors = [(m, i) for m, a in packed.items() for i in range(1 if a.factor is None else a.factor.size)]
+    factors = [(m, i) for m, a in packed.items() for i in range(_count(a))]
     origins = _origins(call(_numbers(packed)), packed, factors, model)
     quantized = {module for numbers in origins.values() for module in _modules(numbers, factors)}
     dtype = next((w.dtype for name, w in plain.items() if name.endswith("norm.weight")), mx.bfloat16)
@@ -43,12 +43,16 @@ def sanitized(
     affine = any(a.biases is not None for a in kept.values())
     parts = {name: a.scales if a.biases is None else a.biases for name, a in kept.items()}
     biases = call(parts | whole) if affine else {}
+    rows = {name: a.factor_of_rows() for name, a in kept.items()}
+    each = call(rows | whole) if any(a.by_row for a in kept.values()) else {}
     for path, numbers in origins.items():
         module = path.removesuffix(".weight")
         found[f"{module}.scales"] = scales[path]
         if scales[path].dtype != mx.uint8:
             found[f"{module}.biases"] = biases[path]
-        if any(packed[m].factor is not None for m in _modules(numbers, factors)):
+        if any(packed[m].by_row for m in _modules(numbers, factors)):
+            found[f"{module}.{SCALE}"] = each[path].squeeze(-1)
+        elif any(packed[m].factor is not None for m in _modules(numbers, factors)):
             found[f"{module}.{SCALE}"] = _output_scale(numbers, factors, packed)
     if any(scales[path].dtype == mx.float16 for path in origins if not path.startswith("mtp.")):
         return {name: w.astype(mx.float16) if w.dtype == mx.bfloat16 else w for name, w in found.items()}
@@ -56,14 +60,22 @@ def sanitized(
 
 
 def _numbers(packed: dict[str, Arrays]) -> Tensors:
-    """Return, instead of each weight, the number of the factor of each row: [(E,) rows, 1]."""
+    """Return, instead of each weight, the number of the factor of each row: [(E,) rows, 1].
+
+    A weight with a factor per row has one number; its factors go through `sanitize` themselves.
+    """
     found, start = {}, 0
     for module, a in packed.items():
-        size, shape = 1 if a.factor is None else a.factor.size, (*a.words.shape[:-1], 1)
+        size, shape = _count(a), (*a.words.shape[:-1], 1)
         own = mx.arange(start, start + size, dtype=NUMBERS).reshape(-1, *[1] * (len(shape) - 1))
         found[f"{module}.weight"] = mx.broadcast_to(own, shape)
         start += size
     return found
+
+
+def _count(a: Arrays) -> int:
+    """Return how many factors of whole matrices a weight has."""
+    return 1 if a.factor is None or a.by_row else a.factor.size
 
 
 def _origins(

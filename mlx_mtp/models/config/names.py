@@ -88,6 +88,7 @@ HARMLESS_PATTERN = re.compile(
 )
 
 # Keys that change logits, with their neutral values. An unread key with any other value is refused.
+NULLABLE = ("q_lora_rank",)  # keys whose null is no default: queries without a low-rank projection
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),

@@ -17,7 +17,7 @@ from ...machine.errors import first_line, with_type
 from .. import field_names, find_family, text_args
 from . import rope as rotary
 from .layers import LETTERED, PATTERNS, letters
-from .names import COMMON, NEUTRAL, SPELLINGS, TIES, WINDOW
+from .names import COMMON, NEUTRAL, NULLABLE, SPELLINGS, TIES, WINDOW
 from .unread import Reader
 
 Config = dict[str, Any]
@@ -158,10 +158,10 @@ def _with_dtype(config: Config) -> Config:
 
 
 def _without_nulls(config: Config, args: Any) -> Config:
-    """Return a copy of the config without nulls in fields of `args` that do not accept None, except keys of NEUTRAL.
+    """Return a copy of the config without nulls in fields of `args` that do not accept None.
 
-    Sizes of heads, the number of KV heads and the window are derived, also if they are absent and required; other
-    fields get their default, and required ones that cannot be derived stay null.
+    Keys of NEUTRAL and NULLABLE stay. Sizes of heads, the number of KV heads and the window are derived, also if they
+    are absent and required; other fields get their default, and required ones that cannot be derived stay null.
     """
     hints, found = get_type_hints(args), dict(config)
     derived = {"num_key_value_heads": config.get("num_attention_heads")}
@@ -172,7 +172,8 @@ def _without_nulls(config: Config, args: Any) -> Config:
     for known in fields(args):
         name, required = known.name, known.default is MISSING and known.default_factory is MISSING
         takes_none = known.default is None or hints[name] is Any or NoneType in get_args(hints[name])
-        if takes_none or name in NEUTRAL or found.get(name) is not None or not (name in found or required):
+        takes_none |= name in NEUTRAL or name in NULLABLE
+        if takes_none or found.get(name) is not None or not (name in found or required):
             continue
         if derived.get(name) is not None:
             found[name] = derived[name]

@@ -81,9 +81,10 @@ def routed(meta: Meta, count: str, **names: str) -> dict[str, Any]:
     }
 
 
-def grouped(meta: Meta) -> dict[str, Any]:
+def grouped(meta: Meta, *, normed: bool = False) -> dict[str, Any]:
     """Return config.json's entries for DeepSeek's routing: sigmoid scores, experts chosen in groups.
 
+    normed: whether the weights of a token's experts are normalised if the metadata do not state it, as in llama.cpp.
     ValueError if the metadata name another function of the scores.
     """
     if (function := meta.integer("expert_gating_func", 2)) != 2:
@@ -91,7 +92,7 @@ def grouped(meta: Meta) -> dict[str, Any]:
     return {
         "n_group": meta.size("expert_group_count", None) or 1,
         "topk_group": meta.size("expert_group_used_count", None) or 1,
-        "norm_topk_prob": meta.flag("expert_weights_norm", True),
+        "norm_topk_prob": meta.flag("expert_weights_norm", normed),
         "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",

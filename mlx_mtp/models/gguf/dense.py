@@ -27,13 +27,20 @@ def llama_config(meta: Meta) -> dict[str, Any]:
     return found | factors(meta, found["rope_theta"])
 
 
-def factors(meta: Meta, base: float) -> dict[str, Any]:
+def factors(meta: Meta, base: float, rotated: int | None = None) -> dict[str, Any]:
     """Return config.json's entry `rope_scaling`, from the tensor rope_freqs.weight; {} without this tensor.
 
-    base: the rope theta. ValueError if the tensor's factors are not Llama 3's.
+    base: the rope theta. rotated: the number of a head's features that are rotated; None is all. Converters pad the
+    factors of fewer features with ones; older ones compute factors as if all were rotated. ValueError if the factors
+    are not Llama 3's.
     """
     stored = meta.values.get("rope_freqs.weight")
-    return {} if stored is None else {"rope_scaling": from_factors(meta, np.asarray(stored, np.float64), base)}
+    if stored is None:
+        return {}
+    found = np.asarray(stored, np.float64)
+    if rotated is not None and (found[rotated // 2 :] == 1).all():
+        found = found[: rotated // 2]
+    return {"rope_scaling": from_factors(meta, found, base)}
 
 
 def unpermuted_attention(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:

@@ -204,6 +204,8 @@ def nemotron_config(meta: Meta) -> dict[str, Any]:
         **dict.fromkeys(("attention_bias", "mamba_proj_bias", "use_bias", "mlp_bias"), False),
         "mlp_hidden_act": "relu2",
     }
+    if "-" in kinds:  # files with experts state the experts' size alone
+        found["intermediate_size"] = meta.shapes[f"blk.{kinds.index('-')}.ffn_up.weight"][0]
     return found | (_nemotron_experts(meta) if "E" in kinds else {}) | _nemotron_head(meta)
 
 

@@ -76,7 +76,7 @@ def step_config(meta: Meta) -> dict[str, Any]:
     full, slid = (next((i for i, s in enumerate(sliding) if s == kind), 0) for kind in (False, True))
     base = meta.number("rope.freq_base")
     bases = base, meta.number("rope.freq_base_swa", 10000.0)
-    rotated = meta.size("rope.dimension_count", found["head_dim"] // 2) / found["head_dim"]
+    rotated = min(meta.size("rope.dimension_count", found["head_dim"]), found["head_dim"] // 2)
     found |= {
         "num_attention_heads": int(heads[full]),
         "num_attention_groups": int(groups[full]),
@@ -88,7 +88,7 @@ def step_config(meta: Meta) -> dict[str, Any]:
         },
         "layer_types": [SLIDING if s else FULL for s in sliding],
         "rope_theta": [bases[s] for s in sliding],
-        "partial_rotary_factors": [1.0 if s else min(rotated, 0.5) for s in sliding],
+        "partial_rotary_factors": [1.0 if s else rotated / found["head_dim"] for s in sliding],
         "sliding_window": meta.size("attention.sliding_window"),
         "use_head_wise_attn_gate": "blk.0.attn_gate.weight" in meta.shapes,
         "moe_layers_enum": ",".join(map(str, sparse_layers(meta))),
@@ -97,14 +97,16 @@ def step_config(meta: Meta) -> dict[str, Any]:
         "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "share_expert_dim": meta.size("expert_shared_feed_forward_length"),
         "moe_router_scaling_factor": meta.number("expert_weights_scale", 1.0),
-        "norm_expert_weight": meta.flag("expert_weights_norm", True),
+        "norm_expert_weight": meta.flag("expert_weights_norm", False),
         "num_nextn_predict_layers": meta.heads,
     }
     for name, key in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp")):
         found[name] = meta.each(key, 0.0)[: meta.layers]
     meta.integer("expert_gating_func", 2)
     del found["num_key_value_heads"]
-    return found | factors(meta, base) | ({"yarn_only_types": [FULL]} if "rope_freqs.weight" in meta.values else {})
+    if scaled := factors(meta, base, rotated):
+        found |= {**scaled, "yarn_only_types": [FULL]}
+    return found
 
 
 def glm_config(meta: Meta) -> dict[str, Any]:
@@ -203,7 +205,8 @@ def mla_changes(meta: Meta, path: str, shape: tuple[int, ...]) -> Change:
 
 def mimo_config(meta: Meta) -> dict[str, Any]:
     """Return config.json of MiMo-V2-Flash."""
-    found = {**basics(meta, "mimo_v2_flash"), **rotary(meta), **routed(meta, "n_routed_experts"), **grouped(meta)}
+    found = {**basics(meta, "mimo_v2_flash"), **rotary(meta), **routed(meta, "n_routed_experts")}
+    found |= grouped(meta, normed=True)
     every = [int(bool(v)) for v in meta.each("attention.sliding_window_pattern")]
     hybrid = every[: meta.layers]
     groups, sparse = meta.each("attention.head_count_kv"), sparse_layers(meta)
