@@ -1,8 +1,10 @@
 """Record a step once (`mx.compile`) and replay it: the host then submits a list of primitives and runs no Python.
 
-A recorded step depends on its `Kind`; everything else is its input. Host-side positions are rounded up to the end of
-a buffer block (`round_up`), so that one record serves every step up to there, in any conversation and with any
-sequences of a pool. Not recorded: growing buffers, prefilling a paused drafter, and drafters that are not `in_step`.
+A recorded step depends on its `Kind`; everything else is its input. Few kinds must serve an answer whose cycles have
+many draft lengths, one after another in any order (`recordable`): host-side positions are rounded up, in any
+conversation and with any sequences of a pool; without a drafter a step reads only the newest tokens of the previous
+run, and a drafter reads at least `read_least` rows. Not recorded: growing buffers, prefilling a paused drafter, and
+drafters that are not `in_step`.
 """
 
 import threading
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.growing import round_up
+from ..cache.growing import STEP, round_up
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
 from ..kernels import source_bytes
@@ -37,6 +39,8 @@ HELD = 80 * 2**20  # maximum bytes of kernel sources in all records: one of Step
 HELD_TOGETHER = 3 * HELD  # the same for pools, whose kinds multiply as sequences join and leave
 THREADS = 4  # maximum threads with records: a function that MLX compiles in one thread cannot be called in another
 COUNTED = 256  # maximum kinds whose occurrences are counted
+BLOCK = 2048  # positions to which a step's end is rounded up; from 32,768 on an eighth to a sixteenth of the end
+WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
 
 
 Pick = tuple[Sampling, bool, str]  # sampling options, whether logprobs are returned, draft sampling
@@ -61,8 +65,8 @@ class ChoiceKind(NamedTuple):
 class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
-    drafts: whether the step has a drafter. rows: of the previous run. end: upper bound of all positions after the
-    step. adapter: the name of the selected one.
+    plan: with the name of the drafter only if the step makes the drafts. drafts: whether the step has a drafter.
+    rows: of the previous run. end: upper bound of all positions after the step. adapter: the name of the selected one.
     form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether a sequence has a
     grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
     """
@@ -79,27 +83,30 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":
-        """Return the kind of a frame's step after a run of `rows` rows; first grow the caches to its `end`."""
-        end, caches = _end(frame, rows), frame.cache.stepped
-        for c in caches:
-            c.hold(end)
-        shapes = tuple(part.shape for c in caches for part in c.parts)
+        """Return the kind of a `recordable` frame's step after a run of `rows` rows."""
+        end = frame.base + rows + frame.plan.k + 1
+        shapes = tuple(part.shape for c in frame.cache.stepped for part in c.parts)
+        plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
         form, masked, adapter = frame.cache.form(), any(_masked(frame)), _adapter(frame)
-        return cls(frame.plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
+        return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
 
-def rounded(frame: Frame, rows: int) -> Frame:
-    """Return the frame of a pool's step with `base` raised so that the step ends at the end of a buffer block.
+def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
+    """Return a step's frame and input as they are recorded; grow the caches to the step's end.
 
-    A recorded step assumes that position. With it a built step reads as many positions, and so has the same bits.
-    Only pools need this, because their views grow by less than a block (GRAIN); those of one sequence end with a
-    block.
+    `base` is raised so that the step ends at the end of the buffers or of a BLOCK. The run has only the rows that the
+    step reads, and rows that count as rejected up to the drafter's `read_least`. A built step with these reads as many
+    positions and rows as the recorded one, and so has the same bits.
     """
-    return frame._replace(base=_end(frame, rows) - rows - frame.plan.k - 1)
-
-
-def _end(frame: Frame, rows: int) -> int:
-    return round_up(frame.base + rows + frame.plan.k + 1)
+    run = run.padded(frame.drafter.read_least) if frame.drafter else run.last_row()
+    need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
+    for c in caches:
+        c.hold(round_up(need))
+    block = max(BLOCK, (1 << need.bit_length()) // 16)
+    end = -(-need // block) * block
+    places = min((c.places for c in caches if c.places), default=end) // STEP * STEP
+    end = places if places <= WHOLE else min(end, places)
+    return frame._replace(base=end - run.size - frame.plan.k - 1), run
 
 
 def recorded(
@@ -248,11 +255,11 @@ class Compiled:
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a frame after a run of `rows` rows: a function of run, arrays, drafts, limits.
+        """Return the recorded step of a `recordable` frame after a run of `rows` rows.
 
-        With a grammar that of `forward`, whose arguments it takes. None if it must be built: not recorded yet, with
-        p_min, a caller's sampler or processors, different sampling options per sequence, or if the replay trial
-        builds this cycle. Otherwise the caches' buffers are first grown to the end of the kind.
+        It is a function of run, arrays, drafts, limits, with a grammar that of `forward`, whose arguments it takes.
+        None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
+        options per sequence, or if the replay trial builds this cycle.
         """
         pick, cache = _pick(frame), frame.cache
         if frame.plan.p_min or pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
