@@ -55,7 +55,7 @@ from mlx_mtp.bench.result import environment
 from mlx_mtp.decoding.drafters import drafter_of
 from mlx_mtp.decoding.drafters.drafter import Frame
 from mlx_mtp.decoding.members import Single
-from mlx_mtp.decoding.replay import Compiled, Recorder, recordable
+from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.decoding.run import NO_DRAFTS, Run
 from mlx_mtp.decoding.sampling import Picker
 from mlx_mtp.decoding.stats import Stats
@@ -269,9 +269,10 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
     compiled, mark = Compiled(Recorder(), CompileChoice(True)), cache.mark()
 
     def run() -> list[mx.array]:
-        ready, given = recordable(frame, before) if replayed else (frame, before)
-        recorded = compiled.find(ready, given.size, Stats()) if replayed else None
-        new, arrays = (recorded or partial(step, ready))(given, cache.unload(), NO_DRAFTS)
+        given, recorded = before, None
+        if replayed:
+            _, given, recorded = compiled.find(frame, before, Stats())
+        new, arrays = (recorded or partial(step, frame))(given, cache.unload(), NO_DRAFTS)
         if recorded:
             cache.load(arrays, 5 + rows, 5)
         return [new.packed, *cache.arrays]

@@ -12,7 +12,7 @@ from ..decoding.drafters.drafter import Frame
 from ..decoding.guided import submit_pass
 from ..decoding.masks import mask_rows
 from ..decoding.prefill import evaluated
-from ..decoding.replay import Compiled, recordable
+from ..decoding.replay import Compiled
 from ..decoding.run import NO_DRAFTS, Drafts, Run
 from ..decoding.stats import Stats
 from ..decoding.step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
@@ -103,9 +103,8 @@ class Steps:
         frame = Frame(self.model, pool, plan, reader, new.rows, base)
         drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
         given, replay = given.given, None
-        if self.compiled and not plan.p_min:
-            frame, given = recordable(frame, given)
-            replay = self.compiled.find(frame, given.size, self.stats)
+        if self.compiled:
+            frame, given, replay = self.compiled.find(frame, given, self.stats)
         if plan.p_min:
             new.frame, new.given = frame, given
             new.drafts = propose(frame, given, pool.unload(), drafts)

@@ -60,7 +60,7 @@ class LinearKVCache(LayerCache):
 
     @property
     def places(self) -> int:
-        return self.capacity
+        return self.capacity // STEP * STEP
 
     def _write(self, new: Parts) -> None:
         if isinstance(self.offset, int):

@@ -19,7 +19,7 @@ from .guided import choose_allowed, forced_plan
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
-from .replay import Compiled, recordable
+from .replay import Compiled
 from .run import NO_DRAFTS, Drafts, Run
 from .step import forward, propose, read_rows, step, verify
 
@@ -129,20 +129,13 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Run, Callable | None]:
-    """Move the caches' positions to the start of the step after `last`.
-
-    Returns its frame and input, and its record or None.
-    """
+    """Move the caches to the start of the step after `last`; return its frame and input, and its record or None."""
     cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
     else:
         cache.pause_heads(base)
-    if compiled and not plan.p_min:
-        frame, run = recordable(frame, run)
-        replay = compiled.find(frame, run.size, d.stats)
-    else:
-        replay = None
+    frame, run, replay = compiled.find(frame, run, d.stats) if compiled else (frame, run, None)
     if plan.k or replay:
         cache.to_device()
     elif last.run.size == 1:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.growing import STEP, round_up
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
 from ..kernels import source_bytes
@@ -28,6 +27,7 @@ from .drafters import drafter_of
 from .drafters.drafter import Frame
 from .masks import Masks
 from .members import Single
+from .recordable import recordable
 from .run import Drafts, Run
 from .sampling import Picker, Sampling
 from .stats import Stats
@@ -39,8 +39,6 @@ HELD = 80 * 2**20  # maximum bytes of kernel sources in all records: one of Step
 HELD_TOGETHER = 3 * HELD  # the same for pools, whose kinds multiply as sequences join and leave
 THREADS = 4  # maximum threads with records: a function that MLX compiles in one thread cannot be called in another
 COUNTED = 256  # maximum kinds whose occurrences are counted
-BLOCK = 2048  # positions to which a step's end is rounded up; from 32,768 on an eighth to a sixteenth of the end
-WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
 
 
 Pick = tuple[Sampling, bool, str]  # sampling options, whether logprobs are returned, draft sampling
@@ -66,7 +64,7 @@ class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
     plan: with the name of the drafter only if the step makes the drafts. drafts: whether the step has a drafter.
-    rows: of the previous run. end: upper bound of all positions after the step. adapter: the name of the selected one.
+    rows: of the previous run. end: upper bound of all positions after the step. adapter: name of the selected one.
     form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether a sequence has a
     grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
     """
@@ -89,24 +87,6 @@ class Kind(NamedTuple):
         plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
         form, masked, adapter = frame.cache.form(), any(_masked(frame)), _adapter(frame)
         return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
-
-
-def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
-    """Return a step's frame and input as they are recorded; grow the caches to the step's end.
-
-    `base` is raised so that the step ends at the end of the buffers or of a BLOCK. The run has only the rows that the
-    step reads, and rows that count as rejected up to the drafter's `read_least`. A built step with these reads as many
-    positions and rows as the recorded one, and so has the same bits.
-    """
-    run = run.padded(frame.drafter.read_least) if frame.drafter else run.last_row()
-    need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
-    for c in caches:
-        c.hold(round_up(need))
-    block = max(BLOCK, (1 << need.bit_length()) // 16)
-    end = -(-need // block) * block
-    places = min((c.places for c in caches if c.places), default=end) // STEP * STEP
-    end = places if places <= WHOLE else min(end, places)
-    return frame._replace(base=end - run.size - frame.plan.k - 1), run
 
 
 def recorded(
@@ -254,20 +234,23 @@ class Compiled:
         self.recorder, self.choice = recorder, choice
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
-    def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a `recordable` frame after a run of `rows` rows.
+    def find(self, frame: Frame, run: Run, stats: Stats) -> tuple[Frame, Run, Callable | None]:
+        """Return (the frame and the input of a step, both `recordable` unless with p_min, its record).
 
-        It is a function of run, arrays, drafts, limits, with a grammar that of `forward`, whose arguments it takes.
-        None if it must be built: not recorded yet, with p_min, a caller's sampler or processors, different sampling
-        options per sequence, or if the replay trial builds this cycle.
+        The record is a function of run, arrays, drafts, limits, with a grammar that of `forward`, whose arguments it
+        takes. None if the step must be built: not recorded yet, with p_min, a caller's sampler or processors,
+        different sampling options per sequence, or if the replay trial builds this cycle.
         """
         pick, cache = _pick(frame), frame.cache
-        if frame.plan.p_min or pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
-            return None
-        kind = Kind.of(frame, rows, pick)
+        if frame.plan.p_min:
+            return frame, run, None
+        frame, run = recordable(frame, run)
+        if pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
+            return frame, run, None
+        kind = Kind.of(frame, run.size, pick)
         held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
         found = self.recall(frame.model, kind, recorded, held, stats)
-        return found and partial(found, keys=_keys(frame), starts=cache.starts)
+        return frame, run, found and partial(found, keys=_keys(frame), starts=cache.starts)
 
     def choose(self, frame: Frame, passed: Passed, limits: mx.array | None, masks: Masks, stats: Stats) -> Run:
         """Return what `step.choose` returns, by a recorded graph where `find` would use one."""

@@ -11,8 +11,7 @@ NONE_ACCEPTED = mx.array([0], mx.int32)
 class Run(NamedTuple):
     """The rows that the target has verified, R of each of n sequences, as arrays.
 
-    hidden:   [n, R, H] the target's hidden rows; row r of a sequence is its position base + r. None in the input of a
-              step without a drafter.
+    hidden:   [n, R, H] the target's hidden rows, row r at position base + r; None in a step without a drafter.
     tokens:   [n, R] int32, the target's own token after each row.
     accepted: int32 [n], number of accepted drafts: rows 0..accepted are kept, tokens[accepted] is the newest token.
               -1 for a free slot. None in the input of a step if R is 1.
@@ -47,18 +46,6 @@ class Run(NamedTuple):
     def given(self) -> "Run":
         """The input of the next step: hidden rows, tokens and, except as a constant, the accepted counts."""
         return Run(self.hidden, self.tokens, self.accepted if self.size > 1 else None)
-
-    def last_row(self) -> "Run":
-        """Return the input of a step without a drafter: the newest tokens, without hidden rows."""
-        return Run(None, self.newest(), None)
-
-    def padded(self, rows: int) -> "Run":
-        """Return the input of a step, with rows of zeros up to `rows` behind its own; they count as rejected."""
-        if rows <= self.size:
-            return self.given
-        more = rows - self.size
-        hidden = mx.pad(self.hidden, [(0, 0), (0, more), (0, 0)])
-        return Run(hidden, mx.pad(self.tokens, [(0, 0), (0, more)]), self.last)
 
     @property
     def last(self) -> mx.array:

@@ -174,7 +174,8 @@ def test_ladders_are_short_and_reach_the_end():
 def test_ladders_lose_nothing(longest):
     """The best length of a ladder has nearly the rate of the best of all lengths, on average and at worst."""
     shares = []
-    for right, row, fixed in itertools.product((0.3, 0.5, 0.7, 0.85, 0.95, 1.0), (0.01, 0.05, 0.15, 0.3), (0.05, 0.3)):
+    cases = itertools.product((0.3, 0.5, 0.7, 0.85, 0.95, 1.0), (0.01, 0.05, 0.15, 0.3), (0.05, 0.3))
+    for right, row, fixed in cases:
         tokens = [sum(right**i for i in range(k + 1)) for k in range(longest + 1)]
         rates = [1.0, *(tokens[k] / (1 + fixed + row * k) for k in range(1, longest + 1))]
         shares.append(max(rates[k] for k in (0, *ladder(longest))) / max(rates))
