@@ -269,8 +269,10 @@ def cycle(model: Any, k: int, *, replayed: bool = False) -> Build:
     compiled, mark = Compiled(Recorder(), CompileChoice(True)), cache.mark()
 
     def run() -> list[mx.array]:
-        recorded = compiled.find(frame, rows, Stats()) if replayed else None
-        new, arrays = (recorded or partial(step, frame))(before, cache.unload(), NO_DRAFTS)
+        given, recorded = before, None
+        if replayed:
+            _, given, recorded = compiled.find(frame, before, Stats())
+        new, arrays = (recorded or partial(step, frame))(given, cache.unload(), NO_DRAFTS)
         if recorded:
             cache.load(arrays, 5 + rows, 5)
         return [new.packed, *cache.arrays]

@@ -12,7 +12,7 @@ from ..decoding.drafters.drafter import Frame
 from ..decoding.guided import submit_pass
 from ..decoding.masks import mask_rows
 from ..decoding.prefill import evaluated
-from ..decoding.replay import Compiled, rounded
+from ..decoding.replay import Compiled
 from ..decoding.run import NO_DRAFTS, Drafts, Run
 from ..decoding.stats import Stats
 from ..decoding.step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
@@ -104,20 +104,19 @@ class Steps:
         reader = next((d for d in self.drafters.values() if d.in_step), None) if pool.live else None
         frame = Frame(self.model, pool, plan, reader, new.rows, base)
         drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
-        replay = None
+        given, replay = given.given, None
         if self.compiled:
-            frame = rounded(frame, given.size)
-            replay = self.compiled.find(frame, given.size, self.stats)
+            frame, given, replay = self.compiled.find(frame, given, self.stats)
         if plan.p_min:
             new.frame, new.given = frame, given
             new.drafts = propose(frame, given, pool.unload(), drafts)
             return
         limits = new.limits(plan.k, always=replay is not None)
         if new.has_grammar:
-            new.passed, arrays = (replay or partial(forward, frame))(given.given, pool.unload(), drafts)
+            new.passed, arrays = (replay or partial(forward, frame))(given, pool.unload(), drafts)
             new.frame, new.most = frame, limits
         else:
-            new.run, arrays = (replay or partial(step, frame))(given.given, pool.unload(), drafts, limits)
+            new.run, arrays = (replay or partial(step, frame))(given, pool.unload(), drafts, limits)
         limit = frame.base + given.size
         pool.load(arrays, limit + plan.k + 1, limit)
         new.replayed, new.after = replay is not None, pool.mark()

@@ -122,8 +122,8 @@ def _cycle(d: Decoder, last: Flight, plan: Plan, accepted: int, watch: Timer) ->
     """Run the cycle after `last`, `accepted` of whose drafts were accepted; return it before its tokens are read."""
     cache, new = d.cache, Flight(plan, last.after)
     with watch.during("build the draft"):
-        frame, _ = prepare(d, last, plan, None)
-        drafts = propose(frame, last.run.given, cache.unload())
+        frame, given, _ = prepare(d, last, plan, None)
+        drafts = propose(frame, given, cache.unload())
     if plan.k:
         watch.evaluate("draft", cache.heads, drafts.tokens, cache.kept)
     with watch.during("build the verify"):

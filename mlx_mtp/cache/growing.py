@@ -58,6 +58,10 @@ class LinearKVCache(LayerCache):
     def hold(self, rows: int) -> None:
         self._grow(rows - self.limit, self.parts)
 
+    @property
+    def places(self) -> int:
+        return self.capacity // STEP * STEP
+
     def _write(self, new: Parts) -> None:
         if isinstance(self.offset, int):
             self._assign(self.offset, new)

@@ -86,6 +86,11 @@ class LayerCache:
     def hold(self, rows: int) -> None:
         """Make room for `rows` positions in all now; nothing happens before the first row."""
 
+    @property
+    def places(self) -> int:
+        """The number of positions that there is room for; 0 for a ring or a state, or before the first row."""
+        return 0
+
     def seek(self, offset: Any, limit: int) -> None:
         """Set the position (a host integer, or int32 [1] on the device) and the host's upper bound of it."""
         self.offset, self.limit = offset, limit

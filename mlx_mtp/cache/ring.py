@@ -112,6 +112,10 @@ class SlidingKVCache(LinearKVCache):
     def config(self) -> dict:
         return {"window": self.window, "keep": self.keep, "start": self.start}
 
+    @property
+    def places(self) -> int:
+        return 0
+
     def _grow(self, rows: int, like: Parts) -> None:
         if not self.parts:
             self.parts = tuple(mx.zeros((*p.shape[:2], self.ring.slots, p.shape[3]), p.dtype) for p in like)

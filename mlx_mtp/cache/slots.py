@@ -90,6 +90,10 @@ class PooledKV(LayerCache):
             new[:have, :, :capacity] = old
         self.parts = tuple(blank)
 
+    @property
+    def places(self) -> int:
+        return 0 if self.ring else self.capacity // GRAIN * GRAIN
+
     def regroup(self, span: Span, order: Sequence[int], newcomers: Sequence[tuple[int, Any, int]]) -> None:
         """Change the sequences of the next pass, and copy newcomers' keys and values to their slots.
 

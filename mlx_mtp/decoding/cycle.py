@@ -88,7 +88,7 @@ def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("in
 def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
     """Build or replay the step of a planned cycle, unevaluated; return the cycle."""
     tic, cache = perf_counter(), d.cache
-    frame, replay = prepare(d, last, new.plan, d.compiled)
+    frame, given, replay = prepare(d, last, new.plan, d.compiled)
     source = d.drafters[new.plan.source] if new.plan.k else None
     early = source is not None and not source.in_step  # this drafter drafts before the step
     drafts = source.propose(frame, last.run, new.plan.k) if source and early else NO_DRAFTS
@@ -97,7 +97,7 @@ def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
     else:
         masked = d.picker.matcher is not None
         build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
-        built, arrays = build(last.run.given, cache.unload(), drafts)
+        built, arrays = build(given, cache.unload(), drafts)
         setattr(new, "passed" if masked else "run", built)
         if replay:
             limit = last.base + last.run.size
@@ -128,19 +128,22 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
     return Flight(plan, cache.mark(), matched, rows)
 
 
-def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Callable | None]:
-    """Resume or pause the drafter, move positions to the device or host; return the frame, and its record or None."""
-    cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)
+def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Run, Callable | None]:
+    """Resume or pause the drafter, move positions to the device or host; return the frame, its input, its record.
+
+    The record is None if the step must be built.
+    """
+    cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
     else:
         cache.pause_heads(base)
-    replay = compiled.find(frame, run.size, d.stats) if compiled else None
+    frame, run, replay = compiled.find(frame, run, d.stats) if compiled else (frame, run, None)
     if plan.k or replay:
         cache.to_device()
-    elif run.size == 1:
+    elif last.run.size == 1:
         cache.to_host(base + 1)
-    return frame, replay
+    return frame, run, replay
 
 
 def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:

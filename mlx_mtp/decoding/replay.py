@@ -1,8 +1,10 @@
 """Record a step once (`mx.compile`) and replay it: the host then submits a list of primitives and runs no Python.
 
-A recorded step depends on its `Kind`; everything else is its input. Host-side positions are rounded up to the end of
-a buffer block (`round_up`), so that one record serves every step up to there, in any conversation and with any
-sequences of a pool. Not recorded: growing buffers, prefilling a paused drafter, and drafters that are not `in_step`.
+A recorded step depends on its `Kind`; everything else is its input. Few kinds must serve an answer whose cycles have
+many draft lengths, one after another in any order (`recordable`): host-side positions are rounded up, in any
+conversation and with any sequences of a pool; without a drafter a step reads only the newest tokens of the previous
+run, and a drafter reads at least `read_least` rows. Not recorded: growing buffers, prefilling a paused drafter, and
+drafters that are not `in_step`.
 """
 
 import threading
@@ -15,7 +17,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..cache.growing import round_up
 from ..cache.prompt_cache import PromptForm
 from ..cache.step_cache import CacheArrays, CacheForm
 from ..kernels import source_bytes
@@ -26,6 +27,7 @@ from .drafters import drafter_of
 from .drafters.drafter import Frame
 from .masks import Masks
 from .members import Single
+from .recordable import recordable
 from .run import Drafts, Run
 from .sampling import Picker, Sampling
 from .stats import Stats
@@ -61,8 +63,8 @@ class ChoiceKind(NamedTuple):
 class Kind(NamedTuple):
     """The key of a recorded step: all that it depends on besides the values of its inputs.
 
-    drafts: whether the step has a drafter. rows: of the previous run. end: upper bound of all positions after the
-    step. adapter: the name of the selected one.
+    plan: with the name of the drafter only if the step makes the drafts. drafts: whether the step has a drafter.
+    rows: of the previous run. end: upper bound of all positions after the step. adapter: name of the selected one.
     form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether a sequence has a
     grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
     """
@@ -79,27 +81,12 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, frame: Frame, rows: int, pick: Pick) -> "Kind":
-        """Return the kind of a frame's step after a run of `rows` rows; first grow the caches to its `end`."""
-        end, caches = _end(frame, rows), frame.cache.stepped
-        for c in caches:
-            c.hold(end)
-        shapes = tuple(part.shape for c in caches for part in c.parts)
+        """Return the kind of a `recordable` frame's step after a run of `rows` rows."""
+        end = frame.base + rows + frame.plan.k + 1
+        shapes = tuple(part.shape for c in frame.cache.stepped for part in c.parts)
+        plan = frame.plan if frame.asked else Plan("", frame.plan.k)  # the drafts are an input
         form, masked, adapter = frame.cache.form(), any(_masked(frame)), _adapter(frame)
-        return cls(frame.plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
-
-
-def rounded(frame: Frame, rows: int) -> Frame:
-    """Return the frame of a pool's step with `base` raised so that the step ends at the end of a buffer block.
-
-    A recorded step assumes that position. With it a built step reads as many positions, and so has the same bits.
-    Only pools need this, because their views grow by less than a block (GRAIN); those of one sequence end with a
-    block.
-    """
-    return frame._replace(base=_end(frame, rows) - rows - frame.plan.k - 1)
-
-
-def _end(frame: Frame, rows: int) -> int:
-    return round_up(frame.base + rows + frame.plan.k + 1)
+        return cls(plan, frame.drafter is not None, rows, end, form, shapes, pick, masked, adapter)
 
 
 def recorded(
@@ -247,21 +234,24 @@ class Compiled:
         self.recorder, self.choice = recorder, choice
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
-    def find(self, frame: Frame, rows: int, stats: Stats) -> Callable | None:
-        """Return the recorded step of a frame after a run of `rows` rows, or None: it must be built.
+    def find(self, frame: Frame, run: Run, stats: Stats) -> tuple[Frame, Run, Callable | None]:
+        """Return (the frame and the input of a step, both `recordable` unless with p_min, its record).
 
-        A function of run, arrays, drafts and limits, or with a grammar of run, arrays and drafts, as `forward`. None
-        with p_min, a caller's sampler or processors, options that differ between sequences, or caches without arrays;
-        while the replay trial builds, or once building is found faster. In all other cases the caches' buffers are
-        grown to the end of the kind; then it is None only if the kind is not recorded yet.
+        The record is a function of run, arrays, drafts and limits, or with a grammar of run, arrays and drafts, as
+        `forward`. None with p_min, a caller's sampler or processors, options that differ between sequences, or caches
+        without arrays; while the replay trial builds, or once building is found faster. In all other cases the
+        caches' buffers are grown to the end of the kind; then it is None only if the kind is not recorded yet.
         """
         pick, cache = _pick(frame), frame.cache
-        if frame.plan.p_min or pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
-            return None
-        kind = Kind.of(frame, rows, pick)
+        if frame.plan.p_min:
+            return frame, run, None
+        frame, run = recordable(frame, run)
+        if pick is None or not self.choice.on or not all(c.parts for c in cache.stepped):
+            return frame, run, None
+        kind = Kind.of(frame, run.size, pick)
         held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
         found = self.recall(frame.model, kind, recorded, held, stats)
-        return found and partial(found, keys=_keys(frame), starts=cache.starts)
+        return frame, run, found and partial(found, keys=_keys(frame), starts=cache.starts)
 
     def choose(self, frame: Frame, passed: Passed, limits: mx.array | None, masks: Masks, stats: Stats) -> Run:
         """Return what `step.choose` returns, by a recorded graph if there is one for this frame, also with p_min."""

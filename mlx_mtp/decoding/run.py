@@ -11,7 +11,7 @@ NONE_ACCEPTED = mx.array([0], mx.int32)
 class Run(NamedTuple):
     """The rows that the target has verified, R of each of n sequences, as arrays.
 
-    hidden:   [n, R, H] the target's hidden rows; row r of a sequence is its position base + r.
+    hidden:   [n, R, H] the target's hidden rows, row r at position base + r; None in a step without a drafter.
     tokens:   [n, R] int32, the target's own token after each row.
     accepted: int32 [n], number of accepted drafts: rows 0..accepted are kept, tokens[accepted] is the newest token.
               -1 for a free slot. None in the input of a step if R is 1.
@@ -20,7 +20,7 @@ class Run(NamedTuple):
     logprobs: [R, V] of each sequence that requested them, for the host.
     """
 
-    hidden: mx.array
+    hidden: Any
     tokens: mx.array
     accepted: Any
     drafts: mx.array | None = None

@@ -65,7 +65,8 @@ class SparseMLA(AbsorbedMLA):
         if "indexer" in self:
             rows.append(self.indexer.rope(self.indexer.k_norm(self.indexer.wk(x))[:, None], offset))  # [n, 1, L, D]
         arrays = x, compressed, q, q_pe, *cache.update_and_fetch(*rows)
-        masks = [mask] if mask is None or mask.ndim == 2 else [each[0] for each in mask]
+        # An iteration would split the mask in each layer; `mx.compile` merges equal splits, and then fails to fuse.
+        masks = [mask] if mask is None or mask.ndim == 2 else [mask[i, 0] for i in range(n)]
         if n == 1:
             return self.output(self.attended(0, masks[0], cache, offset, *arrays))
         sequences = [[a[i : i + 1] for a in (offset, *arrays)] for i in range(n)]

@@ -3,10 +3,12 @@
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from compile_mode import ENABLED, NO_FUSE, set_mode
 from subjects import subjects
 from sweep import sampled, sweep
 
@@ -67,6 +69,34 @@ def test_replayed_as_built(subject, monkeypatch, name, k, temp):
     for uid, cache in caches.items():
         for a, b in zip(cache.arrays, ours[uid].arrays, strict=True):
             assert mx.array_equal(a, b)
+
+
+FUSED = ["deepseek_v32", "glm_moe_dsa_shared"]
+
+
+class Recorded(Exception):
+    pass
+
+
+def record_fused(step, *arrays, **more):
+    """Record a step where MLX fuses operations, without an evaluation, for which a CPU needs a C++ compiler."""
+    set_mode(ENABLED)
+    try:
+        mx.compile(step)(*arrays, **more)
+    finally:
+        set_mode(NO_FUSE)
+    raise Recorded
+
+
+@pytest.mark.parametrize("name", sampled(FUSED[:1], [*FUSED, *NAMES]))
+def test_pools_can_be_recorded_where_operations_are_fused(subject, monkeypatch, name):
+    """As on a GPU."""
+    monkeypatch.setattr(replay.Record, "of", lambda step: replay.Record(partial(record_fused, step), [0]))
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    model = fresh(subject(name).model)
+    for k in (0, min(1, model.max_draft_tokens)):
+        with pytest.raises(Recorded):
+            session(model, [6, 6], [0, 0], num_draft_tokens=k, compile_cycles=True)
 
 
 def test_slots_come_in_few_numbers():

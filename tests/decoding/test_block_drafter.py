@@ -1,5 +1,7 @@
 """Draft with block drafters: the text is the target's, and drafts are those of a forward from scratch."""
 
+import random
+
 import block_drafters
 import drafters
 import families
@@ -14,7 +16,7 @@ import mlx_mtp
 from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
-from mlx_mtp.tuning.plan import Plan
+from mlx_mtp.tuning.plan import Plan, ladder
 
 V = families.V
 KINDS = block_drafters.KINDS
@@ -70,18 +72,24 @@ def check(calls, text, plain, w, config, least=5):
 
 
 @pytest.mark.parametrize(("kind", "k"), sampled([("dflash2", 4), ("assistant", 15)], paired(KINDS, range(1, 16))))
-def test_drafts_equal_a_forward_from_scratch(made, kind, k):
-    """Behind every number of accepted drafts, with wrapped windows, and prompts shorter than a window."""
+def test_drafts_equal_a_forward_from_scratch(made, monkeypatch, kind, k):
+    """Behind every number of accepted drafts, with wrapped windows, and prompts shorter than a window.
+
+    The second prompt's cycles have the rows and ends of recorded ones, but are run again each time.
+    """
     model, plain, w, config = made(kind)
     own = model.drafter
-    for prompt in PROMPTS[:2]:
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    for prompt, replay in zip(PROMPTS[:2], (False, True), strict=True):
         text = prompt + ours(model, prompt, 0, 44)
         at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
         forced = Forced(own.net, text, {*at.tolist()})
         set_drafter(model, forced)
         stats = mlx_mtp.Stats()
-        assert ours(model, prompt, k, 44, stats=stats, prefill_step_size=16) == text[len(prompt) :]
+        options = {"stats": stats, "prefill_step_size": 16, "compile_cycles": replay}
+        assert ours(model, prompt, k, 44, **options) == text[len(prompt) :]
         assert stats.accepted[0] > 0
+        assert bool(stats.compiled_cycles) == replay
         calls = [(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls]
         check(calls, text, plain, w, config, least=4 if k > 12 else 5)
     set_drafter(model, own)
@@ -166,6 +174,24 @@ def test_replayed_cycles_draft_the_same(made, kind):
             found.append((ours(model, PROMPTS[0], k, 28, stats=stats, compile_cycles=replay), stats.accepted))
             assert not replay or stats.compiled_cycles > 10
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", sampled(["dspark"], KINDS))
+def test_recorded_steps_are_few(made, monkeypatch, kind):
+    """At most 12 of a long answer in which every length follows every other, copies and plain steps included."""
+    model, *_ = made(kind)
+    own, prompt, n = model.drafter, PROMPTS[2], 2000 if SWEEP else 160
+    text = prompt + ours(model, prompt, 0, n, temp=1.0, seed=1)
+    rng = random.Random(kind)
+    set_drafter(model, Forced(own.net, text, {i for i in range(n) if rng.random() < 0.3}))
+    every = [Plan("block", k) for k in ladder(15)] + [Plan("lookup", k) for k in (3, 7, 15)] + [Plan()] * 3
+    follow(monkeypatch, Listed(rng.choices(every, k=n)))
+    stats = mlx_mtp.Stats()
+    options = {"temp": 1.0, "seed": 1, "prompt_lookup": True, "compile_cycles": True}
+    assert ours(model, prompt, 15, n, stats=stats, **options) == text[len(prompt) :]
+    assert stats.compiled_cycles > 0.7 * stats.cycles
+    assert 5 < stats.compiled_shapes <= 12
+    set_drafter(model, own)
 
 
 @pytest.mark.parametrize("stop", [(3, 1), (15, 9), (0, 30)])

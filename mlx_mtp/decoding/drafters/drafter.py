@@ -49,6 +49,7 @@ class Drafter(Protocol):
     no_kept: `frame.cache.kept` before the first row, unless chained.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads pending rows while it does not draft: `read_rows` needs no tokens, and no row is skipped.
+    read_least: minimum number of rows of a run in recorded steps, which are padded to it and so are fewer.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that), followed along the same axis by the stream after each of these numbers of layers.
              Keys and values of the target's layers are in `frame.cache.layers`.
@@ -63,6 +64,7 @@ class Drafter(Protocol):
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     absorbs: bool = False
+    read_least: int = 1
     reads: tuple[int, ...] = ()
 
     def pending(self, hidden: mx.array) -> mx.array:

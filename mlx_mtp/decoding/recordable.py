@@ -1,0 +1,36 @@
+"""Round the positions and rows of a step, so that few records serve an answer of many draft lengths in any order."""
+
+import mlx.core as mx
+
+from ..cache.growing import round_up
+from .drafters.drafter import Frame
+from .run import Run
+
+BLOCK = 2048  # positions to which a step's end is rounded up; from 32,768 on an eighth to a sixteenth of the end
+WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
+
+
+def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
+    """Return a step's frame and input as they are recorded; grow the caches to the step's end.
+
+    `base` is raised so that the step ends at the end of the buffers or of a BLOCK. The run has only the rows that the
+    step reads, and rows that count as rejected up to the drafter's `read_least`. A built step with these reads as
+    many positions and rows as the recorded one, and so has the same bits.
+    """
+    run = _padded(run, frame.drafter.read_least) if frame.drafter else Run(None, run.newest(), None)
+    need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
+    for c in caches:
+        c.hold(round_up(need))
+    block = max(BLOCK, (1 << need.bit_length()) // 16)
+    end = -(-need // block) * block
+    places = min((c.places for c in caches if c.places), default=end)
+    end = places if places <= WHOLE else min(end, places)
+    return frame._replace(base=end - run.size - frame.plan.k - 1), run
+
+
+def _padded(run: Run, rows: int) -> Run:
+    """Return the input of a step, with rows of zeros up to `rows` behind its own."""
+    if (more := rows - run.size) <= 0:
+        return run.given
+    hidden, tokens = mx.pad(run.hidden, [(0, 0), (0, more), (0, 0)]), mx.pad(run.tokens, [(0, 0), (0, more)])
+    return Run(hidden, tokens, run.last)
