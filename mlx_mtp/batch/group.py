@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..cache.drafting import is_chained
+from ..cache.absorb import absorb
+from ..cache.drafting import chained_caches
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
@@ -223,7 +224,7 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter must read the rows that it misses before a step with k + 1 more."""
-        depths = len(pool.heads) if is_chained(self.model) else 1
+        depths = max(1, chained_caches(self.model, len(pool.heads)))
         return misses_too_many(pool, 1 + k + depths)
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
@@ -322,6 +323,7 @@ class Group:
             self._distribute_rows()
             for row, s in active:
                 s.cache.push(cycle.run.hidden[row : row + 1, : s.next_base - s.base])
+                absorb(s.cache, s.history.tokens)
             return
         if not self.unread:
             self.readers = active
@@ -335,7 +337,8 @@ class Group:
         self.unread, self.readers = [], []
         for row, sequence in readers:
             sequence.cache.push(rows[row : row + 1])
-        mx.async_eval([sequence.cache.backlog for _, sequence in readers])
+            absorb(sequence.cache, sequence.history.tokens)
+        mx.async_eval([sequence.cache.arrays for _, sequence in readers])
 
     def _read(self, cycle: PoolCycle, ahead: PoolCycle | None) -> list[Response]:
         """Wait for a cycle and return its tokens; the last response of a finished sequence has its cache.

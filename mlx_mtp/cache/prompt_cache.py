@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
-from .absorb import absorb, reach_of
-from .drafting import is_chained, no_kept, pending
+from .absorb import reach_of
+from .drafting import chained_caches, no_kept, pending, starts_of
 from .kinds import check_layout, from_configs, group_size_for, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
@@ -100,7 +100,8 @@ class PromptCache(StepCache, ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Return an empty cache of the same layout; layers that have been quantized start quantized."""
-        heads = [{**c.empty_config, "start": depth * is_chained(self.model)} for depth, c in enumerate(self.heads)]
+        starts = starts_of(self.model, len(self.heads))
+        heads = [{**c.empty_config, "start": start} for c, start in zip(self.heads, starts, strict=True)]
         layers = from_configs([c.empty_config for c in self.layers])
         new = PromptCache(self.model, layers, from_configs(heads), self.reach, no_kept(self.model, len(heads)))
         new.quantizing = self.quantizing
@@ -145,7 +146,6 @@ class PromptCache(StepCache, ListOfOne):
         self.backlog.append(pending(self.model, hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
-        absorb(self)
         excess = self._pending - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
@@ -330,16 +330,15 @@ def make_prompt_cache(
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()
-    chained = is_chained(model)
-    if num_draft_tokens is not None:
-        heads = heads[:num_draft_tokens] if chained or not num_draft_tokens else heads
+    if num_draft_tokens is not None and (not num_draft_tokens or chained_caches(model, len(heads)) == len(heads)):
+        heads = heads[:num_draft_tokens]
     later = kv_bits is not None and quantized_kv_start > 0
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
-        make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
+        make_caches(heads, starts=starts_of(model, len(heads)), **draft),
         reach_of(model, heads),
         no_kept(model, len(heads)),
     )

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from ..decoding.graph_memory import nbytes
+from ..decoding.drafters.block import Block
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
@@ -30,7 +30,7 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .block_drafter import attach_block
+from .block_drafter import attach_block, beside_heads, set_drafter
 from .check_files import check_complete
 from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
@@ -41,7 +41,7 @@ from .parameters import check_codes, check_numbers, expected, named, origin, sam
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
-from .report import lm_heads, make_report
+from .report import drafting_bytes, lm_heads, make_report
 from .separate_heads import is_split
 from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
 
@@ -73,9 +73,9 @@ def load_port(
         model.runtime.ranks = ranks
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
+    opened = None if drafting.draft_model is None else _open_for(model, drafting)
     if not lazy:
-        with naming_config(path):
-            budget.check(model, path)
+        _check_memory(model, path, budget, opened)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
             read_parts(model, contents, ranks, stored)
@@ -83,15 +83,16 @@ def load_port(
         check_codes(model, partial(origin, model, contents), heads=False)
         model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
-    source, ignored = contents.source, contents.ignored
-    if drafting.draft_model is not None:
-        source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
-        _tie(model)
+    source, ignored, heads_source = contents.source, contents.ignored, ""
+    if opened:
+        heads_source = source if model.mtp else ""
+        source, unused = _attach(model, *opened)
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     facts: dict[str, Any] = {"source": source, "norms": norms, "ignored": ignored, "expanded": expanded}
-    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
+    facts |= {"ranks": ranks.size if ranks else 1, "heads_source": heads_source}
+    model.runtime.report = make_report(model, config, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
@@ -222,7 +223,7 @@ def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     check_numbers(stored, partial(origin, model, contents))
     check_codes(model, partial(origin, model, contents), heads=True)
     _tie(model)
-    model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
+    model.runtime.note(head_bytes=drafting_bytes(model), lm_head=lm_heads(model.mtp))
 
 
 def check_vectors(model: Any, contents: Contents) -> None:
@@ -250,16 +251,34 @@ def _tie(model: Any) -> None:
                 head.pop(name)
 
 
-def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Attach an external drafter; return (its source for the report, names of its unused tensors).
+def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents, Path]:
+    """Return an external drafter for a target: its model, its tensors and its directory; weights stay lazy.
 
-    It replaces the model's heads; a block drafter becomes `model.drafter`. Its weights are read and checked. A hub
-    name is downloaded. overrides: values of its spec. ValueError if there is no drafter, or it does not fit the
-    target.
+    A hub name is downloaded. ValueError if there is no drafter.
     """
-    path = resolve(path_or_hf_repo)
+    path = resolve(drafting.draft_model)  # type: ignore[arg-type] - not None
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    _, drafter, contents = _open_drafter(path, layers, size, overrides)
+    _, drafter, contents = _open_drafter(path, layers, size, drafting.mtp_overrides)
+    return drafter, contents, path
+
+
+def _check_memory(model: Any, path: Path, budget: Budget, opened: Any) -> None:
+    """Check the budget of a model in a directory, with the block drafter that `_open_for` opened, if it is one."""
+    try:
+        if opened and isinstance(net := opened[0].mtp[0], BlockNetwork):
+            set_drafter(model, beside_heads(model, Block(net)))
+        with naming_config(path):
+            budget.check(model, path)
+    finally:
+        model.drafter = None
+
+
+def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Attach an opened external drafter; return (its source for the report, names of its unused tensors).
+
+    It replaces the model's heads; a block drafter, beside them, becomes `model.drafter`. Its weights are read and
+    checked. ValueError if it does not fit the target.
+    """
     if isinstance(drafter.mtp[0], BlockNetwork):
         return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
@@ -267,6 +286,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     drafter.set_dtype(model.model.norm.weight.dtype)
     drafter.eval()
     model.spec, model.mtp = drafter.spec, drafter.mtp
+    _tie(model)
     return f"{path}, reading the target after layers {', '.join(map(str, model.spec.capture))}", contents.ignored
 
 
@@ -316,6 +336,16 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents
+
+
+def is_beside_heads(path: Path) -> bool:
+    """Return whether a directory contains an external drafter that drafts beside MTP heads instead of replacing them.
+
+    False also if it is damaged or cannot be read.
+    """
+    with suppress(ValueError, OSError):
+        return not is_split(path) and _read_drafter(path)[2].BESIDE_HEADS
+    return False
 
 
 def is_drafter(path: Path) -> bool:

@@ -30,13 +30,14 @@ from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
-from .build import load_port
+from .build import is_beside_heads, load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .load_plain import load_plain
+from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
@@ -194,6 +195,8 @@ def _tokenizer_for(
 def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
+    drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
+    drafting = replace(drafting, beside=drafter is not None and is_beside_heads(drafter))
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
@@ -204,7 +207,6 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
     else:
-        drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
         if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
         elif drafter and is_small_model(drafter):
@@ -216,7 +218,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         number_rows(model.modules())
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
-        if drafting.heads and not model.mtp:
+        if drafting.heads and not model.mtp and not model.drafter:
             warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
@@ -281,7 +283,7 @@ def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> Non
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)
     rows, before = reduce_heads(model, vocab.tokens), model.report.head_bytes
-    after = nbytes(model.mtp)
+    after = drafting_bytes(model)
     model.runtime.note(head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # frees the other rows

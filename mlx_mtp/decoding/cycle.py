@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.absorb import absorb
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import TROUBLE, newly_refused
 from ..tuning.plan import Cycle, Plan
@@ -122,7 +123,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
     if max_drafts < plan.k:
         plan = replace(plan, k=int(max_drafts)) if max_drafts else Plan()
     if not plan.k or cache.live or not (drafter := d.drafters[plan.source]).in_step:
-        return Flight(plan, last.after, matched)
+        return Flight(plan, cache.mark() if absorb(cache, d.history.tokens) else last.after, matched)
     rows = drafter.behind(cache)
     drafter.read(d.model, cache, d.history.tokens, base - rows, base, step=d.chunk)
     return Flight(plan, cache.mark(), matched, rows)

@@ -18,4 +18,5 @@ def drafter_of(model: Target) -> Drafter | None:
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
     """Return the drafters of a model by name: its own if any, prompt lookup if `max_lookup` is not 0, the grammar."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
-    return {drafter.source: drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter}
+    every = [drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter]
+    return {source: drafter for drafter in every for source in (drafter.source, *drafter.others)}
