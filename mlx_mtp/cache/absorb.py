@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from .drafting import reads_hidden
 from .layer_cache import CacheKind
 
@@ -51,3 +53,9 @@ def absorb(cache: Any, tokens: Any) -> bool:
     end = cache.primed + pending - 1
     cache.model.drafter.read(cache.model, cache, tokens, cache.primed, end, step=end)
     return True
+
+
+def push_read(cache: Any, hidden: mx.array, tokens: Any) -> None:
+    """Append hidden rows to a prompt cache's backlog, and `absorb` it: these rows are never rolled back."""
+    cache.push(hidden)
+    absorb(cache, tokens)

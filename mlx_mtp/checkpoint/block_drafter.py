@@ -1,5 +1,7 @@
 """Attach a block drafter to its target: check that both match, and choose the type of its activations."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,17 @@ def beside_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
     """Return the drafter of a model with a block drafter: with its MTP heads, if it has any."""
     heads = Heads.of(model)
     return HeadsAndBlock(model, heads, block, default_draft_tokens(model)) if heads else block
+
+
+@contextmanager
+def counted(model: Any, net: Any) -> Generator[None, None, None]:
+    """Give the model the block drafter `net`, lazily, inside the block; another kind of network has no effect."""
+    try:
+        if isinstance(net, BlockNetwork):
+            set_drafter(model, beside_heads(model, Block(net)))
+        yield
+    finally:
+        model.drafter = None
 
 
 def set_drafter(model: Any, drafter: Block | HeadsAndBlock) -> None:

@@ -18,7 +18,6 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from ..decoding.drafters.block import Block
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
@@ -30,7 +29,7 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .block_drafter import attach_block, beside_heads, set_drafter
+from .block_drafter import attach_block, counted
 from .check_files import check_complete
 from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
@@ -75,7 +74,8 @@ def load_port(
     expanded = _expand_experts(model)
     opened = None if drafting.draft_model is None else _open_for(model, drafting)
     if not lazy:
-        _check_memory(model, path, budget, opened)
+        with naming_config(path), counted(model, opened and opened[0].mtp[0]):
+            budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
             read_parts(model, contents, ranks, stored)
@@ -83,16 +83,15 @@ def load_port(
         check_codes(model, partial(origin, model, contents), heads=False)
         model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
-    source, ignored, heads_source = contents.source, contents.ignored, ""
+    source, ignored = contents.source, contents.ignored
     if opened:
-        heads_source = source if model.mtp else ""
         source, unused = _attach(model, *opened)
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
-    facts: dict[str, Any] = {"source": source, "norms": norms, "ignored": ignored, "expanded": expanded}
-    facts |= {"ranks": ranks.size if ranks else 1, "heads_source": heads_source}
-    model.runtime.report = make_report(model, config, **facts)
+    beside = contents.source if opened and contents.depths else ""
+    facts: dict[str, Any] = {"source": source, "heads_source": beside, "norms": norms, "ignored": ignored}
+    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, expanded=expanded, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
@@ -252,32 +251,16 @@ def _tie(model: Any) -> None:
 
 
 def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents, Path]:
-    """Return an external drafter for a target: its model, its tensors and its directory; weights stay lazy.
-
-    A hub name is downloaded. ValueError if there is no drafter.
-    """
+    """Return a target's external drafter, downloaded if needed: (model with lazy weights, tensors, directory)."""
     path = resolve(drafting.draft_model)  # type: ignore[arg-type] - not None
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    _, drafter, contents = _open_drafter(path, layers, size, drafting.mtp_overrides)
-    return drafter, contents, path
-
-
-def _check_memory(model: Any, path: Path, budget: Budget, opened: Any) -> None:
-    """Check the budget of a model in a directory, with the block drafter that `_open_for` opened, if it is one."""
-    try:
-        if opened and isinstance(net := opened[0].mtp[0], BlockNetwork):
-            set_drafter(model, beside_heads(model, Block(net)))
-        with naming_config(path):
-            budget.check(model, path)
-    finally:
-        model.drafter = None
+    return *_open_drafter(path, layers, size, drafting.mtp_overrides)[1:], path
 
 
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
     """Attach an opened external drafter; return (its source for the report, names of its unused tensors).
 
-    It replaces the model's heads; a block drafter, beside them, becomes `model.drafter`. Its weights are read and
-    checked. ValueError if it does not fit the target.
+    It replaces the heads; a block drafter joins them. Its weights are read. ValueError if it does not fit the target.
     """
     if isinstance(drafter.mtp[0], BlockNetwork):
         return attach_block(model, drafter, contents, path), contents.ignored
@@ -339,13 +322,8 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
 
 
 def is_beside_heads(path: Path) -> bool:
-    """Return whether a directory contains an external drafter that drafts beside MTP heads instead of replacing them.
-
-    False also if it is damaged or cannot be read.
-    """
-    with suppress(ValueError, OSError):
-        return not is_split(path) and _read_drafter(path)[2].BESIDE_HEADS
-    return False
+    """Return whether a directory contains a drafter that drafts beside MTP heads; False also if it is damaged."""
+    return is_drafter(path) and not is_split(path) and _read_drafter(path)[2].BESIDE_HEADS
 
 
 def is_drafter(path: Path) -> bool:

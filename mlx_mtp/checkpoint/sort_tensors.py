@@ -25,7 +25,7 @@ OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale",
 class Drafting:
     """The options of `load` that choose the source of drafts; see there.
 
-    alone: read only the heads, not the target. beside: `draft_model` drafts beside MTP heads, it does not replace them.
+    alone: read only the heads, not the target. beside: `draft_model` joins the MTP heads instead of replacing them.
     """
 
     mtp: bool

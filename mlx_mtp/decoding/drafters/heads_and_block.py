@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...cache.absorb import window_reach
-from ...cache.step_cache import StepCache
+from ...cache.step_cache import StepCache, seek
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
 from .block import Block
@@ -60,13 +60,17 @@ class HeadsAndBlock(Drafter):
         self.block.read_rows(model, block, hidden, tokens, first)
         cache.kept = heads.kept
 
-    def _split(self, cache: StepCache) -> tuple["PartCache", "PartCache"]:
+    def _split(self, cache: StepCache) -> tuple[Any, Any]:
         n = self.chained
         return PartCache(cache, cache.heads[:n], cache.kept), PartCache(cache, cache.heads[n:], [])
 
 
-class PartCache(StepCache):
-    """The caches that one part of a drafter reads and writes: the target's, and its own as `heads`."""
+class PartCache:
+    """The part of a StepCache that a drafter reads and writes; of the drafter's caches and arrays only these."""
 
     def __init__(self, whole: StepCache, heads: list[Any], kept: list[mx.array]):
-        self.layers, self.heads, self.kept, self.live = whole.layers, heads, kept, whole.live
+        self.layers, self.heads, self.kept = whole.layers, heads, kept
+
+    def heads_follow(self) -> None:
+        """Set the position of these caches of the drafter to the target's."""
+        seek(self.heads, self.layers[0].offset, self.layers[0].limit)
