@@ -48,7 +48,7 @@ def absorb(cache: Any, tokens: Any) -> bool:
     the sequence, at least up to that of the newest row.
     """
     pending = sum(rows.shape[1] for rows in cache.backlog)
-    if pending <= MOST_UNREAD or not is_absorbing(cache.model):
+    if pending <= MOST_UNREAD or cache.live or not is_absorbing(cache.model):
         return False
     end = cache.primed + pending - 1
     cache.model.drafter.read(cache.model, cache, tokens, cache.primed, end, step=end)

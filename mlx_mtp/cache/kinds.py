@@ -96,3 +96,17 @@ def group_size_for(model: CachedModel) -> int:
     """
     head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
+
+
+def layout_of(cache: Any) -> dict[str, int | None]:
+    """Return a prompt cache's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size."""
+    due = cache.quantizing
+    target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (cache.layers, cache.heads))
+    pairs = zip(cache.model.windows(), cache.layers, strict=True)
+    rings = [c.window for window, c in pairs if window is None and c.window]
+    return {
+        "kv_bits": due.bits if due else target[0]["bits"] if target else None,
+        "mtp_kv_bits": draft[0]["bits"] if draft else None,
+        "kv_group_size": due.group_size if due else next((c["group_size"] for c in (*target, *draft)), None),
+        "max_kv_size": next(iter(rings), None),
+    }

@@ -12,8 +12,9 @@ import mlx.core as mx
 
 from ..machine.stream import in_turn
 from .absorb import reach_of
+from .aside import reunite
 from .drafting import chained_caches, no_kept, pending, starts_of
-from .kinds import check_layout, from_configs, group_size_for, make_caches
+from .kinds import check_layout, from_configs, group_size_for, layout_of, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
 from .mlx_lm_caches import ListOfOne
@@ -56,6 +57,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
     backlog: `drafting.pending` rows that the heads have not read and need, up to the last position held.
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
+    aside:   the drafter's first caches and their `kept`, while it drafts without them (`aside.py`); None at rest.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
@@ -71,7 +73,7 @@ class PromptCache(StepCache, ListOfOne):
         self.kept = kept
         self.quantizing: Quantizing | None = None
         self.quantized: Quantizing | None = None  # the request that has been carried out
-        self.live = False
+        self.live, self.aside = False, None
         self.prefix: PromptPrefix | None = None
         self._reserved = 0
 
@@ -87,7 +89,7 @@ class PromptCache(StepCache, ListOfOne):
     @property
     def caches(self) -> list[LayerCache]:
         """The target's caches, then the heads'."""
-        return [*self.layers, *self.heads]
+        return [*self.layers, *(self.aside[0] if self.aside else ()), *self.heads]
 
     def copy(self) -> "PromptCache":
         """Return an independent cache with the same contents; only between generations."""
@@ -110,16 +112,7 @@ class PromptCache(StepCache, ListOfOne):
     @property
     def layout(self) -> dict[str, int | None]:
         """This layout's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, as `make_prompt_cache` takes them."""
-        due = self.quantizing
-        target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (self.layers, self.heads))
-        pairs = zip(self.model.windows(), self.layers, strict=True)
-        rings = [c.window for window, c in pairs if window is None and c.window]
-        return {
-            "kv_bits": due.bits if due else target[0]["bits"] if target else None,
-            "mtp_kv_bits": draft[0]["bits"] if draft else None,
-            "kv_group_size": due.group_size if due else next((c["group_size"] for c in (*target, *draft)), None),
-            "max_kv_size": next(iter(rings), None),
-        }
+        return layout_of(self)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -175,8 +168,9 @@ class PromptCache(StepCache, ListOfOne):
     def pause_heads(self, base: int) -> None:
         """Stop the drafter at position `base`; if it was live, it has read all earlier ones."""
         if self.live:
-            self.live, self.primed = False, base
-            seek(self.heads, base, base)
+            self.live, self.primed = False, self.primed if self.aside else base
+            reunite(self)
+            seek(self.heads, self.primed, self.primed)
 
     def to_device(self) -> None:
         """Move the target's position to the device, where it can be rolled back."""
@@ -191,7 +185,7 @@ class PromptCache(StepCache, ListOfOne):
 
     def advance(self, base: int) -> None:
         """Note that a run begins at position `base`: heads that are live have read all earlier positions."""
-        if self.live:
+        if self.live and not self.aside:
             self.primed = base
 
     @property
@@ -223,7 +217,7 @@ class PromptCache(StepCache, ListOfOne):
 
     def _marked(self, held: list, caches: list[tuple] | None) -> Mark:
         parts = [(c, c.parts, c.start) for c in held]
-        heads = self.live, self.primed, self.kept, list(self.backlog)
+        heads = self.live, self.primed, self.kept, list(self.backlog), self.heads, self.aside
         return Mark(self.offset, *heads, parts, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
@@ -233,6 +227,7 @@ class PromptCache(StepCache, ListOfOne):
         positions (`settle`), and later rows stay in the buffers to be overwritten. `tokens` never change here.
         """
         self.live, self.primed, self.kept, self.backlog = mark.live, mark.primed, mark.kept, list(mark.backlog)
+        self.heads, self.aside = mark.heads, mark.aside
         self.restore_states(mark)
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:
@@ -301,6 +296,7 @@ class PromptCache(StepCache, ListOfOne):
     def settle(self, tokens: list[int]) -> None:
         """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""
         self.tokens, self.live = tokens, False
+        reunite(self)
         seek(self.layers, len(tokens), len(tokens))
         seek(self.heads, self.primed, self.primed)
 

@@ -79,13 +79,13 @@ def load(
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not
         tried. An external drafter that is no small model is read and checked nevertheless.
-    mtp: False neither loads nor allocates the heads.
+    mtp: False neither loads nor allocates the heads; a block drafter as `draft_model` then drafts alone.
     mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
-        a family's wiring.
-    draft_model: directory or hub name of an external drafter that replaces the checkpoint's heads: EAGLE-3, DFlash,
-        DFlash2, DSpark, MTP heads that mlx-vlm split off, or a small model with the target's tokens. "demo-block" is
-        the demo's block drafter.
+        a family's wiring; with `draft_model` those of the drafter.
+    draft_model: directory or hub name of an external drafter. A block drafter (DFlash, DFlash2, DSpark) drafts beside
+        the heads; EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
+        "demo-block" is the demo's block drafter.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.

@@ -117,11 +117,11 @@ class Controller:
     def _retried(self, best: Choice, choices: list[Choice], spare: float) -> Choice:
         """Return the best choice of another own source than that of `best`, if its next trial is due; else `best`.
 
-        Even if none of their drafts is accepted, trials take about EARNED of the time.
+        Even if none of their drafts is accepted, trials take about EARNED of the time. There are none in debt.
         """
         costs, sources = self.costs, self.own.keys() - {best.plan.source}
         others = [c for c in choices if c.plan.source in sources and c.risk <= spare]
-        if not best.plan.k or best.plan.source not in self.own or not others:
+        if not best.plan.k or best.plan.source not in self.own or not others or spare < ALLOWANCE / 2:
             return best
         other = max(others, key=lambda c: c.rate)
         if costs.retry_at.get(kind := other.plan.kind(0), 0.0) > costs.elapsed:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import block_drafters
 import families
 import mlx.core as mx
-import numpy as np
 import pytest
 import tiny
 from plans import Listed, follow
@@ -86,7 +85,8 @@ class Subject:
         alone.drafter = ForcedHeads(alone)
         blocks = mlx_mtp.load_model(self.directory, draft_model=self.drafter, mtp=False)
         set_drafter(blocks, ForcedBlock(blocks.drafter.net))
-        self.alone = {source: self.drafts(model, k) for (source, k), model in zip(self.k.items(), (alone, blocks))}
+        models = {"heads": alone, "block": blocks}
+        self.alone = {source: self.drafts(model, self.k[source]) for source, model in models.items()}
 
     def drafts(self, model, k: int) -> dict[int, list[int]]:
         """Drafts by position, all of which are rejected."""
@@ -130,7 +130,7 @@ def ours(model, prompt, k, n=N, **options):
 
 
 def planned(s: Subject, plans: list[Plan], first: int = len(PROMPT)) -> list[Plan]:
-    """The plans with at most as many drafts as each source has, and wrong drafts, so that cycles accept 0, 1, .. k."""
+    """The plans with at most as many drafts as each source has; force drafts of which cycles accept 0, 1, .. k."""
     plans = [Plan(p.source, min(p.k, s.k[p.source])) if p.k else p for p in plans]
     at, wrong, counts = first, set(), Counter()
     for plan in itertools.islice(itertools.cycle(plans), N):

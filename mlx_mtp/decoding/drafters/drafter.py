@@ -42,6 +42,7 @@ class Drafter(Protocol):
 
     source:  its name in plans. most: maximum number of drafts per cycle.
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
+    spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
     usual:   default maximum number of drafts per cycle; 0 for that of heads.
     in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
              before the step, which receives its drafts as an input; it may then read tokens on the host.
@@ -59,6 +60,7 @@ class Drafter(Protocol):
     source: str = "heads"
     most: int
     others: Mapping[str, int] = MappingProxyType({})
+    spare: Mapping[str, int] = MappingProxyType({})
     usual: int = 0
     in_step: bool = True
     windows: Sequence[CacheKind] = ()

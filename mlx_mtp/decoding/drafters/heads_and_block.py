@@ -1,7 +1,8 @@
 """Draft with MTP heads or a block drafter, by cycle: both follow the target, and each plan names the one that drafts.
 
-The one that does not draft reads the same rows, so that it can draft in the next cycle. A call of either reads the
-run's hidden rows, of which heads take the stream before the final norm, and the block drafter the streams behind it.
+A call of either reads the run's hidden rows, of which heads take the stream before the final norm, and the block
+drafter the streams behind it. While heads draft the block drafter reads the same rows, which costs little. While
+blocks draft the heads of one sequence are set aside (`cache/aside.py`); in a pool they read the rows, too.
 """
 
 from typing import Any
@@ -28,10 +29,16 @@ class HeadsAndBlock(Drafter):
 
     def __init__(self, model: Target, heads: Heads, block: Block, usual_heads: int):
         self.heads, self.block, self.chained = heads, block, heads.chained
-        self.most, self.usual, self.reads = block.most, block.usual, block.reads
+        self.most, self.usual = block.most, block.usual
         self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
         self.net, self.nets = block.net, (model.mtp[0], block.net)
+        self.spare = {block.source: len(heads.windows)}
         self._reach = window_reach(heads.windows)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbers of the target's layers that the block drafter reads."""
+        return self.block.reads
 
     @property
     def summary(self) -> str:
@@ -39,10 +46,10 @@ class HeadsAndBlock(Drafter):
         return self.block.summary
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Let both read all rows of the run; return k drafts of the one that the plan names."""
+        """Let both read all rows of the run, heads unless they are aside; return k drafts of the plan's source."""
         heads, block = self._split(frame.cache)
-        drafts = NO_DRAFTS
-        for part, cache in ((self.heads, heads), (self.block, block)):
+        drafts, reading = NO_DRAFTS, [(self.block, block)]
+        for part, cache in [(self.heads, heads), *reading] if heads.heads else reading:
             drafting = k if part.source == frame.plan.source else 0
             made = part.propose(frame._replace(cache=cache), run, drafting)
             drafts = made if drafting else drafts
@@ -61,7 +68,7 @@ class HeadsAndBlock(Drafter):
         cache.kept = heads.kept
 
     def _split(self, cache: StepCache) -> tuple[Any, Any]:
-        n = self.chained
+        n = len(cache.heads) - len(self.block.windows)
         return PartCache(cache, cache.heads[:n], cache.kept), PartCache(cache, cache.heads[n:], [])
 
 
