@@ -20,7 +20,7 @@ from mlx_mtp.machine import memory
 def glm(tmp_path_factory):
     """(target's directory, drafter's directory)"""
     path = tmp_path_factory.mktemp("glm")
-    directory = families.build("glm4_moe_untied", path / "target")[0]
+    directory = families.build("glm4_moe_untied", path / "target", head_dim=32)[0]
     model = load_model(directory, mtp=False)
     width, vocab = model.no_hidden().shape[-1], model.vocab_size
     return directory, block_drafters.save_for(path / "drafter", "dflash", width, vocab)
@@ -73,7 +73,7 @@ def test_a_checkpoint_without_heads_has_the_block_drafter_alone(tmp_path):
 
 def test_heads_of_another_file(glm, tmp_path):
     directory, drafter = glm
-    other = families.build("glm4_moe_untied", tmp_path, seed=5)[0]
+    other = families.build("glm4_moe_untied", tmp_path, seed=5, head_dim=32)[0]
     model = load_model(directory, draft_model=drafter, mtp_path=other)
     theirs, own = load_model(directory, mtp_path=other), load_model(directory)
     same = [
