@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def chained_caches(model: Any, caches: int) -> int:
-    """Return how many of a drafter's `caches` caches, the first ones, are chained (`Drafter.chained`).
+    """Return the number of chained ones (`Drafter.chained`), which are the first, of a drafter's `caches` caches.
 
     All those of MTP heads, and of a model without a drafter object.
     """

@@ -37,11 +37,11 @@ def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     _tie(model, net)
     net.set_dtype(_activations(model, net))
     net.eval()
-    set_drafter(model, beside_heads(model, Block(net)))
+    set_drafter(model, with_heads(model, Block(net)))
     return f"{path}, reading the target after layers {', '.join(map(str, net.shape.taps))}"
 
 
-def beside_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
+def with_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
     """Return the drafter of a model with a block drafter: with its MTP heads, if it has any."""
     heads = Heads.of(model)
     return HeadsAndBlock(model, heads, block, default_draft_tokens(model)) if heads else block
@@ -52,7 +52,7 @@ def counted(model: Any, net: Any) -> Generator[None, None, None]:
     """Give the model the block drafter `net`, lazily, inside the block; another kind of network has no effect."""
     try:
         if isinstance(net, BlockNetwork):
-            set_drafter(model, beside_heads(model, Block(net)))
+            set_drafter(model, with_heads(model, Block(net)))
         yield
     finally:
         model.drafter = None

@@ -89,8 +89,8 @@ def load_port(
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
-    beside = contents.source if opened and contents.depths else ""
-    facts: dict[str, Any] = {"source": source, "heads_source": beside, "norms": norms, "ignored": ignored}
+    joined = contents.source if opened and contents.depths else ""
+    facts: dict[str, Any] = {"source": source, "heads_source": joined, "norms": norms, "ignored": ignored}
     model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, expanded=expanded, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
@@ -321,9 +321,9 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     return config, drafter, contents
 
 
-def is_beside_heads(path: Path) -> bool:
-    """Return whether a directory contains a drafter that drafts beside MTP heads; False also if it is damaged."""
-    return is_drafter(path) and not is_split(path) and _read_drafter(path)[2].BESIDE_HEADS
+def joins_heads(path: Path) -> bool:
+    """Return whether a directory contains a drafter that drafts next to MTP heads; False also if it is damaged."""
+    return is_drafter(path) and not is_split(path) and _read_drafter(path)[2].JOINS_HEADS
 
 
 def is_drafter(path: Path) -> bool:

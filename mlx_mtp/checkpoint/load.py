@@ -30,7 +30,7 @@ from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
-from .build import is_beside_heads, load_port
+from .build import joins_heads, load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
@@ -83,8 +83,8 @@ def load(
     mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
         a family's wiring; with `draft_model` those of the drafter.
-    draft_model: directory or hub name of an external drafter. A block drafter (DFlash, DFlash2, DSpark) drafts beside
-        the heads; EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
+    draft_model: directory or hub name of an external drafter. A block drafter (DFlash, DFlash2, DSpark) joins the
+        heads; EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
         "demo-block" is the demo's block drafter.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
@@ -196,7 +196,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
     drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
-    drafting = replace(drafting, beside=drafter is not None and is_beside_heads(drafter))
+    drafting = replace(drafting, joins=drafter is not None and joins_heads(drafter))
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):

@@ -35,7 +35,7 @@ class Report:
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of a drafter that replaces heads, else ""; head_bytes and head_quantization are then its own.
-    heads_source: where the heads are that draft beside the drafter, else ""; head_bytes then counts both.
+    heads_source: where the heads are that draft next to the drafter, else ""; head_bytes then counts both.
     """
 
     family: str

@@ -25,7 +25,7 @@ OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale",
 class Drafting:
     """The options of `load` that choose the source of drafts; see there.
 
-    alone: read only the heads, not the target. beside: `draft_model` joins the MTP heads instead of replacing them.
+    alone: read only the heads, not the target. joins: `draft_model` joins the MTP heads instead of replacing them.
     """
 
     mtp: bool
@@ -33,12 +33,12 @@ class Drafting:
     mtp_overrides: dict[str, Any]
     draft_model: str | Path | None
     alone: bool = False
-    beside: bool = False
+    joins: bool = False
 
     @property
     def heads(self) -> bool:
         """Whether MTP heads are to be loaded."""
-        return self.mtp and (self.draft_model is None or self.beside)
+        return self.mtp and (self.draft_model is None or self.joins)
 
     @property
     def head_overrides(self) -> dict[str, Any]:
@@ -47,10 +47,10 @@ class Drafting:
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        for name in ("mtp_path",) if self.beside else ("draft_model", "mtp_path", "mtp_overrides"):
+        for name in ("mtp_path",) if self.joins else ("draft_model", "mtp_path", "mtp_overrides"):
             if not self.mtp and (value := getattr(self, name)) not in (None, {}):
                 raise ValueError(f"{name}={value}: not together with mtp=False")
-        if self.draft_model is not None and self.mtp_path is not None and not self.beside:
+        if self.draft_model is not None and self.mtp_path is not None and not self.joins:
             raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}")
 
 

@@ -20,7 +20,7 @@ class Stats:
     """Counters of one generation; times in seconds.
 
     drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted; also those of the
-                   drafter that replaces the heads, or drafts beside them.
+                   drafter that replaces the heads or joins them.
     drafted_by, accepted_by: the sums of these by name in plans, such as "heads" and "block".
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
     grammar_drafted, grammar_accepted: drafts that the grammar forces, or that keep the style of its separators.

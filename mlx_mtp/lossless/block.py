@@ -39,7 +39,7 @@ NORMS = {
 
 
 def block_of(model: Any) -> Block:
-    """Return a model's block drafter, also if it drafts beside MTP heads."""
+    """Return a model's block drafter, also if it drafts together with MTP heads."""
     return getattr(model.drafter, "block", model.drafter)
 
 

@@ -260,9 +260,7 @@ def conclude(model: Target, verdict: Verdict) -> None:
     for depth, share in enumerate(agreement[: max(1, heads)], 1):
         if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
-            broken.append(
-                f"{head if heads else 'the drafter'} predicts the target's token in {share:.1%} of cases"
-            )
+            broken.append(f"{head if heads else 'the drafter'} predicts the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
         expected = f"{right_ones} that are right when {named[1]} the whole text"

@@ -1,4 +1,4 @@
-"""Load a block drafter beside MTP heads: which of them is loaded, reported and counted, and what is refused."""
+"""Load a block drafter next to MTP heads: what is loaded, reported, counted and refused."""
 
 import re
 import warnings
@@ -31,7 +31,7 @@ def text(model, **options):
     return [token for token, *_ in steps]
 
 
-def test_heads_stay_beside_a_block_drafter_unless_mtp_is_false(glm):
+def test_heads_stay_next_to_a_block_drafter_unless_mtp_is_false(glm):
     directory, drafter = glm
     both, alone, heads = (
         load_model(directory, **o) for o in ({"draft_model": drafter}, {"draft_model": drafter, "mtp": False}, {})
