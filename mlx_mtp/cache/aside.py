@@ -7,7 +7,6 @@ already are overwritten by equal ones.
 from typing import Any
 
 from .absorb import MOST_UNREAD
-from .step_cache import seek
 
 
 def set_aside(cache: Any, count: int, base: int) -> None:
@@ -17,7 +16,6 @@ def set_aside(cache: Any, count: int, base: int) -> None:
     """
     if count and not cache.aside:
         first, cache.heads = cache.heads[:count], cache.heads[count:]
-        seek(first, base, base)
         cache.aside, cache.kept, cache.primed = (first, cache.kept), [], base
 
 

@@ -70,7 +70,7 @@ class Subject:
 
     def __init__(self, name: str, path):
         if name == "step3p5":
-            config = {**tiny.CONFIG, **tiny.SHORTER}
+            config = {**tiny.CONFIG, **tiny.SHORTER, "sliding_window": 16}
             self.directory = tiny.save(path / "target", config, tiny.random_weights(config))
         else:
             self.directory = families.build(name, path / "target")[0]
@@ -199,19 +199,34 @@ def test_replayed_cycles_accept_what_built_ones_do(subject, monkeypatch, name):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_both_read_a_pause(subject, monkeypatch, name):
-    """More rows than wait unread, which are read together; few are kept."""
+class Watching(Listed):
+    """Notes the largest number of rows that wait in a cache."""
+
+    cache, most = None, 0
+
+    def observe(self, cycle) -> None:
+        super().observe(cycle)
+        self.most = max(self.most, sum(rows.shape[1] for rows in self.cache.backlog))
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"), sampled(zip(NAMES, (PLAIN, BLOCK), strict=False), itertools.product(NAMES, (PLAIN, BLOCK)))
+)
+def test_both_read_a_pause(subject, monkeypatch, name, idle):
+    """More rows than wait unread, without drafts or with blocks only, are read together; few are kept."""
     s = subject(name)
     monkeypatch.setattr("mlx_mtp.cache.absorb.MOST_UNREAD", 8)
-    follow(monkeypatch, Listed(planned(s, [HEADS, BLOCK, *[PLAIN] * 14, BLOCK, HEADS, *[PLAIN] * 5, HEADS, BLOCK])))
-    cache = mlx_mtp.make_prompt_cache(s.model)
-    assert ours(s.model, PROMPT, 4, 50, prompt_cache=cache) == s.text[len(PROMPT) :][:50]
-    assert sum(rows.shape[1] for rows in cache.backlog) <= 8 + 16
+    monkeypatch.setattr("mlx_mtp.cache.aside.MOST_UNREAD", 8)
+    plans = [HEADS, BLOCK, *[idle] * (14 if idle is PLAIN else 6), BLOCK, HEADS, *[PLAIN] * 5, HEADS, BLOCK, HEADS]
+    control = Watching(planned(s, plans))
+    follow(monkeypatch, control)
+    control.cache = mlx_mtp.make_prompt_cache(s.model)
+    assert ours(s.model, PROMPT, 4, 50, prompt_cache=control.cache) == s.text[len(PROMPT) :][:50]
+    assert control.most <= 8 + 2 * 5
     s.check(least=3)
 
 
-@pytest.mark.parametrize("stop", sampled([(0, 9), (2, 12)], itertools.product(range(3), range(7, 14))))
+@pytest.mark.parametrize("stop", sampled([(0, 8), (2, 12)], itertools.product(range(3), range(7, 14))))
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_save_load_rewind_and_continue(subject, monkeypatch, tmp_path, name, stop):
     s, (first, n) = subject(name), stop
@@ -259,6 +274,7 @@ def test_a_pool_drafts_blocks_and_its_sequences_continue_alone(subject, monkeypa
 def test_the_controller_chooses_and_fixed_numbers_are_the_blocks(subject):
     s = subject("step3p5")
     assert (s.model.max_draft_tokens, s.both.others) == (15, {"heads": 3})
+    assert [c.start for c in mlx_mtp.make_prompt_cache(s.model).like_new().heads] == [0, 1, 2, 0, 0]
     text, stats = s.text[len(PROMPT) :], mlx_mtp.Stats()
     assert [t for t, *_ in mlx_mtp.generate_step(PROMPT, s.model, max_tokens=N, stats=stats)] == text
     assert stats.num_draft_tokens == 15
