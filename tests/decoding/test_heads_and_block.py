@@ -14,6 +14,7 @@ from plans import Listed, follow
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
 from mlx_mtp.decoding.drafters.block import Block
 from mlx_mtp.decoding.drafters.heads import Heads
@@ -86,8 +87,8 @@ class Subject:
         alone.drafter = ForcedHeads(alone)
         blocks = mlx_mtp.load_model(self.directory, draft_model=self.drafter, mtp=False)
         set_drafter(blocks, ForcedBlock(blocks.drafter.net))
-        models = {"heads": alone, "block": blocks}
-        self.alone = {source: self.drafts(model, self.k[source]) for source, model in models.items()}
+        self.models = {"heads": alone, "block": blocks}
+        self.alone = {source: self.drafts(model, self.k[source]) for source, model in self.models.items()}
 
     def drafts(self, model, k: int) -> dict[int, list[int]]:
         """Drafts by position, all of which are rejected."""
@@ -163,6 +164,17 @@ def test_the_drafts_of_each_are_those_that_it_makes_alone(subject, monkeypatch, 
     verified = {source: sum(c.verified for c in control.cycles if c.plan.source == source) for source in s.k}
     assert stats.drafted_by == verified
     assert sum(stats.accepted_by.values()) == sum(stats.accepted)
+
+
+def test_heads_with_windows_read_the_end_of_a_prompt_only(subject):
+    """As those that draft alone; the first positions with contents show it."""
+    s, starts = subject("step3p5"), []
+    for model in (s.models["heads"], s.model):
+        cache = mlx_mtp.make_prompt_cache(model)
+        ours(model, PROMPT, 3, 2, prompt_cache=cache)
+        starts.append([c.start for c in cache.heads][:3])
+    assert starts[0] == starts[1]
+    assert min(starts[0]) > 0
 
 
 MIXES = {
@@ -269,6 +281,28 @@ def test_a_pool_drafts_blocks_and_its_sequences_continue_alone(subject, monkeypa
         ours(s.model, text[first + 19 : first + 20], 4, 20, prompt_cache=caches[0]) == text[first + 20 : first + 40]
     )
     s.check(least=2)
+
+
+def test_few_rows_wait_in_a_pool(subject, monkeypatch):
+    """Sequences of a pool read them together, too, and draft after it as they do alone."""
+    s, most = subject("step3p5"), []
+    monkeypatch.setattr("mlx_mtp.cache.absorb.MOST_UNREAD", 8)
+    planned(s, [BLOCK])
+    control = Listed([BLOCK, *[PLAIN] * 24, BLOCK, HEADS, BLOCK])
+    monkeypatch.setattr("mlx_mtp.batch.control.Controls.control", lambda *_: control)
+    push = PromptCache.push
+    monkeypatch.setattr(PromptCache, "push", lambda c, rows: push(c, rows) or most.append(c.pending_rows))
+    prompts, found, batch = [PROMPT, s.text[: len(PROMPT) + 3]], [[], []], mlx_mtp.BatchGenerator(s.model)
+    batch.insert(prompts, [36, 36])
+    while responses := batch.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    assert found == [s.text[len(prompt) :][:36] for prompt in prompts]
+    assert 8 < max(most[len(prompts) :]) <= 8 + 16  # without the prompts
+    assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
+    for source, at, drafts in s.forced.calls:
+        for position, tokens in zip(at.tolist(), drafts.tolist(), strict=True):
+            assert tokens == s.alone[source].get(position, tokens)[: len(tokens)], (source, position)
 
 
 def test_the_controller_chooses_and_fixed_numbers_are_the_blocks(subject):
