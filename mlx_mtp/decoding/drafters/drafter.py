@@ -1,7 +1,6 @@
 """Define the interface between the decode loop and a drafter, and the inputs of a step."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -59,8 +58,8 @@ class Drafter(Protocol):
 
     source: str = "heads"
     most: int
-    others: Mapping[str, int] = MappingProxyType({})
-    spare: Mapping[str, int] = MappingProxyType({})
+    others: Mapping[str, int] = {}
+    spare: Mapping[str, int] = {}
     usual: int = 0
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
