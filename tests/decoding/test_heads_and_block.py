@@ -288,16 +288,16 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     s, most = subject("step3p5"), []
     monkeypatch.setattr("mlx_mtp.cache.absorb.MOST_UNREAD", 8)
     planned(s, [BLOCK])
-    control = Listed([BLOCK, *[PLAIN] * 24, BLOCK, HEADS, BLOCK])
+    control = Listed([BLOCK, *[PLAIN] * 40, BLOCK, HEADS, BLOCK])
     monkeypatch.setattr("mlx_mtp.batch.control.Controls.control", lambda *_: control)
     push = PromptCache.push
     monkeypatch.setattr(PromptCache, "push", lambda c, rows: push(c, rows) or most.append(c.pending_rows))
     prompts, found, batch = [PROMPT, s.text[: len(PROMPT) + 3]], [[], []], mlx_mtp.BatchGenerator(s.model)
-    batch.insert(prompts, [36, 36])
+    batch.insert(prompts, [52, 52])
     while responses := batch.next_generated():
         for response in responses:
             found[response.uid].append(response.token)
-    assert found == [s.text[len(prompt) :][:36] for prompt in prompts]
+    assert found == [s.text[len(prompt) :][:52] for prompt in prompts]
     assert 8 < max(most[len(prompts) :]) <= 8 + 16  # without the prompts
     assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
     for source, at, drafts in s.forced.calls:
