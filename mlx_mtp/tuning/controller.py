@@ -123,7 +123,7 @@ class Controller:
         others = [c for c in choices if c.plan.source in sources and c.risk <= spare]
         if not best.plan.k or best.plan.source not in self.own or not others or spare < ALLOWANCE / 2:
             return best
-        other = max(others, key=lambda c: c.rate)
+        other = max(others, key=lambda c: (c.plan.k, c.rate))
         if costs.retry_at.get(kind := other.plan.kind(0), 0.0) > costs.elapsed:
             return best
         costs.retry_at[kind] = costs.elapsed + other.steps / EARNED

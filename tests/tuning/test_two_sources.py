@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from sweep import sampled
 
 from mlx_mtp.tuning.controller import Controller
 from mlx_mtp.tuning.plan import PLAIN, Cycle, Plan
@@ -45,7 +46,7 @@ def share(cycles, source: str, first: int = 0, end: int = TOKENS) -> float:
 BOTH = {"max_drafts": 15, "others": {"heads": 3}}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
 @pytest.mark.parametrize(
     ("block", "heads", "better"), [(0.85, 0.7, "block"), (0.3, 0.75, "heads"), (0.6, 0.95, "heads")]
 )
@@ -59,7 +60,7 @@ def test_the_better_source_is_used(block, heads, better, seed):
     assert rate > 0.95 * alone
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
 def test_a_source_that_becomes_better_is_used_again(seed):
     """Blocks are right in every second third of the text only; the heads always in three of four cases."""
     third = TOKENS // 3
@@ -73,7 +74,7 @@ def test_a_source_that_becomes_better_is_used_again(seed):
     assert share(cycles, "block", 2 * third + third // 2) < 0.1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
 def test_two_useless_sources_cost_no_more_than_one(seed):
     rate, cycles = decode(lambda at: {"block": 0.03, "heads": 0.03}, seed, **BOTH)
     assert rate > 0.97
