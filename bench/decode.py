@@ -69,7 +69,7 @@ def with_useless_heads(model, path: Path):
 
 
 def with_drafter(path: Path, name: str) -> list[Loop]:
-    """Return loops with the drafter `name` instead of heads: its maximum of drafts, adaptive, and compiled."""
+    """Return loops with the drafter `name`: its maximum of drafts, adaptive (with heads, too), and compiled."""
     models = [mlx_mtp.load(path, draft_model=name)[0] for _ in range(2)]  # costs are stored with a model
     for model in models:
         reset_costs(model)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..cache.drafting import is_chained
+from ..cache.absorb import push_read
+from ..cache.drafting import chained_caches
 from ..cache.mark import Mark
 from ..cache.pool import Pool
 from ..cache.prompt_cache import SPILL, PromptCache
@@ -223,8 +224,7 @@ class Group:
 
     def _misses_many(self, pool: Pool, k: int) -> bool:
         """Return whether the drafter must read the rows that it misses before a step with k + 1 more."""
-        depths = len(pool.heads) if is_chained(self.model) else 1
-        return misses_too_many(pool, 1 + k + depths)
+        return misses_too_many(pool, 1 + k + max(1, chained_caches(self.model, len(pool.heads))))
 
     def _unread_rows(self, pool: Pool, active: list[Sequence]) -> int:
         """Return the number of rows that the drafter must read before it drafts.
@@ -321,7 +321,7 @@ class Group:
         if cycle.run.size > 1:
             self._distribute_rows()
             for row, s in active:
-                s.cache.push(cycle.run.hidden[row : row + 1, : s.next_base - s.base])
+                push_read(s.cache, cycle.run.hidden[row : row + 1, : s.next_base - s.base], s.history.tokens)
             return
         if not self.unread:
             self.readers = active
@@ -334,8 +334,8 @@ class Group:
         rows, readers = mx.concatenate(self.unread, axis=1), self.readers
         self.unread, self.readers = [], []
         for row, sequence in readers:
-            sequence.cache.push(rows[row : row + 1])
-        mx.async_eval([sequence.cache.backlog for _, sequence in readers])
+            push_read(sequence.cache, rows[row : row + 1], sequence.history.tokens)
+        mx.async_eval([sequence.cache.arrays for _, sequence in readers])
 
     def _read(self, cycle: PoolCycle, ahead: PoolCycle | None) -> list[Response]:
         """Wait for a cycle and return its tokens; the last response of a finished sequence has its cache.

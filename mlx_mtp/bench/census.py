@@ -162,7 +162,7 @@ def dense_bytes(model: Any, k: int) -> tuple[int, int]:
     target = sum(own_bytes(m) for name, m in modules if not name.startswith(("mtp.", "drafter.")))
     target += own_bytes(unembedding) if isinstance(unembedding, EMBEDDINGS) else 0
     heads, drafts = 0, k if len(model.mtp) == 1 else 1
-    for depth, head in enumerate(model.mtp[:k]):
+    for depth, head in enumerate(model.mtp[:k] if model.drafter is None else ()):
         inside = [m for name, m in modules if name.startswith(f"mtp.{depth}.") and name != f"mtp.{depth}.head"]
         heads += drafts * sum(map(own_bytes, (head, *inside, model.unembedding(depth))))
         heads -= (drafts - 1) * (own_bytes(head.fc) if "fc" in head else 0)  # reads the target's rows, once a cycle

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from .drafting import reads_hidden
 from .layer_cache import CacheKind
 
@@ -21,7 +23,12 @@ def reach_of(model: Any, windows: Sequence[CacheKind]) -> int | None:
     0 without heads. None if it is not limited: if a head has no window, or the drafter absorbs rows or reads tokens
     only.
     """
-    if is_absorbing(model) or not reads_hidden(model) or not all(isinstance(window, int) for window in windows):
+    return None if is_absorbing(model) or not reads_hidden(model) else window_reach(windows)
+
+
+def window_reach(windows: Sequence[CacheKind]) -> int | None:
+    """Return the sum of windows, at most AT_FIRST; None if one of them is not a window of positions."""
+    if not all(isinstance(window, int) for window in windows):
         return None
     return min(AT_FIRST, sum(window for window in windows if isinstance(window, int)))
 
@@ -34,12 +41,21 @@ def most_unread(cache: Any) -> int | None:
     return MOST_UNREAD if is_absorbing(cache.model) else cache.reach
 
 
-def absorb(cache: Any) -> None:
+def absorb(cache: Any, tokens: Any) -> bool:
     """Let an absorbing drafter read the pending rows of a prompt cache but the newest, if they exceed MOST_UNREAD.
 
-    Nothing happens for other drafters.
+    Returns whether it did. No later rollback may be to a position before these rows, nor to an older mark. tokens: of
+    the sequence, at least up to that of the newest row.
     """
     pending = sum(rows.shape[1] for rows in cache.backlog)
-    if pending > MOST_UNREAD and is_absorbing(cache.model):
-        end = cache.primed + pending - 1
-        cache.model.drafter.read(cache.model, cache, range(end + 1), cache.primed, end, step=end)
+    if pending <= MOST_UNREAD or cache.live or not is_absorbing(cache.model):
+        return False
+    end = cache.primed + pending - 1
+    cache.model.drafter.read(cache.model, cache, tokens, cache.primed, end, step=end)
+    return True
+
+
+def push_read(cache: Any, hidden: mx.array, tokens: Any) -> None:
+    """Append hidden rows to a prompt cache's backlog, and `absorb` it: these rows are never rolled back."""
+    cache.push(hidden)
+    absorb(cache, tokens)

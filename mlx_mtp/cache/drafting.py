@@ -5,12 +5,18 @@ from typing import Any
 import mlx.core as mx
 
 
-def is_chained(model: Any) -> bool:
-    """Return whether the model's drafter has heads that read each other's outputs (`Drafter.chained`).
+def chained_caches(model: Any, caches: int) -> int:
+    """Return the number of chained ones (`Drafter.chained`), which are the first, of a drafter's `caches` caches.
 
-    MTP heads, and a model without a drafter object, count as chained.
+    All those of MTP heads, and of a model without a drafter object.
     """
-    return getattr(getattr(model, "drafter", None), "chained", True)
+    return min(caches, getattr(getattr(model, "drafter", None), "chained", caches))
+
+
+def starts_of(model: Any, caches: int) -> list[int]:
+    """Return the first position of each of a drafter's `caches` caches: chained ones begin one after the other."""
+    chained = chained_caches(model, caches)
+    return [depth if depth < chained else 0 for depth in range(caches)]
 
 
 def reads_hidden(model: Any) -> bool:
@@ -24,10 +30,10 @@ def reads_hidden(model: Any) -> bool:
 def no_kept(model: Any, heads: int) -> list[mx.array]:
     """Return `PromptCache.kept` before the first row; [] without heads. heads: number of the drafter's caches.
 
-    Chained: one row of zeros [1, 1, H] per cache but the last; else the drafter's `no_kept`.
+    With chained caches one row of zeros [1, 1, H] per such cache but the last; else the drafter's `no_kept`.
     """
-    if is_chained(model):
-        return [model.no_hidden() for _ in range(heads - 1)]
+    if chained := chained_caches(model, heads):
+        return [model.no_hidden() for _ in range(chained - 1)]
     return [*model.drafter.no_kept] if heads else []
 
 
@@ -40,11 +46,13 @@ def pending(model: Any, hidden: mx.array) -> mx.array:
     return drafter.pending(hidden) if drafter else hidden
 
 
-def drafting_part(model: Any) -> Any:
-    """Return the module whose `NO_KV_BITS` and `head_dim` describe the drafter's keys and values.
+def drafting_parts(model: Any) -> list[Any]:
+    """Return the modules whose `NO_KV_BITS` and `head_dim` describe the drafter's keys and values.
 
-    The drafter's network; the drafter itself if it has no `net`; without a drafter the first MTP head, or the model
-    itself if it has none.
+    The drafter's networks; the drafter itself if it has neither `nets` nor `net`; without a drafter the first MTP
+    head, or the model itself if it has none.
     """
     drafter = getattr(model, "drafter", None)
-    return getattr(drafter, "net", drafter) or (model.mtp[0] if model.mtp else model)
+    if drafter is None:
+        return [model.mtp[0] if model.mtp else model]
+    return [*getattr(drafter, "nets", (getattr(drafter, "net", drafter),))]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .drafting import drafting_part
+from .drafting import drafting_parts
 from .growing import LinearKVCache, QuantizedLinearKVCache
 from .layer_cache import CachedModel, CacheKind, LayerCache, OncePerPass
 from .mlx_lm_caches import MlxLmCaches
@@ -75,13 +75,14 @@ def check_layout(
     for name, bits in (("kv_bits", kv_bits), ("mtp_kv_bits", mtp_kv_bits)):
         if bits not in (None, 2, 3, 4, 5, 6, 8):
             raise ValueError(f"{name}={bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
-        part = drafting_part(model) if name == "mtp_kv_bits" else model
-        if bits is not None and (why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS)):
-            raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
-        head_dim = 0 if bits is None else getattr(part, "head_dim", None) or model.args.head_dim
-        if head_dim % kv_group_size:
-            fits = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0) or f"none; leave out {name}"
-            raise ValueError(f"kv_group_size={kv_group_size}: allowed for the head size {head_dim} are {fits}")
+        for part in () if bits is None else drafting_parts(model) if name == "mtp_kv_bits" else [model]:
+            if why := getattr(part, "NO_KV_BITS", model.NO_KV_BITS):
+                raise ValueError(f"{name}={bits}: not with {why}; allowed is None")
+            head_dim = getattr(part, "head_dim", None) or model.args.head_dim
+            if head_dim % kv_group_size:
+                fitting = [str(size) for size in GROUP_SIZES if head_dim % size == 0]
+                fits = ", ".join(fitting) or f"none; leave out {name}"
+                raise ValueError(f"kv_group_size={kv_group_size}: allowed for the head size {head_dim} are {fits}")
     if max_kv_size is not None and max_kv_size < 1:
         raise ValueError(f"max_kv_size={max_kv_size}: allowed is 1 or more")
     if max_kv_size is not None and MlxLmCaches in model.windows():
@@ -95,3 +96,17 @@ def group_size_for(model: CachedModel) -> int:
     """
     head_dim = getattr(getattr(model, "args", None), "head_dim", None) or 64  # latent attention is not quantized
     return next((size for size in (64, 32) if head_dim % size == 0), 64)
+
+
+def layout_of(cache: Any) -> dict[str, int | None]:
+    """Return a prompt cache's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size."""
+    due = cache.quantizing
+    target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (cache.layers, cache.heads))
+    pairs = zip(cache.model.windows(), cache.layers, strict=True)
+    rings = [c.window for window, c in pairs if window is None and c.window]
+    return {
+        "kv_bits": due.bits if due else target[0]["bits"] if target else None,
+        "mtp_kv_bits": draft[0]["bits"] if draft else None,
+        "kv_group_size": due.group_size if due else next((c["group_size"] for c in (*target, *draft)), None),
+        "max_kv_size": next(iter(rings), None),
+    }

@@ -18,7 +18,8 @@ class Quantizing:
 class Mark:
     """A recorded state of a PromptCache; references to arrays, nothing is copied.
 
-    length: number of tokens held. live, primed, kept, backlog, quantizing: those fields of the PromptCache.
+    length: number of tokens held. live, primed, kept, backlog, heads, aside, quantizing: those fields of the
+        PromptCache.
     held:   (cache, parts, start) of the target's recurrent states; in a snapshot of all recurrent states and rings:
         a lower offset does not restore these. The first later write to such a ring copies it.
     caches: (cache, offset, limit, parts) of all caches, which then are not written in place. None in a snapshot and
@@ -30,6 +31,8 @@ class Mark:
     primed: int
     kept: list[mx.array]
     backlog: list[mx.array]
+    heads: list
+    aside: tuple[list, list[mx.array]] | None
     held: list[tuple]
     caches: list[tuple] | None
     quantizing: Quantizing | None

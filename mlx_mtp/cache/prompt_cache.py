@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine.stream import in_turn
-from .absorb import absorb, reach_of
-from .drafting import is_chained, no_kept, pending
-from .kinds import check_layout, from_configs, group_size_for, make_caches
+from .absorb import reach_of
+from .aside import reunite
+from .drafting import chained_caches, no_kept, pending, starts_of
+from .kinds import check_layout, from_configs, group_size_for, layout_of, make_caches
 from .layer_cache import CONTEXTS, CachedModel, LayerCache
 from .mark import Mark, Quantizing
 from .mlx_lm_caches import ListOfOne
@@ -56,6 +57,7 @@ class PromptCache(StepCache, ListOfOne):
     live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
     backlog: `drafting.pending` rows that the heads have not read and need, up to the last position held.
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
+    aside:   the drafter's first caches and their `kept`, while it drafts without them (`aside.py`); None at rest.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
     model:   the model whose state this is.
     adapter: digest of the adapter that its tokens were read with, "" for none, None before a generation.
@@ -72,7 +74,7 @@ class PromptCache(StepCache, ListOfOne):
         self.kept = kept
         self.quantizing: Quantizing | None = None
         self.quantized: Quantizing | None = None  # the request that has been carried out
-        self.live = False
+        self.live, self.aside = False, None
         self.adapter: str | None = None
         self.prefix: PromptPrefix | None = None
         self._reserved = 0
@@ -89,7 +91,7 @@ class PromptCache(StepCache, ListOfOne):
     @property
     def caches(self) -> list[LayerCache]:
         """The target's caches, then the heads'."""
-        return [*self.layers, *self.heads]
+        return [*self.layers, *(self.aside[0] if self.aside else ()), *self.heads]
 
     def copy(self) -> "PromptCache":
         """Return an independent cache with the same contents; only between generations."""
@@ -102,7 +104,8 @@ class PromptCache(StepCache, ListOfOne):
     @in_turn()
     def like_new(self) -> "PromptCache":
         """Return an empty cache of the same layout; layers that have been quantized start quantized."""
-        heads = [{**c.empty_config, "start": depth * is_chained(self.model)} for depth, c in enumerate(self.heads)]
+        starts = starts_of(self.model, len(self.heads))
+        heads = [{**c.empty_config, "start": start} for c, start in zip(self.heads, starts, strict=True)]
         layers = from_configs([c.empty_config for c in self.layers])
         new = PromptCache(self.model, layers, from_configs(heads), self.reach, no_kept(self.model, len(heads)))
         new.quantizing = self.quantizing
@@ -111,16 +114,7 @@ class PromptCache(StepCache, ListOfOne):
     @property
     def layout(self) -> dict[str, int | None]:
         """This layout's kv_bits, mtp_kv_bits, kv_group_size and max_kv_size, as `make_prompt_cache` takes them."""
-        due = self.quantizing
-        target, draft = ([c.config for c in caches if "bits" in c.config] for caches in (self.layers, self.heads))
-        pairs = zip(self.model.windows(), self.layers, strict=True)
-        rings = [c.window for window, c in pairs if window is None and c.window]
-        return {
-            "kv_bits": due.bits if due else target[0]["bits"] if target else None,
-            "mtp_kv_bits": draft[0]["bits"] if draft else None,
-            "kv_group_size": due.group_size if due else next((c["group_size"] for c in (*target, *draft)), None),
-            "max_kv_size": next(iter(rings), None),
-        }
+        return layout_of(self)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -147,7 +141,6 @@ class PromptCache(StepCache, ListOfOne):
         self.backlog.append(pending(self.model, hidden))
         if len(self.backlog) > SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)]
-        absorb(self)
         excess = self._pending - (self.reach or math.inf)
         if excess >= SPILL:
             self.backlog = [mx.concatenate(self.backlog, axis=1)[:, int(excess) :]]
@@ -177,8 +170,9 @@ class PromptCache(StepCache, ListOfOne):
     def pause_heads(self, base: int) -> None:
         """Stop the drafter at position `base`; if it was live, it has read all earlier ones."""
         if self.live:
-            self.live, self.primed = False, base
-            seek(self.heads, base, base)
+            self.live, self.primed = False, self.primed if self.aside else base
+            reunite(self)
+            seek(self.heads, self.primed, self.primed)
 
     def to_device(self) -> None:
         """Move the target's position to the device, where it can be rolled back."""
@@ -193,7 +187,7 @@ class PromptCache(StepCache, ListOfOne):
 
     def advance(self, base: int) -> None:
         """Note that a run begins at position `base`: heads that are live have read all earlier positions."""
-        if self.live:
+        if self.live and not self.aside:
             self.primed = base
 
     @property
@@ -225,7 +219,7 @@ class PromptCache(StepCache, ListOfOne):
 
     def _marked(self, held: list, caches: list[tuple] | None) -> Mark:
         parts = [(c, c.parts, c.start) for c in held]
-        heads = self.live, self.primed, self.kept, list(self.backlog)
+        heads = self.live, self.primed, self.kept, list(self.backlog), self.heads, self.aside
         return Mark(self.offset, *heads, parts, caches, self.quantizing)
 
     def restore(self, mark: Mark) -> None:
@@ -235,6 +229,7 @@ class PromptCache(StepCache, ListOfOne):
         positions (`settle`), and later rows stay in the buffers to be overwritten. `tokens` never change here.
         """
         self.live, self.primed, self.kept, self.backlog = mark.live, mark.primed, mark.kept, list(mark.backlog)
+        self.heads, self.aside = mark.heads, mark.aside
         self.restore_states(mark)
         if mark.caches is not None:
             for c, offset, limit, parts in mark.caches:
@@ -303,6 +298,7 @@ class PromptCache(StepCache, ListOfOne):
     def settle(self, tokens: list[int]) -> None:
         """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""
         self.tokens, self.live = tokens, False
+        reunite(self)
         seek(self.layers, len(tokens), len(tokens))
         seek(self.heads, self.primed, self.primed)
 
@@ -332,16 +328,15 @@ def make_prompt_cache(
     check_layout(model, kv_bits, mtp_kv_bits, kv_group_size, max_kv_size)
     full = None if max_kv_size is None else Ring(max_kv_size, keep=min(SINKS, max_kv_size - 1))
     windows, heads = [window or full for window in model.windows()], model.head_windows()
-    chained = is_chained(model)
-    if num_draft_tokens is not None:
-        heads = heads[:num_draft_tokens] if chained or not num_draft_tokens else heads
+    if num_draft_tokens is not None and (not num_draft_tokens or chained_caches(model, len(heads)) == len(heads)):
+        heads = heads[:num_draft_tokens]
     later = kv_bits is not None and quantized_kv_start > 0
     target = {"bits": None if later else kv_bits, "group_size": kv_group_size}
     draft = {"bits": mtp_kv_bits, "group_size": kv_group_size}
     cache = PromptCache(
         model,
         make_caches(windows, starts=[0] * len(windows), **target),
-        make_caches(heads, starts=[depth * chained for depth in range(len(heads))], **draft),
+        make_caches(heads, starts=starts_of(model, len(heads)), **draft),
         reach_of(model, heads),
         no_kept(model, len(heads)),
     )

@@ -1,5 +1,7 @@
 """Attach a block drafter to its target: check that both match, and choose the type of its activations."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.drafters.block import Block
+from ..decoding.drafters.heads import Heads
+from ..decoding.drafters.heads_and_block import HeadsAndBlock
 from ..decoding.graph_memory import nbytes
+from ..decoding.options import default_draft_tokens
 from ..layers.block_drafter import BlockNetwork
 from ..machine.device import has_bfloat16
 from .parameters import check_numbers, named, origin, same
@@ -32,11 +37,28 @@ def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
     _tie(model, net)
     net.set_dtype(_activations(model, net))
     net.eval()
-    set_drafter(model, Block(net))
+    set_drafter(model, with_heads(model, Block(net)))
     return f"{path}, reading the target after layers {', '.join(map(str, net.shape.taps))}"
 
 
-def set_drafter(model: Any, drafter: Block) -> None:
+def with_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
+    """Return the drafter of a model with a block drafter: with its MTP heads, if it has any."""
+    heads = Heads.of(model)
+    return HeadsAndBlock(model, heads, block, default_draft_tokens(model)) if heads else block
+
+
+@contextmanager
+def counted(model: Any, net: Any) -> Generator[None, None, None]:
+    """Give the model the block drafter `net`, lazily, inside the block; another kind of network has no effect."""
+    try:
+        if isinstance(net, BlockNetwork):
+            set_drafter(model, with_heads(model, Block(net)))
+        yield
+    finally:
+        model.drafter = None
+
+
+def set_drafter(model: Any, drafter: Block | HeadsAndBlock) -> None:
     """Set the model's drafter, whose parameters then count among the model's."""
     model.drafter = drafter
     model["drafter"] = drafter.net  # the attribute above is no module

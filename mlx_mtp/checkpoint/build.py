@@ -18,7 +18,6 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from ..decoding.graph_memory import nbytes
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
 from ..layers.mtp_spec import MTPSpec
@@ -30,7 +29,7 @@ from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
-from .block_drafter import attach_block
+from .block_drafter import attach_block, counted
 from .check_files import check_complete
 from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
@@ -41,7 +40,7 @@ from .parameters import check_codes, check_numbers, expected, named, origin, sam
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
-from .report import lm_heads, make_report
+from .report import drafting_bytes, lm_heads, make_report
 from .separate_heads import is_split
 from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
 
@@ -73,8 +72,9 @@ def load_port(
         model.runtime.ranks = ranks
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
+    opened = None if drafting.draft_model is None else _open_for(model, drafting)
     if not lazy:
-        with naming_config(path):
+        with naming_config(path), counted(model, opened and opened[0].mtp[0]):
             budget.check(model, path)
         heads = {name: stored.pop(name) for name in list(stored) if name.startswith("mtp.")}
         if ranks:
@@ -84,14 +84,14 @@ def load_port(
         model.runtime.untested = partial(_read_heads, model, contents, heads)
     check_norms(model, contents, raw)
     source, ignored = contents.source, contents.ignored
-    if drafting.draft_model is not None:
-        source, unused = attach_drafter(model, drafting.draft_model, drafting.mtp_overrides)
-        _tie(model)
+    if opened:
+        source, unused = _attach(model, *opened)
         ignored += unused
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
-    facts: dict[str, Any] = {"source": source, "norms": norms, "ignored": ignored, "expanded": expanded}
-    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, **facts)
+    joined = contents.source if opened and contents.depths else ""
+    facts: dict[str, Any] = {"source": source, "heads_source": joined, "norms": norms, "ignored": ignored}
+    model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, expanded=expanded, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"
         warnings.warn(f"{path}: {found}", stacklevel=4)
@@ -222,7 +222,7 @@ def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     check_numbers(stored, partial(origin, model, contents))
     check_codes(model, partial(origin, model, contents), heads=True)
     _tie(model)
-    model.runtime.note(head_bytes=nbytes(model.mtp), lm_head=lm_heads(model.mtp))
+    model.runtime.note(head_bytes=drafting_bytes(model), lm_head=lm_heads(model.mtp))
 
 
 def check_vectors(model: Any, contents: Contents) -> None:
@@ -250,16 +250,18 @@ def _tie(model: Any) -> None:
                 head.pop(name)
 
 
-def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Attach an external drafter; return (its source for the report, names of its unused tensors).
-
-    It replaces the model's heads; a block drafter becomes `model.drafter`. Its weights are read and checked. A hub
-    name is downloaded. overrides: values of its spec. ValueError if there is no drafter, or it does not fit the
-    target.
-    """
-    path = resolve(path_or_hf_repo)
+def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents, Path]:
+    """Return a target's external drafter, downloaded if needed: (model with lazy weights, tensors, directory)."""
+    path = resolve(drafting.draft_model)  # type: ignore[arg-type] - not None
     layers, size = model.args.num_hidden_layers, model.model.norm.weight.size
-    _, drafter, contents = _open_drafter(path, layers, size, overrides)
+    return *_open_drafter(path, layers, size, drafting.mtp_overrides)[1:], path
+
+
+def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Attach an opened external drafter; return (its source for the report, names of its unused tensors).
+
+    It replaces the heads; a block drafter joins them. Its weights are read. ValueError if it does not fit the target.
+    """
     if isinstance(drafter.mtp[0], BlockNetwork):
         return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
@@ -267,6 +269,7 @@ def attach_drafter(model: Any, path_or_hf_repo: str | Path, overrides: dict[str,
     drafter.set_dtype(model.model.norm.weight.dtype)
     drafter.eval()
     model.spec, model.mtp = drafter.spec, drafter.mtp
+    _tie(model)
     return f"{path}, reading the target after layers {', '.join(map(str, model.spec.capture))}", contents.ignored
 
 
@@ -316,6 +319,11 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents
+
+
+def joins_heads(path: Path) -> bool:
+    """Return whether a directory contains a drafter that drafts next to MTP heads; False also if it is damaged."""
+    return is_drafter(path) and not is_split(path) and _read_drafter(path)[2].JOINS_HEADS
 
 
 def is_drafter(path: Path) -> bool:

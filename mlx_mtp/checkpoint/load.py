@@ -30,13 +30,14 @@ from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
-from .build import load_port
+from .build import joins_heads, load_port
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .load_plain import load_plain
+from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
@@ -79,13 +80,13 @@ def load(
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not
         tried. An external drafter that is no small model is read and checked nevertheless.
-    mtp: False neither loads nor allocates the heads.
+    mtp: False neither loads nor allocates the heads; a block drafter as `draft_model` then drafts alone.
     mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
     mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
-        a family's wiring.
-    draft_model: directory or hub name of an external drafter that replaces the checkpoint's heads: EAGLE-3, DFlash,
-        DFlash2, DSpark, MTP heads that mlx-vlm split off, or a small model with the target's tokens. "demo-block" is
-        the demo's block drafter.
+        a family's wiring; with `draft_model` those of the drafter.
+    draft_model: directory or hub name of an external drafter. A block drafter (DFlash, DFlash2, DSpark) joins the
+        heads; EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
+        "demo-block" is the demo's block drafter.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
@@ -195,6 +196,8 @@ def _tokenizer_for(
 def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
+    drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
+    drafting = replace(drafting, joins=drafter is not None and joins_heads(drafter))
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
@@ -205,7 +208,6 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
     else:
-        drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
         if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
         elif drafter and is_small_model(drafter):
@@ -217,7 +219,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         number_rows(model.modules())
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
-        if drafting.heads and not model.mtp:
+        if drafting.heads and not model.mtp and not model.drafter:
             warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
@@ -282,7 +284,7 @@ def _reduce(model: Any, vocab: DraftVocab, tokenizer: Any, *, lazy: bool) -> Non
         raise ValueError(f"draft_vocab={vocab.source}: the model has no heads that draft; allowed is None")
     vocab.check(model.vocab_size, tokenizer)
     rows, before = reduce_heads(model, vocab.tokens), model.report.head_bytes
-    after = nbytes(model.mtp)
+    after = drafting_bytes(model)
     model.runtime.note(head_bytes=after, drafted_from=rows, saved_bytes=before - after)
     if not lazy:
         mx.eval([head.parameters() for head in model.mtp])  # frees the other rows

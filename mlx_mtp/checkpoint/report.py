@@ -35,6 +35,7 @@ class Report:
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of a drafter that replaces heads, else ""; head_bytes and head_quantization are then its own.
+    heads_source: where the heads are that draft next to the drafter, else ""; head_bytes then counts both.
     """
 
     family: str
@@ -61,6 +62,7 @@ class Report:
     not_exact: tuple[str, ...] = ()
     prefill_chunk: int | None = None
     drafter: str = ""
+    heads_source: str = ""
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
@@ -70,14 +72,15 @@ class Report:
         whole, exact = ", by its whole LM head" * bool(before), ", ".join(self.not_exact)
         few = f"; few: {ADVICE}" if self.agreement and self.agreement[-1][1] < USUAL_AGREEMENT else ""
         change = "less" if self.saved_bytes >= 0 else "more for a copy of their rows"
+        drafts = self.heads or self.drafter
         wrap = textwrap.TextWrapper(COLUMNS - 11, subsequent_indent="    ", break_on_hyphens=False).wrap
         lines = [line for kernel in self.kernels for line in wrap(kernel)]
         return table(
             ("family", f"{self.family}, {self.layers} layers"),
             ("target", self.target_bytes and f"{size(self.target_bytes)}, {self.target_quantization}"),
             ("drafter", self.drafter and f"{self.drafter}, {self.source}"),
-            ("MTP heads", not self.drafter and f"{found}, {self.source}"),
-            ("drafter" if self.drafter else "heads", (self.heads or self.drafter) and parts),
+            ("MTP heads", (self.heads or not self.drafter) and f"{found}, {self.heads_source or self.source}"),
+            ("drafting" if self.heads_source else "drafter" if self.drafter else "heads", parts if drafts else ""),
             ("LM heads", self.heads and self.lm_head),
             ("adapters", self.adapter or ", ".join(name for name, _ in self.adapters)),
             ("self-test", shares and f"the first head agrees with the target{adapted} on {shares}{whole}{few}"),
@@ -122,7 +125,7 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
     modules = dict(model.named_modules())
     heads = {path: m for path, m in modules.items() if path.startswith(tuple(f"{name}." for name in DRAFTING))}
     target = {path: m for path, m in modules.items() if path not in heads}
-    head_bytes = nbytes([model.get(name, []) for name in DRAFTING])
+    head_bytes = drafting_bytes(model)
     return Report(
         family=config.get("model_type", "a drafter"),
         layers=len(model.layers),
@@ -136,6 +139,11 @@ def make_report(model: Any, config: dict, **load: Any) -> Report:
         drafter=getattr(getattr(model, "drafter", None), "summary", ""),
         **load,
     )
+
+
+def drafting_bytes(model: Any) -> int:
+    """Return the bytes of the parts of a model that draft: its MTP heads and its drafter."""
+    return nbytes([model.get(name, []) for name in DRAFTING])
 
 
 def declared_heads(config: dict) -> int | None:

@@ -25,7 +25,7 @@ OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".q_scale", ".k_scale",
 class Drafting:
     """The options of `load` that choose the source of drafts; see there.
 
-    alone: read only the heads, not the target.
+    alone: read only the heads, not the target. joins: `draft_model` joins the MTP heads instead of replacing them.
     """
 
     mtp: bool
@@ -33,18 +33,24 @@ class Drafting:
     mtp_overrides: dict[str, Any]
     draft_model: str | Path | None
     alone: bool = False
+    joins: bool = False
 
     @property
     def heads(self) -> bool:
         """Whether MTP heads are to be loaded."""
-        return self.mtp and self.draft_model is None
+        return self.mtp and (self.draft_model is None or self.joins)
+
+    @property
+    def head_overrides(self) -> dict[str, Any]:
+        """`mtp_overrides`, if it is for the MTP heads and not for `draft_model`."""
+        return self.mtp_overrides if self.draft_model is None else {}
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        for name in ("draft_model", "mtp_path", "mtp_overrides"):
+        for name in ("mtp_path",) if self.joins else ("draft_model", "mtp_path", "mtp_overrides"):
             if not self.mtp and (value := getattr(self, name)) not in (None, {}):
                 raise ValueError(f"{name}={value}: not together with mtp=False")
-        if self.draft_model is not None and self.mtp_path is not None:
+        if self.draft_model is not None and self.mtp_path is not None and not self.joins:
             raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}")
 
 
@@ -134,7 +140,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
         but = f"but of depth {max(depths)}, such as {name}; all depths are needed"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
-    spec = spec.override(drafting.mtp_overrides).resolve([path for _, path in places.values()])
+    spec = spec.override(drafting.head_overrides).resolve([path for _, path in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
     if spec.topology == "recycle":  # only the first head is recycled

@@ -159,7 +159,11 @@ model_options = options(
         help="Directory of LoRA adapters of mlx-lm or PEFT; repeatable: `serve` uses the one that a request names, "
         "other commands add them up.",
     ),
-    option("--mtp/--no-mtp", default=True, help="Load the MTP heads and draft with them."),
+    option(
+        "--mtp/--no-mtp",
+        default=True,
+        help="Load the MTP heads and draft with them. With a block drafter: draft with both, or with it alone.",
+    ),
     option(
         "--draft-model",
         help="Directory or Hugging Face repository of a block drafter, EAGLE-3 or a small model, or demo-block.",
@@ -291,7 +295,7 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     Raises UsageError or BadParameter for options that do not fit together or with the tokenizer, and all errors of
     `load`. --cache-limit then holds until the command ends.
     """
-    if not flags["mtp"] and flags["num_draft_tokens"]:
+    if not flags["mtp"] and flags["draft_model"] is None and flags["num_draft_tokens"]:
         raise click.UsageError(f"--num-draft-tokens {flags['num_draft_tokens']} needs heads, but --no-mtp loads none")
     if flags["model"] is None and not flags["quiet"]:
         click.echo("No --model given: using the demo, a tiny Step-3.5 trained on Python's docs.", err=True)

@@ -41,7 +41,7 @@ def verify_lossless(**flags: Any) -> None:
     Exit codes: 0 if lossless, 1 if output diverged, heads are wired wrongly or something failed, 2 for a wrong
     command line.
     """
-    if not flags["mtp"] or flags["num_draft_tokens"] == 0:
+    if not (flags["mtp"] or flags["draft_model"]) or flags["num_draft_tokens"] == 0:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
     from ..lossless.tasks import answer_all, read_tasks

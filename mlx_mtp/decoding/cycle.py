@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.absorb import absorb
+from ..cache.aside import end_aside, set_aside
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import TROUBLE, newly_refused
 from ..tuning.plan import Cycle, Plan
@@ -121,8 +123,9 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
     plan = d.control.plan(matched, d.pending_rows)
     if max_drafts < plan.k:
         plan = replace(plan, k=int(max_drafts)) if max_drafts else Plan()
+    end_aside(cache, base, d.drafters[plan.source].spare.get(plan.source, 0) if plan.k else 0)
     if not plan.k or cache.live or not (drafter := d.drafters[plan.source]).in_step:
-        return Flight(plan, last.after, matched)
+        return Flight(plan, cache.mark() if absorb(cache, d.history.tokens) else last.after, matched)
     rows = drafter.behind(cache)
     drafter.read(d.model, cache, d.history.tokens, base - rows, base, step=d.chunk)
     return Flight(plan, cache.mark(), matched, rows)
@@ -136,6 +139,7 @@ def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> 
     cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)
+        set_aside(cache, frame.drafter.spare.get(plan.source, 0), base)
     else:
         cache.pause_heads(base)
     frame, run, replay = compiled.find(frame, run, d.stats) if compiled else (frame, run, None)
@@ -182,7 +186,7 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     if new.passed:
         new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed)
     start(d, new.run)
-    if not d.cache.live:
+    if d.cache.aside or not d.cache.live:
         whole = last.accepted + 1 == last.run.size
         d.cache.push(last.run.hidden if whole else last.run.hidden[:, : last.accepted + 1])
     new.base = last.base + last.accepted + 1

@@ -109,7 +109,8 @@ def control_for(
     """
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
-        known, how = costs.recall(replayed=_replayed(compiled)), {"source": source_of(model), "growth": costs.growth}
+        known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
+        how = {"source": source_of(model), "others": others, "growth": costs.growth}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
 
@@ -118,6 +119,12 @@ def source_of(model: Target) -> str:
     """Return the name of a model's drafter in plans; without a drafter the default of `Plan`."""
     drafter = drafter_of(model)
     return drafter.source if drafter else Plan().source
+
+
+def others_of(model: Target, k: int) -> dict[str, int]:
+    """Return the other names of a model's drafter in plans, each with its maximum of adaptive drafts, at most k."""
+    drafter = drafter_of(model)
+    return {name: min(k, most) for name, most in drafter.others.items()} if drafter else {}
 
 
 def _replayed(compiled: Compiled | None) -> bool:

@@ -61,9 +61,8 @@ def read_chunk(
         n = int(min(len(tokens), cache.room(cache.offset)))
         try:
             hidden = _append(model, cache, tokens[:n])
-            if heads and cache.reach is None:
-                drafter = drafter_of(model)
-                assert drafter
+            drafter = drafter_of(model)
+            if drafter and (heads or drafter.absorbs) and cache.reach is None:
                 drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=chunk)
             run_first(model)
             mark.release()  # buffers are then written in place

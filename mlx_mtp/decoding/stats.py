@@ -19,7 +19,9 @@ LARGEST, NOT_ADDED = ("num_draft_tokens", "peak_memory"), ("phases", "max_tokens
 class Stats:
     """Counters of one generation; times in seconds.
 
-    drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted.
+    drafted, accepted: per depth, the number of the heads' drafts that were verified, and accepted; also those of the
+                   drafter that replaces the heads or joins them.
+    drafted_by, accepted_by: the sums of these by name in plans, such as "heads" and "block".
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
     grammar_drafted, grammar_accepted: drafts that the grammar forces, or that keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
@@ -46,6 +48,8 @@ class Stats:
     cycles: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     lookups: int = 0
     lookup_drafted: int = 0
     lookup_accepted: int = 0
@@ -113,6 +117,8 @@ class Stats:
         if self.num_draft_tokens:
             words.insert(0, f"{self.drafts_per_cycle:.1f} drafts per cycle (at most {self.num_draft_tokens})")
             words.append(f"accepted {percentages(self.by_depth)}")
+        if len(self.drafted_by) > 1:
+            words += [f"{self.accepted_by[name]} of {n} by {name}" for name, n in sorted(self.drafted_by.items())]
         if self.lookups:
             words.append(f"{self.lookup_accepted} of {self.lookup_drafted} looked up")
         if self.grammar_drafted:
@@ -205,6 +211,9 @@ class Stats:
             self.grammar_accepted += accepted
             return
         self._deepen(drafted)
+        if drafted:
+            self.drafted_by[source] += drafted
+            self.accepted_by[source] += accepted
         for depth in range(drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted

@@ -168,7 +168,9 @@ class Port(HasRuntime, nn.Module):
         """Return an MTP head's input [..., H] for rows of `hidden`: before or after the final norm, or fused taps."""
         if not isinstance(self.spec.capture, str):
             return self.mtp[0].fused(hidden[..., self.model.norm.weight.size :])
-        return hidden if self.spec.capture == "pre" else self.model.norm(hidden)
+        if self.spec.capture == "post":
+            return self.normed(hidden)
+        return hidden[..., : self.model.norm.weight.size] if self.taps else hidden
 
     def draft_logits(self, depth: int, output: mx.array) -> mx.array:
         return logits_of(self.unembedding(depth), self.mtp[depth].norm(output))

@@ -38,9 +38,14 @@ NORMS = {
 }
 
 
+def block_of(model: Any) -> Block:
+    """Return a model's block drafter, also if it drafts together with MTP heads."""
+    return getattr(model.drafter, "block", model.drafter)
+
+
 def right_block(model: Target, text: Known, k: int) -> list[mx.array]:
     """Return per draft of blocks of k whether it is right at each position: boolean [L - 1 - draft], evaluated."""
-    drafter, length = model.drafter, text.tokens.size
+    drafter, length = block_of(model), text.tokens.size
     contexts = make_caches([None] * len(drafter.windows), starts=[0] * len(drafter.windows))
     for kv in contexts:
         kv.reserve(length + 2 * MOST)
@@ -103,7 +108,7 @@ def first_positions(text: Known, k: int) -> Known:
 @contextmanager
 def wired(model: Any, wiring: BlockWiring) -> Generator[None, None, None]:
     """Apply a wiring, except `hidden`, to the model's block drafter inside the block; then restore it."""
-    drafter: Block = model.drafter
+    drafter = block_of(model)
     net, shape = drafter.net, drafter.net.shape
     path, shift = wiring.norms or (r"$", 0)
     norms = _norms(net, path)
@@ -132,7 +137,7 @@ def block_alternatives(model: Target, masks: Iterable[int]) -> list[BlockWiring]
 
     masks: tokens that may be the mask token; at most MOST_MASKS are tried, besides the two neighbours of its own.
     """
-    shape, layers = model.drafter.net.shape, len(model.layers)
+    shape, layers = block_of(model).net.shape, len(model.layers)
     found = []
     for by in (1, -1):
         taps = tuple(tap + by for tap in shape.taps)

@@ -8,6 +8,7 @@ from typing import Any
 from ..checkpoint.head_self_test import MIN_AGREEMENT
 from ..decoding.drafters import drafter_of
 from ..decoding.drafters.block import Block
+from ..decoding.drafters.heads_and_block import HeadsAndBlock
 from ..decoding.drafters.small_model import SmallModel
 from ..layers.target import Target
 from .block import TRIED, block_alternatives, first_positions, right_block
@@ -118,11 +119,11 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
         verdict.fits = _fits(model, references, settings, progress)
     references.sort(key=lambda r: len(r.one_pass.tokens))
     drafter, drafts = drafter_of(model), settings.drafts
-    if model.mtp:
+    if model.mtp and not isinstance(drafter, HeadsAndBlock):
         texts = _known([*(r.one_pass for r in references), OnePass(model, source(tokenizer))])
         own = examine(model, texts, settings, verdict, progress)
         verdict.kept = _kept(references, own, verdict.greedy[: drafts + 1], len(model.mtp))
-    elif isinstance(drafter, Block) and drafts:
+    elif isinstance(drafter, (Block, HeadsAndBlock)) and drafts:
         texts = _known([*(r.one_pass for r in references), OnePass(model, source(tokenizer))])
         masks = getattr(tokenizer, "added_tokens_decoder", ())
         own = examine_block(model, texts, settings, verdict, progress, masks=masks)
@@ -242,7 +243,8 @@ def _kept(references: list[Reference], own: Rights, fixed: list[Comparison], mod
 def conclude(model: Target, verdict: Verdict) -> None:
     """Add the faults (`broken`) and warnings that follow from a verdict's measurements to the verdict."""
     report, broken, agreement = model.report, verdict.broken, verdict.agreement
-    named = ("the heads are", "they read") if report.heads else ("the drafter is", "it reads")
+    heads = 0 if report.drafter else report.heads
+    named = ("the heads are", "they read") if heads else ("the drafter is", "it reads")
     for name, found in (("greedy", verdict.greedy), ("sampled", verdict.sampled)):
         if ways := [c.way for c in found if c.diverged]:
             broken.append(f"{name} text differs from the plain one: {', '.join(ways)}")
@@ -255,12 +257,10 @@ def conclude(model: Target, verdict: Verdict) -> None:
     broken += [f"{f.mode} sampling: p = {f.p:.1g} for the target's probabilities" for f in verdict.fits if f.refused]
     if report.declared and not (report.heads or report.drafter):
         broken.append(f"config.json declares {report.declared} MTP heads, none were loaded ({report.source})")
-    for depth, share in enumerate(agreement[: max(1, report.heads)], 1):
+    for depth, share in enumerate(agreement[: max(1, heads)], 1):
         if share < MIN_AGREEMENT:
             head = "the first head" if depth == 1 else f"depth {depth}"
-            broken.append(
-                f"{head if report.heads else 'the drafter'} predicts the target's token in {share:.1%} of cases"
-            )
+            broken.append(f"{head if heads else 'the drafter'} predicts the target's token in {share:.1%} of cases")
     were, right_ones = verdict.kept
     if were < MISSED[0] * right_ones - MISSED[1]:
         expected = f"{right_ones} that are right when {named[1]} the whole text"

@@ -7,8 +7,8 @@ package names a family. If transformers writes a family's config.json with other
 `ModelArgs.respelled(config)` translates it.
 
 A drafter in a directory of its own (DRAFTERS) defines `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED and IGNORED
-instead.
+num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED, JOINS_HEADS
+and IGNORED instead.
 """
 
 import dataclasses

@@ -20,6 +20,7 @@ ACCEPTED = (
     "a block drafter (DFlash, DFlash2, DSpark): a directory with config.json and *.safetensors that hold fc, "
     "hidden_norm (or encoder.fc, encoder.output_norm_enc), layers.0 and more, and norm"
 )
+JOINS_HEADS = True  # drafts next to the target's MTP heads
 IGNORED = ("t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
 NAMED_CODEBOOKS = tuple((f"{name}.weight", name) for name in CODEBOOKS)  # as others convert them

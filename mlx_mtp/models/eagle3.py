@@ -20,6 +20,7 @@ ACCEPTED = (
     "an EAGLE-3 head: a directory with config.json and *.safetensors that hold fc, midlayer or layers.0, norm, "
     "lm_head and, for a reduced vocabulary, d2t"
 )
+JOINS_HEADS = False  # replaces the target's MTP heads
 IGNORED = ("t2d", "rotary_emb.inv_freq")  # the inverse of d2t; constants
 LAYERS = ("llama", "qwen3")
 SPEC = MTPSpec(

@@ -7,7 +7,9 @@ lose against plain decoding. It grows with every step and with what drafts gain,
 
 import copy
 import math
+from collections.abc import Mapping
 from itertools import chain, islice, repeat, zip_longest
+from types import MappingProxyType
 
 from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
@@ -21,9 +23,10 @@ DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added withou
 class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
-    max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. p_min: whether to try plans
-    that read the drafter's confidence. known: costs measured in earlier sequences; they are copied. growth: how the
-    cost of a cycle grows with its drafts, for lengths that were not measured.
+    max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. others: maximum drafts of
+    further sources, which need the same rows. p_min: whether to try plans that read the drafter's confidence. known:
+    costs measured in earlier sequences; they are copied. growth: how the cost of a cycle grows with its drafts, for
+    lengths that were not measured.
     """
 
     def __init__(
@@ -34,13 +37,15 @@ class Controller:
         p_min: bool = False,
         known: Costs | None = None,
         source: str = "heads",
+        others: Mapping[str, int] = MappingProxyType({}),
         growth: Growth = dense,
     ):
         self.costs = copy.deepcopy(known) or Costs()
         self.costs.growth = growth
-        self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
+        most = {source: max_drafts, **others}
+        self.own = {name: [Plan(name, k) for k in ladder(longest)] for name, longest in most.items() if longest}
         self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
-        self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
+        self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
         self._began = False  # whether the first cycle has finished, which is always slow
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
@@ -66,6 +71,7 @@ class Controller:
                 costs.retry_at[kind] = costs.elapsed + (hope.risk + 1 - hope.tokens) / EARNED
             lost = f"lost {ALLOWANCE - costs.budget:.1f} plain steps" if hope.risk > spare else ""
             self.paused = "" if best is not plain else str(hope) if hope.rate < 1 else lost
+            best = self._retried(best, choices, spare)
         costs.plain_first = max(0, costs.plain_first - 1)
         self._risk, self._kind = best.risk, best.plan.kind(matched)
         return best.plan
@@ -101,10 +107,27 @@ class Controller:
             reached = range(int(min(cycle.accepted + 1, cycle.verified)))
             depths = cycle.depths or [(float(depth < cycle.accepted), 1.0) for depth in reached]
             self._count(plan.kind(cycle.matched), *depths)
+            for other in self.own.keys() - {plan.source} if plan.source in self.own else ():
+                self._count(other)  # its counts grow old, so that it is tried again
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
         return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
+
+    def _retried(self, best: Choice, choices: list[Choice], spare: float) -> Choice:
+        """Return the best choice of another own source than that of `best`, if its next trial is due; else `best`.
+
+        Even if none of their drafts is accepted, trials take about EARNED of the time. There are none in debt.
+        """
+        costs, sources = self.costs, self.own.keys() - {best.plan.source}
+        others = [c for c in choices if c.plan.source in sources and c.risk <= spare]
+        if not best.plan.k or best.plan.source not in self.own or not others or spare < ALLOWANCE / 2:
+            return best
+        other = max(others, key=lambda c: (c.plan.k, c.rate))
+        if costs.retry_at.get(kind := other.plan.kind(0), 0.0) > costs.elapsed:
+            return best
+        costs.retry_at[kind] = costs.elapsed + other.steps / EARNED
+        return other
 
     def _choices(self, matched: int, pending: int) -> list[Choice]:
         """Return estimates of the plans with drafts that may be chosen now. matched, pending: as in `plan`.
@@ -113,12 +136,14 @@ class Controller:
         higher, and at least 3, for prompt lookup; it ends for the plan with p_min once 2 drafts are measured.
         """
         costs, rows = self.costs, self.costs.resume_steps(pending)
-        choices = self._expect(self.source, self.heads, rows)
-        if self.confident:  # its rate is measured as a whole, because its length depends on the sequence
-            like = max(choices, key=lambda c: c.rate)
-            gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
-            rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
-            choices.append(Choice(self.confident, rate * like.steps, like.steps, rows))
+        choices = []
+        for source, plans in self.own.items():
+            choices += (own := self._expect(source, plans, rows))
+            if sure := self.confident.get(source):  # its rate is measured as a whole: its length depends on the text
+                like = max(own, key=lambda c: c.rate)
+                gave, took = costs.counts.get(sure.kind(0), [[0.0, 0.0]])[0]
+                rate = (PRIOR_WEIGHT * like.tokens + gave) / (PRIOR_WEIGHT * like.steps + took)
+                choices.append(Choice(sure, rate * like.steps, like.steps, rows))
         longest = max(1, 2 * max(p.k for p in costs.levels))  # at most twice the longest measured plan
         choices = [c for c in choices if c.plan.k <= longest or (c.plan.p_min and longest > 2)]
         if matched >= SHORTEST and self.lookups:
@@ -143,7 +168,7 @@ class Controller:
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
         """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay.
 
-        For the kind "confident" the only pair is (tokens, plain steps) of a cycle.
+        For plans with p_min the only pair is (tokens, plain steps) of a cycle.
         """
         both = zip_longest(self.costs.counts.get(kind, []), pairs, fillvalue=(0.0, 0.0))
         self.costs.counts[kind] = [[DECAY * a + right, DECAY * b + seen] for (a, b), (right, seen) in both]

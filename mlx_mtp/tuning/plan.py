@@ -23,7 +23,7 @@ class Plan:
     def kind(self, matched: int) -> str:
         """Return the name under which acceptance is counted; lookups are grouped by the length of the match."""
         if self.source != "lookup":
-            return "confident" if self.p_min else self.source
+            return f"confident {self.source}" if self.p_min else self.source
         return f"lookup {min(matched, 16).bit_length()}"
 
 

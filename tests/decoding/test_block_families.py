@@ -33,18 +33,6 @@ def target(tmp_path_factory):
     return make
 
 
-def drafter_for(path, kind, width, vocab):
-    config = {**block_drafters.KINDS[kind]}
-    sizes = {"hidden_size": width, "vocab_size": vocab}
-    if "transformer_layer_config" in config:
-        config["transformer_layer_config"] = config["transformer_layer_config"] | sizes
-        config["draft_vocab_size"] = min(vocab, 9)
-    nested = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]}
-    if "dflash_config" in config:
-        config["dflash_config"] = config["dflash_config"] | nested
-    return block_drafters.save(path, {**config, **sizes, "mask_token_id": vocab - 1})
-
-
 def texts(model, k, **options):
     def text(prompt):
         steps = mlx_mtp.generate_step(
@@ -69,7 +57,7 @@ def batched(model, k, **options):
 )
 def test_greedy_text_is_that_of_plain_decoding(target, tmp_path, name, kind):
     directory, width, vocab = target(name)
-    model = mlx_mtp.load_model(directory, draft_model=drafter_for(tmp_path / kind, kind, width, vocab))
+    model = mlx_mtp.load_model(directory, draft_model=block_drafters.save_for(tmp_path / kind, kind, width, vocab))
     assert model.max_draft_tokens == 15
     plain = texts(model, 0)
     for k in sampled((2, 15), range(1, 16)):
@@ -80,9 +68,10 @@ def test_greedy_text_is_that_of_plain_decoding(target, tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
 def test_a_target_without_its_own_heads(target, tmp_path, name):
-    """A drafter replaces the checkpoint's heads, which are not loaded."""
+    """With mtp=False a drafter drafts alone: the checkpoint's heads are not loaded."""
     directory, width, vocab = target(name)
-    model = mlx_mtp.load_model(directory, draft_model=drafter_for(tmp_path, "dflash2", width, vocab))
+    drafter = block_drafters.save_for(tmp_path, "dflash2", width, vocab)
+    model = mlx_mtp.load_model(directory, draft_model=drafter, mtp=False)
     assert not model.mtp
     plain = texts(model, 0)
     model.drafter = None

@@ -2,6 +2,8 @@
 
 import itertools
 
+import block_drafters
+import families
 import mlx.core as mx
 import pytest
 import trained
@@ -49,6 +51,23 @@ def test_a_correct_drafter_passes(right_models, kind):
     verdict = verdict_on(right_models[kind], 2)
     assert verdict.agreement[0] > 0.4, verdict.agreement
     assert (verdict.broken, verdict.warnings) == ([], [])
+
+
+def test_next_to_heads_the_block_drafter_is_examined(tmp_path):
+    target = families.build("glm4_moe_untied", tmp_path / "target")[0]
+    heads = mlx_mtp.load_model(target)
+    width, vocab = heads.no_hidden().shape[-1], heads.vocab_size
+    drafter = block_drafters.save_for(tmp_path / "drafter", "dspark", width, vocab)
+    found = []
+    for mtp in (True, False):
+        model = mlx_mtp.load_model(target, draft_model=drafter, mtp=mtp)
+        of_one = OnePass(model, [i * i % vocab for i in range(40)])
+        text = Known.of(of_one.tokens, of_one.hidden, of_one.predicted)
+        rights = [right_block(model, text, 3)]
+        rights += [wiring.right(model, text, 3) for wiring in block_alternatives(model, [0, 1])[:3]]
+        assert model.taps == (1, 2)
+        found.append([[right.tolist() for right in each] for each in rights])
+    assert found[0] == found[1]
 
 
 def options(**changed):

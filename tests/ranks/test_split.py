@@ -73,6 +73,18 @@ def test_a_block_drafter_is_whole_on_each_rank(tmp_path):
 
 
 @sweep
+def test_heads_and_a_block_drafter_are_whole_on_each_rank(tmp_path):
+    target = rank_cases.write(tmp_path, "step3p5")
+    model = mlx_mtp.load_model(target, mtp=False)
+    width, vocab = model.no_hidden().shape[-1], model.vocab_size
+    drafter = str(block_drafters.save_for(tmp_path / "drafter", "dflash2", width, vocab))
+    mine, other = rank_group.work(2, tmp_path, "heads_and_blocks", path=target, drafter=drafter)
+    assert mine == other
+    assert mine["text"] == mine["plain"]
+    assert mine["drafted"].keys() == {"heads", "block"}
+
+
+@sweep
 @pytest.mark.parametrize(("n", "dtype", "atol"), [
     *((n, mx.float32, 1e-4) for n in (2, 4)),
     (2, mx.bfloat16, None),  # with one rank near-ties choose other experts

@@ -3,6 +3,7 @@
 import sys
 import weakref
 
+import block_drafters
 import families
 import mlx.core as mx
 import numpy as np
@@ -26,11 +27,16 @@ def wrapped(monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_mtp.generate"], "TokenizerWrapper", Letters)
 
 
-@pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, sorted(families.FAMILIES))])
+@pytest.fixture(scope="module", params=["step3p5", *sampled(KINDS, [*sorted(families.FAMILIES), "heads and block"])])
 def model(request, tmp_path_factory, tiny_models):
     if request.param == "step3p5":
         return tiny_models(vocab_size=40)[0]
-    return mlx_mtp.load_model(families.build(request.param, tmp_path_factory.mktemp("family"))[0])
+    path = tmp_path_factory.mktemp("family")
+    if request.param != "heads and block":
+        return mlx_mtp.load_model(families.build(request.param, path)[0])
+    target = tiny.save(path / "target", config := {**tiny.CONFIG, "vocab_size": 40}, tiny.random_weights(config))
+    drafter = block_drafters.save_for(path / "drafter", "dflash2", config["hidden_size"], 40)
+    return mlx_mtp.load_model(target, draft_model=drafter)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=["greedy", "seeded"])

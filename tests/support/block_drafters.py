@@ -123,3 +123,16 @@ def weights(config: dict, seed: int = 0) -> dict[str, mx.array]:
 
 def save(path: Path, config: dict, seed: int = 0) -> Path:
     return tiny.save(path, config, weights(config, seed))
+
+
+def save_for(path: Path, kind: str, width: int, vocab: int) -> Path:
+    """Write a drafter of a kind for a target of these sizes; its mask token is the last token."""
+    config = {**KINDS[kind]}
+    sizes = {"hidden_size": width, "vocab_size": vocab}
+    if "transformer_layer_config" in config:
+        config["transformer_layer_config"] = config["transformer_layer_config"] | sizes
+        config["draft_vocab_size"] = min(vocab, 9)
+    nested = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]}
+    if "dflash_config" in config:
+        config["dflash_config"] = config["dflash_config"] | nested
+    return save(path, {**config, **sizes, "mask_token_id": vocab - 1})

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
 from oracle import Oracle
+from plans import Listed, follow
 from stand_in import standing_in, switched_on
 
 import mlx_mtp
+from mlx_mtp.tuning.plan import Plan
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2, 4, 4, 1]
 
@@ -107,6 +110,17 @@ def blocks(path: str, group, drafter: str) -> dict:
         found.append([generated(model, num_draft_tokens=k, stats=stats, **options) for k in (0, 3, 15)])
     sizes = [array.nbytes for _, array in tree_flatten(model["drafter"].parameters())]
     return {"texts": found, "bytes": sum(sizes), "accepted": sum(stats.accepted)}
+
+
+def heads_and_blocks(path: str, group, drafter: str) -> dict:
+    """Texts with heads and a block drafter: plain, and by plans of all kinds of drafts; and the drafts by source."""
+    model = mlx_mtp.load_model(path, tensor_group=group, draft_model=drafter)
+    stats, plain = mlx_mtp.Stats(), generated(model, num_draft_tokens=0)
+    plans = [Plan("heads", 3), Plan("block", 4), Plan(), Plan("lookup", 2), Plan("block", 2), Plan("heads", 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        follow(patch, Listed(plans))
+        text = generated(model, num_draft_tokens=4, prompt_lookup=True, stats=stats)
+    return {"plain": plain, "text": text, "drafted": dict(stats.drafted_by)}
 
 
 def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | None, *, few: bool) -> dict:

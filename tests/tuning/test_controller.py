@@ -393,4 +393,4 @@ def test_plans_have_at_most_twice_the_longest_measured_number_of_drafts():
         control.costs.levels[Plan("heads", measured) if measured else PLAIN] = 0.1
         offered = [choice.plan for choice in control._choices(0, 0)]
         assert [plan.k for plan in offered if not plan.p_min] == [k for k in ladder(7) if k <= max(1, 2 * measured)]
-        assert (control.confident in offered) == (measured >= 2)
+        assert (control.confident["heads"] in offered) == (measured >= 2)

@@ -155,5 +155,5 @@ def test_sequences_of_a_pool_share_sixteen_rows_on_a_gpu(monkeypatch):
         controls = Controls(model, adaptive=True)
         for sequences, longest in ((1, 15), (2, most)):
             control = controls.control(sequences, 15, 15)
-            assert control.heads[-1].k == control.lookups[-1].k == longest
+            assert control.own["heads"][-1].k == control.lookups[-1].k == longest
     assert Controls(model, adaptive=False).control(2, 15, 15).k == 15

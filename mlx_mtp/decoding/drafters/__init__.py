@@ -18,4 +18,5 @@ def drafter_of(model: Target) -> Drafter | None:
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
     """Return drafters by name: the model's if any, prompt lookup if `max_lookup` is not 0, then always `Forced`."""
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
-    return {drafter.source: drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter}
+    every = [drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter]
+    return {source: drafter for drafter in every for source in (drafter.source, *drafter.others)}

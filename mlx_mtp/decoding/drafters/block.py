@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.prompt_cache import PromptCache
 from ...cache.ring import CALL_ROWS
+from ...cache.step_cache import StepCache
 from ...layers.block_drafter import BlockNetwork
 from ...layers.target import Target
 from ..run import NO_DRAFTS, Drafts, Run
@@ -76,7 +76,7 @@ class Block(Drafter):
         block = mx.concatenate([newest, masks], axis=1)
         return self.net(self._embedded(model, block), caches, context, last)[:, -k:]
 
-    def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
+    def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
         """Append the context rows of hidden rows, from position `first` on; the tokens do not matter."""
         for kv in cache.heads:
             kv.seek(first, first)

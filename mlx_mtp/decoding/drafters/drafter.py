@@ -1,6 +1,6 @@
 """Define the interface between the decode loop and a drafter, and the inputs of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -33,22 +33,24 @@ class Frame(NamedTuple):
     @property
     def asked(self) -> int:
         """Number of drafts that `drafter` must make; 0 if it only reads."""
-        return self.plan.k if self.drafter and self.plan.source == self.drafter.source else 0
+        return self.plan.k if self.drafter and self.plan.source in (self.drafter.source, *self.drafter.others) else 0
 
 
 class Drafter(Protocol):
     """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
     source:  its name in plans. most: maximum number of drafts per cycle.
+    others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
+    spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
     usual:   default maximum number of drafts per cycle; 0 for that of heads.
     in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
              before the step, which receives its drafts as an input; it may then read tokens on the host.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
-    chained: each cache starts one position later than the one before it, and `frame.cache.kept` has one row per cache
-             but the last, as MTP heads that read each other's outputs need.
-    no_kept: `frame.cache.kept` before the first row, unless chained.
+    chained: number of its first caches that start one position after the other. `frame.cache.kept` has one row for
+             each of them but the last, as MTP heads that read each other's outputs need.
+    no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
-    absorbs: it also reads pending rows while it does not draft: `read_rows` needs no tokens, and no row is skipped.
+    absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
     read_least: minimum number of rows of a run in recorded steps, which are padded to it and so are fewer.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that), followed along the same axis by the stream after each of these numbers of layers.
@@ -57,10 +59,12 @@ class Drafter(Protocol):
 
     source: str = "heads"
     most: int
+    others: Mapping[str, int] = {}
+    spare: Mapping[str, int] = {}
     usual: int = 0
     in_step: bool = True
     windows: Sequence[CacheKind] = ()
-    chained: bool = False
+    chained: int = 0
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     absorbs: bool = False
@@ -102,12 +106,12 @@ class Drafter(Protocol):
             self.read_rows(model, cache, rows[:, lo - first : hi - first], tokens[lo + 1 : hi + 1], lo)
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
 
-    def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
+    def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the drafter's caches: they start at position `first`, from which `rows` rows are read next."""
         for kv in cache.heads:
             kv.start = first
 
-    def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
+    def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
         """Read hidden rows [1, n, H] from position `first` on, with the n tokens after them, into the caches.
 
         Positions are host integers: seek each cache to its next row, and leave it after the last one.

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cache.prompt_cache import PromptCache
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
 from ..draft_sampling import Choice, Choosers, HeadOutput, joined
@@ -22,10 +21,10 @@ class Heads(Drafter):
     """The MTP heads of a model: chained, all reading the target, or one recycled head, which reads its own output."""
 
     source = "heads"
-    chained = True
 
     def __init__(self, model: Target):
         self.most, self.windows, self.reads = model.max_draft_tokens, model.head_windows(), model.taps
+        self.chained = len(self.windows)
 
     @classmethod
     def of(cls, model: Target) -> "Heads | None":
@@ -62,7 +61,7 @@ class Heads(Drafter):
         cache.heads_follow()
         return Drafts(*joined(choices))
 
-    def skip_to(self, cache: PromptCache, first: int, rows: int) -> None:
+    def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the heads' caches, which then read `rows` rows from position `first` on.
 
         Depth j starts later than depth j-1, which it reads: by a window if there are rows enough, else by one row.
@@ -72,7 +71,7 @@ class Heads(Drafter):
             kv.start = first
             first += kv.window if exact else 1
 
-    def read_rows(self, model: Target, cache: PromptCache, hidden: mx.array, tokens: Any, first: int) -> None:
+    def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
         """Read the rows into the caches of all depths."""
         end = first + hidden.shape[1]
         hidden, tokens = model.capture(hidden), mx.array(tokens)[None]

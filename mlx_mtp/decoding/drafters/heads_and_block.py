@@ -1,0 +1,83 @@
+"""Draft with MTP heads or a block drafter, by cycle: both follow the target, and each plan names the one that drafts.
+
+A call of either reads the run's hidden rows, of which heads take the stream before the final norm, and the block
+drafter the streams behind it. While heads draft the block drafter reads the same rows, which costs little. While
+blocks draft the heads of one sequence are set aside (`cache/aside.py`); in a pool they read the rows, too.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ...cache.absorb import window_reach
+from ...cache.step_cache import StepCache, seek
+from ...layers.target import Target
+from ..run import NO_DRAFTS, Drafts, Run
+from .block import Block
+from .drafter import Drafter, Frame
+from .heads import Heads
+
+
+class HeadsAndBlock(Drafter):
+    """MTP heads and a block drafter. A cache's `heads` are the heads' caches, then the block drafter's.
+
+    usual_heads: default maximum number of the heads' drafts per cycle.
+    """
+
+    source = Block.source
+    absorbs = True
+
+    def __init__(self, model: Target, heads: Heads, block: Block, usual_heads: int):
+        self.heads, self.block, self.chained = heads, block, heads.chained
+        self.most, self.usual = block.most, block.usual
+        self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
+        self.net, self.nets = block.net, (model.mtp[0], block.net)
+        self.spare = {block.source: len(heads.windows)}
+        self._reach = window_reach(heads.windows)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbers of the target's layers that the block drafter reads."""
+        return self.block.reads
+
+    @property
+    def summary(self) -> str:
+        """The kind and sizes of the block drafter in words, for the report."""
+        return self.block.summary
+
+    def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
+        """Let both read all rows of the run, heads unless they are aside; return k drafts of the plan's source."""
+        heads, block = self._split(frame.cache)
+        drafts, reading = NO_DRAFTS, [(self.block, block)]
+        for part, cache in [(self.heads, heads), *reading] if heads.heads else reading:
+            drafting = k if part.source == frame.plan.source else 0
+            made = part.propose(frame._replace(cache=cache), run, drafting)
+            drafts = made if drafting else drafts
+        frame.cache.kept = heads.kept
+        return drafts
+
+    def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
+        """Let both read the rows; of many rows heads with windows read the last ones, as after a pause without it."""
+        heads, block = self._split(cache)
+        rows = hidden.shape[1]
+        skipped = max(0, rows - self._reach) if self._reach else 0
+        if skipped:
+            self.heads.skip_to(heads, first + skipped, rows - skipped)
+        self.heads.read_rows(model, heads, hidden[:, skipped:], tokens[skipped:], first + skipped)
+        self.block.read_rows(model, block, hidden, tokens, first)
+        cache.kept = heads.kept
+
+    def _split(self, cache: StepCache) -> tuple[Any, Any]:
+        n = len(cache.heads) - len(self.block.windows)
+        return PartCache(cache, cache.heads[:n], cache.kept), PartCache(cache, cache.heads[n:], [])
+
+
+class PartCache:
+    """The part of a StepCache that a drafter reads and writes; of the drafter's caches and arrays only these."""
+
+    def __init__(self, whole: StepCache, heads: list[Any], kept: list[mx.array]):
+        self.layers, self.heads, self.kept = whole.layers, heads, kept
+
+    def heads_follow(self) -> None:
+        """Set the position of these caches of the drafter to the target's."""
+        seek(self.heads, self.layers[0].offset, self.layers[0].limit)

@@ -1,0 +1,93 @@
+"""A controller with two sources uses the better one, follows a change, and stays within its budget."""
+
+import random
+
+import pytest
+from sweep import sampled
+
+from mlx_mtp.tuning.controller import Controller
+from mlx_mtp.tuning.plan import PLAIN, Cycle, Plan
+
+COSTS = {"block": lambda k: 1.25 + 0.06 * k, "heads": lambda k: 1.05 + 0.12 * k}  # plain steps of a cycle
+ROW, UNREAD = 0.01, 64  # plain steps per row after a pause, and the maximum of these rows
+TOKENS = 1200
+
+
+def decode(rates, seed: int, **limits) -> tuple[float, list[tuple[int, Plan]]]:
+    """Return tokens per plain step, and (tokens before it, plan) of each cycle.
+
+    rates: share of accepted drafts of each source, by the number of tokens before a cycle.
+    """
+    draws, control = random.Random(seed), Controller(source="block", **limits)
+    tokens, steps, pending, cycles, plan = 0, 0.0, 0, [], control.plan()
+    while tokens < TOKENS:
+        accepted, cost, prefilled = 0, 1.0, 0
+        if plan.k:
+            while accepted < plan.k and draws.random() < rates(tokens)[plan.source]:
+                accepted += 1
+            prefilled, pending = pending, 0
+            cost = COSTS[plan.source](plan.k) + ROW * prefilled
+        else:
+            pending = min(pending + 1, UNREAD)
+        cycles.append((tokens, plan))
+        seen = Cycle(plan, plan.k, accepted, 0.02 * cost * max(0.5, draws.gauss(1, 0.05)), prefilled)
+        plan = control.plan(pending=pending)
+        control.observe(seen)
+        tokens, steps = tokens + accepted + 1, steps + cost
+    return tokens / steps, cycles
+
+
+def share(cycles, source: str, first: int = 0, end: int = TOKENS) -> float:
+    """The share of a source in the cycles between two numbers of tokens."""
+    plans = [plan for at, plan in cycles if first <= at < end]
+    return sum(plan.k > 0 and plan.source == source for plan in plans) / len(plans)
+
+
+BOTH = {"max_drafts": 15, "others": {"heads": 3}}
+
+
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+@pytest.mark.parametrize(
+    ("block", "heads", "better"), [(0.85, 0.7, "block"), (0.3, 0.75, "heads"), (0.6, 0.95, "heads")]
+)
+def test_the_better_source_is_used(block, heads, better, seed):
+    rates = {"block": block, "heads": heads}
+    rate, cycles = decode(lambda at: rates, seed, **BOTH)
+    assert share(cycles, better, TOKENS // 4) > 0.9
+    worse = "heads" if better == "block" else "block"
+    assert 0 < sum(plan.source == worse and plan.k > 0 for _, plan in cycles) < 0.1 * len(cycles)
+    alone, _ = decode(lambda at: rates, seed, max_drafts=15)
+    assert rate > 0.95 * alone
+
+
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+def test_a_source_that_becomes_better_is_used_again(seed):
+    """Blocks are right in every second third of the text only; the heads always in three of four cases."""
+    third = TOKENS // 3
+
+    def rates(at):
+        return {"block": 0.9 if at // third == 1 else 0.05, "heads": 0.75}
+
+    _, cycles = decode(rates, seed, **BOTH)
+    assert share(cycles, "heads", third // 2, third) > 0.8
+    assert share(cycles, "block", third + third // 2, 2 * third) > 0.8
+    assert share(cycles, "block", 2 * third + third // 2) < 0.1
+
+
+@pytest.mark.parametrize("seed", sampled([0, 1], range(6)))
+def test_two_useless_sources_cost_no_more_than_one(seed):
+    rate, cycles = decode(lambda at: {"block": 0.03, "heads": 0.03}, seed, **BOTH)
+    assert rate > 0.97
+    assert sum(plan.k == 0 for _, plan in cycles) > 0.9 * len(cycles)
+
+
+def test_each_source_has_its_own_limit_and_its_own_confidence():
+    control, seen = Controller(source="block", max_drafts=4, others={"heads": 2}, p_min=True), set()
+    for _ in range(400):
+        plan = control.plan()
+        assert plan.k <= {"block": 4, "heads": 2}[plan.source] or plan == PLAIN
+        seen.add((plan.source, plan.p_min)) if plan.k else None
+        control.observe(Cycle(plan, plan.k, 0.5 * plan.k, 0.01 * (1 + 0.01 * plan.k)))
+    assert {("block", False), ("heads", False)} <= seen
+    assert Plan("block", 4, p_min=True).kind(0) != Plan("heads", 2, p_min=True).kind(0)
+    assert not Controller(source="block", max_drafts=4, others={"heads": 0}).own.keys() - {"block"}
