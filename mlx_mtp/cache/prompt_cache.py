@@ -59,7 +59,6 @@ class PromptCache(StepCache, ListOfOne):
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
     aside:   the drafter's first caches and their `kept`, while it drafts without them (`aside.py`); None at rest.
     reach:   number of last rows that heads read after a pause, by `reach_of`; None for all.
-    model:   the model whose state this is.
     adapter: digest of the adapter that its tokens were read with, "" for none, None before a generation.
     prefix:  the prompt whose tokens it holds, if `mlx-mtp cache-prompt` created it.
     """

@@ -132,10 +132,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 
 
 def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Run, Callable | None]:
-    """Resume or pause the drafter, move positions to the device or host; return the frame, its input, its record.
-
-    The record is None if the step must be built.
-    """
+    """Resume or pause the drafter, move positions; return the frame, its input, and its record or None."""
     cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)
     if frame.drafter:
         cache.resume_heads(base)

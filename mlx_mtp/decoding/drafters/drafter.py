@@ -46,8 +46,7 @@ class Drafter(Protocol):
     in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
              before the step, which receives its drafts as an input; it may then read tokens on the host.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
-    chained: number of its first caches that start one position after the other. `frame.cache.kept` has one row for
-             each of them but the last, as MTP heads that read each other's outputs need.
+    chained: number of first caches, each of which starts one position after the last; `kept` has a row per such pair.
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
