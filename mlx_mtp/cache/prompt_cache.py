@@ -298,8 +298,8 @@ class PromptCache(StepCache, ListOfOne):
         """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""
         self.tokens, self.live = tokens, False
         reunite(self)
-        seek(self.layers, len(tokens), len(tokens))
-        seek(self.heads, self.primed, self.primed)
+        for caches, held in ((self.layers, len(tokens)), (self.heads, self.primed)):
+            seek(caches, held, held)
 
 
 @in_turn()
@@ -315,7 +315,7 @@ def make_prompt_cache(
 ) -> PromptCache:
     """Return an empty cache for `model` and `num_draft_tokens` MTP heads (None: all; 0: none, nor another drafter).
 
-    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
+    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values; None: not quantized. The attention
         kernel, which makes a row's bits independent of drafts, supports None, 4 and 8.
     kv_group_size: 32, 64 or 128; None is 64, or 32 where the head size needs it.
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; caches are

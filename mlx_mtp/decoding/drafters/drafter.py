@@ -43,8 +43,8 @@ class Drafter(Protocol):
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
     spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
     usual:   default maximum number of drafts per cycle; 0 for that of heads.
-    in_step: `propose` depends on arrays only: it is part of the step and recorded with it. Otherwise it is called
-             before the step, which receives its drafts as an input; it may then read tokens on the host.
+    in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it is called before the step,
+             whose input its drafts are, and may read tokens on the host.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
     chained: number of first caches, each of which starts one position after the last; `kept` has a row per such pair.
     no_kept: `frame.cache.kept` before the first row, without chained caches.
@@ -52,8 +52,7 @@ class Drafter(Protocol):
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
     read_least: minimum number of rows of a run in recorded steps, which are padded to it and so are fewer.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
-             applies that), followed along the same axis by the stream after each of these numbers of layers.
-             Keys and values of the target's layers are in `frame.cache.layers`.
+             applies that) and, along the same axis, the stream after each of these numbers of layers.
     """
 
     source: str = "heads"
