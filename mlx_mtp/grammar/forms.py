@@ -1,6 +1,7 @@
 """Create grammars: immutable objects that `generate` and the other functions take as `grammar=`."""
 
 import json as json_text
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,8 +89,25 @@ def _parsed(schema: Any) -> dict[str, Any]:
     return schema
 
 
+def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: int = MOST_SPACES) -> Grammar:
+    """Return the grammar of a Lark text that contains JSON. name: how messages name it.
+
+    write: returns the text, given the options of llguidance for its JSON.
+    """
+    make = llguidance().LLMatcher.grammar_from_lark
+    own, styles = _spacings(whitespace)
+    text, *others = (make(write({**STRICT, **spaces})) for spaces in (own, *styles))
+    return _checked(Grammar(text, name, tuple(dict.fromkeys(others)) if others != [text] * len(others) else ()))
+
+
 def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
     """Return llguidance's text of a schema, and its texts with the separators of each of STYLES."""
+    own, styles = _spacings(whitespace)
+    return _text(schema, own), tuple(_text(schema, style) for style in styles)
+
+
+def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return llguidance's options for white space, and those of each of STYLES unless the first fix it, too."""
     own = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True, "whitespace_pattern": None}
     fixed = {"whitespace_flexible": False, "whitespace_pattern": None}
     styles = [{"item_separator": item, "key_separator": key, **fixed} for item, key in STYLES]
@@ -103,8 +121,7 @@ def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[s
         own["whitespace_pattern"] = f"{SPACES}{{1,{int(whitespace)}}}"
     else:
         raise ValueError(f"whitespace={whitespace!r}: allowed are 0 or more, a regular expression, or None")
-    free = own["whitespace_flexible"]
-    return _text(schema, own), tuple(_text(schema, style) for style in styles) if free else ()
+    return own, styles if own["whitespace_flexible"] else []
 
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ HARMONY = JsonCalls(
     foot=r"<\|(?:call|end|return)\|>",
 )  # fmt: skip
 FUNCTIONARY = JsonCalls("<function=", head=r"{name}>\s*", foot="</function>")
-FUNCTIONARY_3_2 = JsonCalls(">>>", head=r"{name}\n")
+FUNCTIONARY_3_2 = JsonCalls(">>>", head=r"{name}\n", shared=True)
 # Other models that write a list or a line of JSON between marks.
 PLAIN_JSON = (
     HERMES,
