@@ -6,10 +6,12 @@ tokens of the answer before it and on nothing else.
 
 from .constraint import Constraint, compiled
 from .forms import Grammar, json, json_schema, lark, regex
+from .gate import Gate
 from .matcher import GrammarError, Matcher
 
 __all__ = [
     "Constraint",
+    "Gate",
     "Grammar",
     "GrammarError",
     "Matcher",

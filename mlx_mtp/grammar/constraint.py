@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..machine.errors import first_line
 from .forms import Grammar
+from .gate import Gate, GatedMatcher, beyond
 from .library import llguidance
 from .matcher import Matcher
 
@@ -23,6 +25,8 @@ class Constraint(NamedTuple):
     text:   the grammar's. eos: token ids that end an answer. words: of a mask, 32 tokens each; own_words: of those
             that the tokenizer has.
     parser: a matcher at the start, which is copied. styles: the same of each of the grammar's styles.
+    tokenizer: llguidance's. grammar: what was compiled. gate: where in an answer it applies; None: from its first
+            token to its end.
     """
 
     text: str
@@ -31,11 +35,26 @@ class Constraint(NamedTuple):
     own_words: int
     parser: Any
     styles: tuple[Any, ...]
+    tokenizer: Any
+    grammar: Grammar
+    gate: Gate | None = None
 
     def matcher(self, start: int = 0, most: int = 0) -> Matcher:
         """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle."""
-        found = Matcher(self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words))
+        how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words)
+        found = GatedMatcher(*how, gate=self.gate, tokenizer=self.tokenizer) if self.gate else Matcher(*how)
         found.start, found.most = start, most
+        return found
+
+    def behind(self, gate: Gate) -> "Constraint":
+        """Return this grammar for the part of an answer that a gate states.
+
+        Raises GrammarError if the grammar does not accept the gate's `begun`.
+        """
+        found = self._replace(gate=None if gate == Gate() else gate)
+        found.matcher()
+        for mark in () if gate.patterns else gate.after:
+            beyond(self.tokenizer, mark.encode())  # reads the vocabulary, once per mark
         return found
 
 
@@ -56,7 +75,8 @@ def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> 
     parser = _parser(own, grammar.text, grammar.name)
     styles = tuple(_parser(own, text, grammar.name) for text in grammar.styles)
     words, own_words = ((size + 31) // 32 for size in (vocab_size, own.vocab_size))
-    return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, parser, styles)
+    kept = replace(grammar, tokenizer=None)
+    return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, parser, styles, own, kept)
 
 
 def _of_library(tokenizer: Any, vocab_size: int) -> Any:

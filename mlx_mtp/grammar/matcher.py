@@ -35,11 +35,14 @@ class Matcher:
 
     def follow(self, tokens: Any) -> None:
         """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
-        new = [int(token) for token in tokens[self.start + self.size :]]
+        self._consume([int(token) for token in tokens[self.start + self.size :]])
+
+    def _consume(self, new: Sequence[int]) -> None:
+        """Follow tokens that the grammar applies to."""
         self.size += len(new)
-        if self._parser.try_consume_tokens(new) < len(new):
+        if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
-        self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+        self._twins = [twin for twin in self._twins if twin.try_consume_tokens([*new]) == len(new)]
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.

@@ -18,6 +18,7 @@ from .forms import Message
 from .job import Begun, DecodeRequest, End, Failed
 from .prompts import Prompt, encode_chat
 from .sampling_fields import decode_requests
+from .structured import Output, constraint_of
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
@@ -171,12 +172,14 @@ def chat_decode_requests(
     template: dict[str, Any],
     warnings: list[str],
     ids: CallIds,
+    output: Output | None = None,
     **more: Any,
 ) -> list[DecodeRequest]:
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. more: options of
-    `decode_requests`: `most` is required, `choices` is 1 by default (the body's `n` is not read).
+    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. output: the
+    grammar of the answers. more: options of `decode_requests`: `most` is required, `choices` is 1 by default (the
+    body's `n` is not read).
     """
     how = end_of_prompt(body, messages)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
@@ -190,6 +193,8 @@ def chat_decode_requests(
     follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
     more["after_tool"] = _after_tool(messages)
+    if output:
+        more["grammar"] = constraint_of(info, output, tokens, messages[-1] if continues else None, chat=True)
     return decode_requests(info, prompt, body, **more)
 
 

@@ -20,6 +20,7 @@ from .fields import (
 )
 from .forms import Message
 from .job import Begun, End
+from .output_format import output_of
 from .sampling_fields import most_tokens
 from .thinking import switch_of, template_of
 from .tool_calls.schema import dumps
@@ -32,7 +33,6 @@ class ChatRequest(ChoicesRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
         tools, one_call = chosen_tools(body, items(body, "tools"), self.warnings)
@@ -52,6 +52,7 @@ class ChatRequest(ChoicesRequest):
             stops=stops(body, "stop"),
             logprobs=(top or 0) if logprobs else None,
             one_call=one_call,
+            output=output_of(self.api, body),
         )
         self._calls = [0] * self.choices
 
@@ -96,13 +97,6 @@ def _logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(raw)}
-
-
-def check_format(given: Any, name: str) -> None:
-    """Raise Refused unless an output format is text, or None; the server cannot force JSON or a grammar."""
-    kind = given.get("type", "text") if isinstance(given, dict) else given or "text"
-    if kind != "text":
-        raise Refused(f"{name}: type {kind!r} is not supported; allowed is text", param=name)
 
 
 def chosen_tools(

@@ -19,10 +19,11 @@ from .api_request import (
 )  # fmt: skip
 from .chat import functions_of
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .history import parsed
 from .job import Begun, End, Failed
+from .output_format import output_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
@@ -42,11 +43,11 @@ class MessagesRequest(ApiRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        fields_of(body, "output_config")
         tools, one_call = _tools(body, self.warnings)
         found, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
         more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        more["output"] = output_of(self.api, body)
         self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0

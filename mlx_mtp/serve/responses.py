@@ -6,10 +6,11 @@ from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
-from .chat import check_format, chosen_tools, functions_of, messages_of
-from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
+from .chat import chosen_tools, functions_of, messages_of
+from .fields import ModelInfo, Refused, items, stops, text, tool_text
 from .forms import Message, joined
 from .job import Begun, End, Failed
+from .output_format import output_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
 
@@ -21,13 +22,13 @@ class ResponsesRequest(ApiRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        check_format(fields_of(body, "text").get("format"), "text.format")
         _check_include(body.get("include"))
         functions = functions_of(items(body, "tools"), self.warnings)
         tools, one_call = chosen_tools(body, [_tool(tool) for tool in functions], self.warnings)
         template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        more["output"] = output_of(self.api, body)
         found = _messages(body, self.warnings)
         self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())

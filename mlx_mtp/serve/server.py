@@ -183,6 +183,9 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         created=int(time.time()),
         unread_calls=unread_calls(tokenizer, served.tool_format),
         adapters=model.runtime.adapters.names,
+        vocab_size=model.vocab_size,
+        tool_format=served.tool_format,
+        frames=served.frames,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

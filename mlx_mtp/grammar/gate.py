@@ -1,0 +1,202 @@
+"""Apply a grammar to a part of an answer: behind its reasoning, or to calls that begin by themselves."""
+
+import re
+from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .matcher import Matcher, allows
+
+PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched
+
+
+class Gate(NamedTuple):
+    """Where in an answer its grammar applies, if not from its first token to its end.
+
+    after:    texts that the answer must contain in this order; the grammar applies behind the last one.
+    patterns: `after` are regular expressions.
+    opens:    text that may begin the answer in place of the grammar; only then `after` is awaited. "": always.
+    instead:  texts that may begin where the grammar would; the rest of the answer is then free.
+    optional: whether the answer may end while a text is awaited.
+    repeats:  behind the grammar's end the last text of `after` is awaited again.
+    begun:    text before the answer which is the start of what the grammar describes; not with `after`.
+    """
+
+    after: tuple[str, ...] = ()
+    patterns: bool = False
+    opens: str = ""
+    instead: tuple[str, ...] = ()
+    optional: bool = False
+    repeats: bool = False
+    begun: str = ""
+
+
+class Place(NamedTuple):
+    """A position relative to a gate; it depends on the consumed tokens alone.
+
+    kind:  "first", "start": the grammar or another text begins, at the answer's start or later. "mark": within that
+           text. "free": a text of `after` is awaited. "grammar": the grammar applies. "rest": nothing is awaited.
+    stage: index of the awaited text. tail: the last bytes of the answer. mark: tokens that must follow. then: the
+           kind of place behind them.
+    """
+
+    kind: str
+    stage: int = 0
+    tail: bytes = b""
+    mark: tuple[int, ...] = ()
+    then: str = ""
+
+
+class GatedMatcher(Matcher):
+    """A matcher whose grammar applies where a gate states; elsewhere all tokens are allowed, with two exceptions.
+
+    The end of text is forbidden while a text is awaited, unless the gate is optional; so are tokens that contain the
+    end of that text and more, because the grammar begins with a token. tokenizer: llguidance's.
+    """
+
+    def __init__(self, *how: Any, gate: Gate, tokenizer: Any):
+        super().__init__(*how)
+        self._gate, self._tokenizer = gate, tokenizer
+        texts = [(text, "rest") for text in gate.instead], [(gate.opens, "free")] if gate.opens else []
+        later, first = ([(ids_of(tokenizer, text), then) for text, then in some] for some in texts)
+        self._others = {"start": later, "first": [*first, *later]}
+        self._begun = ids_of(tokenizer, gate.begun)
+        self._place = self._begin()
+
+    def restart(self) -> None:
+        """Return to the start of the answer."""
+        super().restart()
+        self._place = self._begin()
+
+    def follow(self, tokens: Any) -> None:
+        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
+        for token in tokens[self.start + self.size :]:
+            self._step(int(token))
+
+    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
+        """Write into row i of int32 [rows, words] the mask after the answer and i drafts, as `Matcher.fill` does."""
+        if self._place.kind == "grammar" and not self._gate.repeats:
+            super().fill(masks, drafts)
+            return
+        ahead = copy(self)
+        ahead._parser, ahead._twins = self._parser.deep_copy(), []
+        for row, mask in enumerate(masks):
+            ahead._fill_row(mask)
+            if row == len(drafts) or drafts[row] in self.eos or not allows(mask, drafts[row]):
+                break
+            ahead._step(drafts[row])
+
+    def drafts(self, most: int) -> list[int]:
+        """Return up to `most` tokens that must follow, or probably do; see `Matcher.drafts`."""
+        if self._place.kind == "grammar":
+            found = super().drafts(most)
+            return found[:-1] if self._gate.repeats and found[-1:] == [self.eos[0]] else found
+        return [*self._place.mark[:most]]
+
+    def _begin(self) -> Place:
+        self._consume(self._begun)
+        self.size = 0
+        return Place("free") if self._gate.after and not self._gate.opens else self._start("first")
+
+    def _start(self, kind: str = "start") -> Place:
+        return Place(kind if self._others[kind] else "grammar")
+
+    def _fill_row(self, mask: np.ndarray) -> None:
+        place = self._place
+        if place.kind in ("grammar", *self._others):
+            super()._fill_row(mask)
+            for tokens, _ in self._others.get(place.kind, ()):
+                _set(mask, tokens[:1], True)
+        elif place.kind == "mark":
+            mask[:] = 0
+            _set(mask, place.mark[:1], True)
+        else:
+            mask[:] = -1
+            if place.kind == "free":
+                _set(mask, self._forbidden(place), False)
+
+    def _forbidden(self, place: Place) -> list[int]:
+        """Return the tokens that are not allowed while a text is awaited."""
+        ends = [] if self._gate.optional else [*self.eos]
+        if self._gate.patterns:
+            return ends
+        mark = self._gate.after[place.stage].encode()
+        return [*ends, *beyond(self._tokenizer, mark)[_begun(mark, place.tail)]]
+
+    def _step(self, token: int) -> None:
+        """Advance by a token of the answer; the place behind it follows from it alone."""
+        place = self._place
+        if place.kind in self._others:
+            found = [Place("mark", mark=ids, then=then) for ids, then in self._others[place.kind] if ids[0] == token]
+            place = found[0] if found and not self._fits(token) else Place("grammar")
+        if place.kind == "grammar":
+            self._consume([token])
+            if self._gate.repeats and self._parser.is_stopped() and not self._parser.is_error():
+                self._parser.reset()
+                self._twins = [style.deep_copy() for style in self._styles]
+                place = Place("free", len(self._gate.after) - 1)
+            self._place = place
+            return
+        self.size += 1
+        if place.kind == "mark":
+            self._place = place._replace(mark=place.mark[1:]) if place.mark[1:] else Place(place.then)
+        elif place.kind == "free":
+            self._place = self._behind(place, token)
+
+    def _fits(self, token: int) -> bool:
+        """Return whether the grammar allows a token at its start."""
+        mask = np.empty(self.words, np.int32)
+        super()._fill_row(mask)
+        return allows(mask, token)
+
+    def _behind(self, place: Place, token: int) -> Place:
+        """Return the place behind a token while a text is awaited."""
+        text = place.tail + self._tokenizer.decode_bytes([token])
+        mark, stage = self._gate.after[place.stage].encode(), place.stage
+        if self._gate.patterns:
+            end, keep = next((m.end() for m in re.finditer(mark, text) if m.end() == len(text)), -1), PATTERN_TAIL
+        else:
+            end, keep = text.find(mark) + len(mark) if mark in text else -1, len(mark) - 1
+        if end < 0:
+            return place._replace(tail=text[-keep:] if keep else b"")
+        stage += 1
+        return Place("free", stage, text[end:]) if stage < len(self._gate.after) else self._start()
+
+
+def _set(mask: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:
+    """Set the bits of tokens in a mask, int32 [words]."""
+    bits = mask.view(np.uint32)
+    for token in tokens:
+        bit = np.uint32(1 << token % 32)
+        bits[token // 32] = bits[token // 32] | bit if allowed else bits[token // 32] & ~bit
+
+
+def _begun(mark: bytes, text: bytes) -> int:
+    """Return the length of the longest end of a text that is a start of `mark`, but not all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return a text's tokens by llguidance's tokenizer, special tokens included."""
+    return tuple(tokenizer.tokenize_str(text, parse_special=True)) if text else ()
+
+
+@lru_cache(16)
+def beyond(tokenizer: Any, mark: bytes) -> list[list[int]]:
+    """Return, by the number of a mark's bytes before them, the tokens that complete it and have more bytes."""
+    found: list[list[int]] = [[] for _ in mark]
+    for token, text in enumerate(_texts(tokenizer)):
+        for begun in range(len(mark)):
+            whole = mark[:begun] + text
+            possible = text.startswith(mark[begun:]) or mark in text
+            if possible and whole.find(mark) + len(mark) < len(whole):
+                found[begun].append(token)
+    return found
+
+
+@lru_cache(4)
+def _texts(tokenizer: Any) -> list[bytes]:
+    return [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]

@@ -1,0 +1,77 @@
+"""Constrain the answer of a request to a grammar: where it applies in the answer, and its compiled form."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled
+from .continued import begun_answer
+from .fields import ModelInfo, Refused
+from .forms import Message
+from .frames import CONTENT, begun_in
+
+
+class Output(NamedTuple):
+    """The grammar of an answer's content. field: path of the request field that requires it. param: its name.
+
+    gate: where it applies within the content. Reasoning, frames and a begun answer are added by `constraint_of`.
+    """
+
+    grammar: Grammar
+    field: str
+    param: str
+    gate: Gate = Gate()
+
+
+def constraint_of(
+    info: ModelInfo, output: Output, prompt: Sequence[int] = (), begun: Message | None = None, *, chat: bool = False
+) -> Constraint:
+    """Return the compiled grammar of an answer behind a prompt. Raises Refused if it cannot be enforced.
+
+    begun: the message of the assistant that the prompt ends with and the answer continues. chat: the answer is split
+    into reasoning and content.
+    """
+    try:
+        found = compiled(output.grammar, info.tokenizer, info.vocab_size)
+    except ValueError as e:
+        raise Refused(f"{output.field}: {e}", param=output.param) from e
+    gate = _gate(info, output.gate, prompt, begun) if chat else output.gate
+    try:
+        return found.behind(gate)
+    except GrammarError:
+        raise Refused(f"{output.field}: the begun answer does not fit it", param="messages") from None
+
+
+def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
+    """Return a gate within the content as one within the answer."""
+    tokenizer = info.tokenizer
+    begun = begun_answer([begun], tokenizer) if begun else {}
+    content: str = begun.get("content") or ""
+    if info.frames:
+        if begun_in(info.frames, tokenizer.decode(prompt)) == CONTENT:
+            return gate._replace(begun=content)
+        opening = f"(?!{info.frames.reasoning})(?:{info.frames.content})"
+        return gate._replace(after=(opening, *gate.after), patterns=True)
+    if not tokenizer.has_thinking:
+        return gate._replace(begun=content)
+    if tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+        return gate._replace(after=(tokenizer.think_end, *gate.after))
+    ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(tokenizer.think_end)
+    if content or ended or gate.after:
+        return gate._replace(begun=content.rpartition(tokenizer.think_end)[2].lstrip("\n"))
+    return gate._replace(opens=tokenizer.think_start, after=(tokenizer.think_end,))
+
+
+def as_json(constraint: Constraint | None) -> Any:
+    """Return what `from_json` needs to compile a constraint on another rank."""
+    made = constraint.grammar if constraint else None
+    return constraint and made and [made.text, made.name, made.styles, constraint.gate]
+
+
+def from_json(content: Any, tokenizer: Any, vocab_size: int) -> Constraint | None:
+    """Return the constraint that `as_json` wrote."""
+    if content is None:
+        return None
+    text, name, styles, gate = content
+    found = compiled(Grammar(text, name, tuple(styles)), tokenizer, vocab_size)
+    values: Any = (tuple(value) if isinstance(value, list) else value for value in gate or ())
+    return found.behind(Gate(*values))
