@@ -28,7 +28,7 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
-from .tool_calls.table import format_of, unread_calls
+from .tool_calls.table import GENERIC, format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
@@ -154,7 +154,8 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}
-    served = Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames, apart)
+    format = format_of(tokenizer) or GENERIC
+    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart)
     for name in adapters.names if adapters.selected is None else ():
         with adapters.using(name):
             own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
@@ -181,7 +182,7 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         template=settings.template,
         turns=not served.tree.is_stateless,
         created=int(time.time()),
-        unread_calls=unread_calls(tokenizer, served.tool_format),
+        unread_calls=unread_calls(tokenizer, format_of(tokenizer)),
         adapters=model.runtime.adapters.names,
         vocab_size=model.vocab_size,
         tool_format=served.tool_format,

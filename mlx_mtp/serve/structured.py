@@ -1,5 +1,6 @@
 """Constrain the answer of a request to a grammar: where it applies in the answer, and its compiled form."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,14 @@ class Output(NamedTuple):
     """The grammar of an answer's content. field: path of the request field that requires it. param: its name.
 
     gate: where it applies within the content. Reasoning, frames and a begun answer are added by `constraint_of`.
+    calls: it is the grammar of tool calls, which stand outside of the content.
     """
 
     grammar: Grammar
     field: str
     param: str
     gate: Gate = Gate()
+    calls: bool = False
 
 
 def constraint_of(
@@ -34,7 +37,10 @@ def constraint_of(
         found = compiled(output.grammar, info.tokenizer, info.vocab_size)
     except ValueError as e:
         raise Refused(f"{output.field}: {e}", param=output.param) from e
-    gate = _gate(info, output.gate, prompt, begun) if chat else output.gate
+    if output.calls:
+        gate = _call_gate(info, output.gate, prompt)
+    else:
+        gate = _gate(info, output.gate, prompt, begun) if chat else output.gate
     try:
         return found.behind(gate)
     except GrammarError:
@@ -59,6 +65,18 @@ def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | N
     if content or ended or gate.after:
         return gate._replace(begun=content.rpartition(tokenizer.think_end)[2].lstrip("\n"))
     return gate._replace(opens=tokenizer.think_start, after=(tokenizer.think_end,))
+
+
+def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
+    """Return the gate of tool calls as one within the answer: they follow reasoning."""
+    tokenizer = info.tokenizer
+    if not tokenizer.has_thinking:
+        return gate
+    start, end = tokenizer.think_start, tokenizer.think_end
+    if tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+        return gate._replace(after=(re.escape(end) if gate.patterns else end, *gate.after))
+    ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(end)
+    return gate if ended or gate.after else gate._replace(opens=start, after=(end,))
 
 
 def as_json(constraint: Constraint | None) -> Any:

@@ -24,7 +24,10 @@ KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
 }
 DAY, CLOCK = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])", "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
-ZONE, BYTE = r"(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])", "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+ZONE, BYTE = (
+    r"(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
+    "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
+)
 LONG_DAYS = "[0-9]{4}-(?:(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
 LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 FORMATS = {
@@ -69,7 +72,11 @@ def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
     for choice in ("anyOf", "oneOf", "allOf"):
         if choice not in keys:
             continue
-        if keys - {choice} or not isinstance(schema[choice], list) or (choice == "allOf" and len(schema[choice]) != 1):
+        if (
+            keys - {choice}
+            or not isinstance(schema[choice], list)
+            or (choice == "allOf" and len(schema[choice]) != 1)
+        ):
             raise ValueError(f"{choice} with other keywords is not supported with this model's tool calls")
         found = [list(branches(each, root, depth - 1)) for each in schema[choice]]
         kinds = [kind for each in found for kind in {branch.kind for branch in each}]
@@ -153,5 +160,7 @@ def rerooted(schema: Any, *, data: bool = False) -> Any:
         elif key in ("const", "enum", "default", "examples") and not data:
             found[key] = value
         else:
-            found[key] = rerooted(value, data=key in ("properties", "$defs", "definitions", "patternProperties") and not data)
+            found[key] = rerooted(
+                value, data=key in ("properties", "$defs", "definitions", "patternProperties") and not data
+            )
     return found

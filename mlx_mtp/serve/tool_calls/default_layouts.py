@@ -5,8 +5,27 @@ from typing import Any
 from .call_format import CallFormat
 from .layouts import Layout, Parameter, rendered_layout
 from .table import (
-    CODER, DEEPSEEK, DSML, FUNCTION_GEMMA, GEMMA_4, GLM, HARMONY, HERMES, KIMI_K2, KIMI_K3, LLAMA, LONGCAT, MINICPM,
-    MINIMAX, MINIMAX_M3, MISTRAL, MUSE, NAMESPACE as M3, PLAIN_JSON, PYTHONIC,
+    CODER,
+    DEEPSEEK,
+    DSML,
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GLM,
+    HARMONY,
+    HERMES,
+    KIMI_K2,
+    KIMI_K3,
+    LLAMA,
+    LONGCAT,
+    MINICPM,
+    MINIMAX,
+    MINIMAX_M3,
+    MISTRAL,
+    MUSE,
+    NAMESPACE,
+    PLAIN_JSON,
+    PYTHONIC,
+    SOLAR,
 )  # fmt: skip
 
 NAME, ARGUMENTS, PARAMETERS, ID = '{"name": "', '", "arguments": ', '", "parameters": ', ', "id": "call00000"}'
@@ -38,8 +57,8 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
         parameter=Parameter('<parameter name="', '">', "</parameter>\n"),
     ),),
     MINIMAX_M3: (Layout(
-        f'{M3}<tool_call>\n{M3}<invoke name="', '">', f'{M3}</invoke>\n{M3}<invoke name="',
-        f"{M3}</invoke>\n{M3}</tool_call>", parameter=Parameter(f"{M3}<", ">", M3 + "</{key}>"),
+        f'{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="', '">', f'{NAMESPACE}</invoke>\n{NAMESPACE}<invoke name="',
+        f"{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>", parameter=Parameter(f"{NAMESPACE}<", ">", NAMESPACE + "</{key}>"),
     ),),
     MINICPM: (Layout(
         '<function name="', '">', '</function>\n<function name="', "</function>", python=True,
@@ -50,12 +69,16 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
         "</atem:invoke>\n</atem:function_calls>",
         parameter=Parameter('<atem:parameter name="', '">', "</atem:parameter>\n"),
     ),),
-    KIMI_K3: (Layout(
-        '<|open|>tools<|sep|><|open|>call tool="', '" index="1"<|sep|>', '<|close|>call<|sep|><|open|>call tool="',
-        "<|close|>call<|sep|><|close|>tools<|sep|>", parameter=Parameter(
-            '<|open|>argument key="', '" type="{type}"<|sep|>', "<|close|>argument<|sep|>", ("string", ""),
-        ),
-    ),),
+    KIMI_K3: tuple(
+        Layout(
+            '<|open|>tools<|sep|><|open|>call tool="', '" index="1"<|sep|>',
+            '<|close|>call<|sep|><|open|>call tool="', "<|close|>call<|sep|><|close|>tools<|sep|>",
+            parameter=Parameter(
+                '<|open|>argument key="', '" type="{type}"<|sep|>', "<|close|>argument<|sep|>", ("string", other),
+            ),
+        )
+        for other in ("", "json")
+    ),
     DSML: (Layout(
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n<｜DSML｜invoke name="',
         "</｜DSML｜invoke>\n</｜DSML｜function_calls>", parameter=Parameter(
@@ -64,11 +87,12 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
     ),),
 }
 JSON: dict[CallFormat, tuple[Layout, ...]] = {
-    HERMES: (Layout(
-        f"<tool_call>\n{NAME}", ARGUMENTS, f"}}\n</tool_call>\n<tool_call>\n{NAME}", "}\n</tool_call>",
-    ),),
+    HERMES: (
+        Layout(f"<tool_call>\n{NAME}", ARGUMENTS, f"}}\n</tool_call>\n<tool_call>\n{NAME}", "}\n</tool_call>"),
+        Layout(f"<tool_call>{NAME}", ARGUMENTS, f"}}</tool_call><tool_call>{NAME}", "}</tool_call>"),
+    ),
     LLAMA: (
-        Layout(f"<|python_tag|>{NAME}", PARAMETERS, "}; " + NAME, "}", first="<|python_tag|>"),
+        Layout(f"<|python_tag|>{NAME}", PARAMETERS, "}; " + NAME, "}<|eom_id|>", first="<|python_tag|>" + NAME),
         Layout(NAME, PARAMETERS, None, "}"),
     ),
     MISTRAL: (
@@ -97,12 +121,19 @@ JSON: dict[CallFormat, tuple[Layout, ...]] = {
 }
 # A call is in a channel of its own. The start of the message is missing where the prompt ends with it.
 HARMONY_LAYOUTS = tuple(
-    Layout(f"{start}{channel}to=functions.", head, None, "<|call|>", first="to=functions.")
-    for start in ("<|start|>assistant", "")
-    for channel, head in (
-        (" ", "<|channel|>commentary json<|message|>"), ("<|channel|>commentary ", " <|constrain|>json<|message|>"),
+    Layout(f"{start}to=functions.", head, None, "<|call|>", first="to=functions.")
+    for start, head in (
+        ("<|start|>assistant ", "<|channel|>commentary json<|message|>"),
+        (" ", "<|channel|>commentary json<|message|>"),
+        ("<|start|>assistant<|channel|>commentary ", " <|constrain|>json<|message|>"),
     )
 )
+# What may precede the calls of an answer that has no content.
+LEADS: dict[CallFormat, tuple[str, ...]] = {
+    SOLAR: ("<|begin|>assistant",),
+    MUSE: ("<|start|>assistant to={name}<|message|>",),
+    KIMI_K3: ("<|open|>response<|sep|><|close|>response<|sep|>",),
+}
 DEFAULTS: dict[CallFormat, tuple[Layout, ...]] = {
     **TAGS,
     **JSON,
@@ -122,9 +153,8 @@ def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
 
     Raises ValueError if neither is known.
     """
-    rendered = None if format is HARMONY else rendered_layout(tokenizer, format)
-    if rendered:
-        return (rendered,)
-    if format not in DEFAULTS:
+    rendered = None if format == HARMONY else rendered_layout(tokenizer, format)
+    found = (rendered,) if rendered else DEFAULTS.get(format)
+    if not found:
         raise ValueError("the chat template renders no tool calls, so their format is not known well enough")
-    return DEFAULTS[format]
+    return tuple(layout._replace(leads=LEADS.get(format, ())) for layout in found)

@@ -1,7 +1,7 @@
 """Make grammars of tool calls: the text of a model's format around arguments that fit the tools' schemas."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
@@ -57,11 +57,17 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     return composed(write, "tools", whitespace=SPREAD if spread else MOST_SPACES)
 
 
-def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> str:
-    """Return the regular expression of the text with which a call starts in an answer; its grammar begins behind."""
+def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bool]:
+    """Return the text behind which the grammar of a call in an answer begins, and whether it is no regular expression.
+
+    A call without a mark begins only at the start of an answer.
+    """
     found = [_mark(layout, format) for layout in layouts_of(tokenizer, format)]
-    patterns = [pattern(mark) if mark in (*format.marks, "to=functions.") else rf"\A\s*{pattern(mark)}" for mark in found]
-    return "|".join(dict.fromkeys(patterns))
+    if len(set(found)) == 1 and found[0] in format.marks:
+        return found[0], True
+    marked = ("to=functions.", *format.marks)
+    texts = [pattern(mark) if mark.startswith(marked) else rf"\A\s*{pattern(mark)}" for mark in found]
+    return "|".join(dict.fromkeys(texts)), False
 
 
 def _mark(layout: Layout, format: CallFormat) -> str:
@@ -78,8 +84,13 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def object_schema(parameters: Schema) -> Schema:
-    """Return the schema of a function's arguments, which are always an object."""
-    return {**parameters, "type": "object"}
+    """Return the schema of a function's arguments: an object with the declared parameters only, unless it states more.
+
+    Without this limit a model could add parameters without end.
+    """
+    stated = {"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "unevaluatedProperties"}
+    closed = {} if stated & set(parameters) else {"additionalProperties": False}
+    return {"properties": {}, **closed, **parameters, "type": "object"}
 
 
 class CallWriter:
@@ -94,20 +105,28 @@ class CallWriter:
     def _answer(self, layout: Layout) -> str:
         """Return the body of an answer that consists of calls, or of one block of them behind its mark."""
         start, offer, mark = layout.start, self._offer, _mark(layout, self._format)
-        space, further = "", not offer.one and layout.between and not self._ends_in(layout.between)
+        space, between = "", layout.between or ""
+        further = bool(between) and not offer.one and not self._ends_in(between)
         if not offer.forced:
             start = start[start.index(mark) + len(mark) :]
-            further = further and mark not in layout.between
-        elif not start[:1].isspace():
-            space = "/[ \\n]{1,2}/? "
+            further = further and mark not in between
+        else:
+            space = self._before(layout)
         calls = [self._call(layout, name) for name in offer.tools.names]
         if getattr(self._format, "shared", False) and not offer.forced:
             calls.append(self._rules.literal("all\n") + " " + self._rules.free(mark))
         call = self._rules.either(calls)
         body = f"{space}{self._varied(start)} {call}"
         if further:
-            body += f" ({self._varied(layout.between)} {call})*"
+            body += f" ({self._varied(between)} {call})*"
         return f"{body} {self._varied(self._without_end(layout.end))}"
+
+    def _before(self, layout: Layout) -> str:
+        """Return the body of what may precede the calls of an answer: white space, or a lead of the layout."""
+        names = self._offer.tools.names
+        leads = [self._rules.literal(lead.format(name=name)) for lead in layout.leads for name in names]
+        spaces = [] if layout.start[:1].isspace() else ["/[ \\n]{1,2}/"]
+        return f"({' | '.join([*spaces, *dict.fromkeys(leads)])})? " if spaces or leads else ""
 
     def _call(self, layout: Layout, name: str) -> str:
         """Return the body of a call, from its name to its arguments."""
@@ -122,9 +141,9 @@ class CallWriter:
     def _arguments(self, layout: Layout, name: str) -> tuple[str, bool]:
         """Return the body of a function's arguments, and whether there may be none."""
         tools, strict = self._offer.tools, name in self._offer.strict
-        parameters = tools.parameters(name) if strict else {}
         if isinstance(self._format, JsonCalls):
-            return self._rules.json(object_schema(parameters)), True
+            return self._rules.json(object_schema(tools.parameters(name)) if strict else {"type": "object"}), True
+        parameters = tools.parameters(name) if strict else {}
         try:
             return self._written(layout, name, strict), not parameters.get("required")
         except ValueError as e:

@@ -105,7 +105,9 @@ class Rules:
         """Return the body of a text that does not contain `mark`; it may be empty."""
         return self.rule(f"/(?s:.+)/ & ~/{containing(mark)}/", terminal=True) + "?"
 
-    def raw(self, close: str, *, patterns: Sequence[str] = (), without: Sequence[str] = (), mark: str | None = None) -> str:
+    def raw(
+        self, close: str, *, patterns: Sequence[str] = (), without: Sequence[str] = (), mark: str | None = None
+    ) -> str:
         """Return the body of a text and the literal `close` after it.
 
         The text matches all of `patterns` and none of `without`, and does not contain `mark`, by default `close`

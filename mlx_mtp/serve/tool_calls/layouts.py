@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -41,6 +40,7 @@ class Layout(NamedTuple):
     between: None if an answer has only one call. empty: replaces head and arguments of a call without any, None: no
     replacement. parameter: of `TaggedCalls`. separator: between arguments in formats without tags. quote: around
     strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks.
+    leads: texts that may precede `start` at the start of an answer, with {name} for a tool's name.
     python: lists and objects are written as Python's. ascii: JSON has escape sequences for all other letters. first: the mark with which a call starts, if it is not `start`.
     """
 
@@ -57,11 +57,13 @@ class Layout(NamedTuple):
     python: bool = False
     ascii: bool = False
     first: str = ""
+    leads: tuple[str, ...] = ()
 
 
 def rendered_layout(tokenizer: Any, format: CallFormat) -> Layout | None:
     """Return the layout of the calls that a tokenizer's chat template renders; None if it renders none in `format`."""
-    return _rendered_layout(tokenizer, format, str(getattr(tokenizer, "chat_template", None)))
+    template = getattr(tokenizer, "chat_template", None)
+    return _rendered_layout(tokenizer, format, str(template)) if template else None
 
 
 @functools.lru_cache(maxsize=8)

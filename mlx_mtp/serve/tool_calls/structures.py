@@ -132,7 +132,10 @@ class Structures:
 
     def _object(self, schema: Schema) -> str:
         nested, gemma = self.style.kind == "nested", self.style.kind == "gemma"
-        properties, extra = schema.get("properties", {}), schema.get("additionalProperties", "properties" not in schema)
+        properties, extra = (
+            schema.get("properties", {}),
+            schema.get("additionalProperties", "properties" not in schema),
+        )
         required = set(schema.get("required", ()))
         members = []
         if missing := required - set(properties):
@@ -213,7 +216,7 @@ def _times(least: int, most: int | None) -> str:
 
 
 def sequence(rules: Rules, members: list[tuple[str, bool]], separator: str, free: str = "") -> str:
-    """Return the body of members (body, required) in this order, with separators. free: any number of it at the end."""
+    """Return the body of members (body, required) in this order, with separators; at the end any number of `free`."""
     if not separator:
         return " ".join(body if required else f"({body})?" for body, required in members)
     rest, alternatives, optional = f"({separator} {free})*" if free else "", list[str](), True

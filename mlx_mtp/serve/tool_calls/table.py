@@ -60,6 +60,7 @@ DSML = TaggedCalls(
 )  # fmt: skip
 DSML_TOOLS = dataclasses.replace(DSML, start="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
+GENERIC = JsonCalls("<tool_call>", "</tool_call>")  # of models whose format is unknown; the prompt describes it
 LLAMA = JsonCalls("<|python_tag|>", "<|eom_id|>")
 MISTRAL = JsonCalls("[TOOL_CALLS]", head=r"{name}\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*")
 KIMI_K2 = JsonCalls(

@@ -6,7 +6,7 @@ from typing import Any
 
 from .branches import Branch, Document, branches
 from .lark import Rules, containing
-from .layouts import Layout, Parameter
+from .layouts import Layout
 from .schema import Schema, Tools, dumps, types_of
 from .structures import CONSTANTS, Structures, Style, check_key, excluded
 from .tagged import TaggedCalls
@@ -46,7 +46,9 @@ class TaggedValues:
         mark = self._format.close.replace("{key}", key)
         types = {self._type(kind) for kind in ("string", "null", "boolean", "number", "array", "object")}
         starts = (parameter.before + key + parameter.after.replace("{type}", each) for each in sorted(types))
-        return self._rules.either(f"{self._rules.literal(start)} {self._rules.raw(close, mark=mark)}" for start in starts)
+        return self._rules.either(
+            f"{self._rules.literal(start)} {self._rules.raw(close, mark=mark)}" for start in starts
+        )
 
     def _close(self, key: str) -> str:
         return self._parameter.close.replace("{key}", key)
