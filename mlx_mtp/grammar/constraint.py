@@ -81,6 +81,12 @@ def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> 
     return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, *made)
 
 
+def is_compiled(grammar: Grammar, tokenizer: Any, vocab_size: int) -> bool:
+    """Return whether `compiled` with these arguments returns at once."""
+    parsers = vocabulary_of(tokenizer, vocab_size).parsers
+    return all(text in parsers for text in (grammar.text, *grammar.styles))
+
+
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
     """Return llguidance's form of a tokenizer of mlx-lm or transformers; made once, with Python's lock held.
 

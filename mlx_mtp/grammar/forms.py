@@ -46,7 +46,7 @@ def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, toke
     expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
     value there is none.
     """
-    text, styles = _json_texts(_parsed(schema), whitespace)
+    text, styles = _json_texts(parsed(schema), whitespace)
     return _checked(Grammar(text, "json_schema", styles, tokenizer))
 
 
@@ -72,7 +72,7 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
     return _checked(Grammar(llguidance().LLMatcher.grammar_from_lark(grammar), "lark", (), tokenizer))
 
 
-def _parsed(schema: Any) -> dict[str, Any]:
+def parsed(schema: Any) -> dict[str, Any]:
     """Return a schema as a dict; ValueError for anything that is no schema."""
     if isinstance(schema, str | bytes):
         try:

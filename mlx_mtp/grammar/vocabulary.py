@@ -1,34 +1,27 @@
 """Keep what is made from a tokenizer once: llguidance's form of it, compiled grammars, and tokens around texts."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-KEPT, KEPT_BYTES = 200, 1_000_000  # compiled grammars, the last used ones, and bytes of their texts
+from .kept import Kept
 
 
 class Vocabulary:
-    """llguidance's tokenizer `own`, with an LRU cache of parsers by the text of their grammar. For any thread."""
+    """llguidance's tokenizer `own`, with the parsers of grammars by their texts. Any thread may use it."""
 
     def __init__(self, own: Any):
-        self.own = own
-        self._parsers: OrderedDict[str, Any] = OrderedDict()
+        self.own, self.parsers = own, Kept()
         self._beyond: dict[bytes, list[list[int]]] = {}
-        self._lock = threading.Lock()
 
     def parser(self, text: str, make: Callable[[], Any]) -> Any:
-        """Return the parser of a grammar's text; it is made if it is not kept, and must be copied."""
-        with self._lock:
-            if text in self._parsers:
-                self._parsers.move_to_end(text)
-                return self._parsers[text]
-        parser = make()
-        with self._lock:
-            self._parsers[text] = parser
-            while len(self._parsers) > KEPT or (len(self._parsers) > 1 and sum(map(len, self._parsers)) > KEPT_BYTES):
-                self._parsers.popitem(last=False)
-        return parser
+        """Return the parser of a grammar's text, None for a style that is not used; it must be copied.
+
+        make: called if it is not kept.
+        """
+        found = self.parsers.get(text, make)
+        if found is make:
+            self.parsers.put(text, found := make())
+        return found
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Return a text's tokens, special tokens included."""

@@ -1,13 +1,15 @@
 """Constrain the answer of a request to a grammar: where it applies in the answer, and its compiled form."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled
+from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled, is_compiled
 from .continued import begun_answer
 from .fields import ModelInfo, Refused
 from .forms import Message
 from .frames import CONTENT, begun_in
+from .grammar_limits import compiled_within
 
 
 class Output(NamedTuple):
@@ -30,15 +32,19 @@ def constraint_of(
     begun: the message of the assistant that the prompt ends with and the answer continues. chat: the answer is split
     into reasoning and content.
     """
+    gate, how = output.gate, (output.grammar, info.tokenizer, info.vocab_size)
+    if chat:
+        gate = _gate(info, gate, prompt, begun)
     try:
-        found = compiled(output.grammar, info.tokenizer, info.vocab_size)
+        kept = is_compiled(*how)  # makes llguidance's tokenizer if the load has not: not within the time to compile
     except ValueError as e:
         raise Refused(f"{output.field}: {e}", param=output.param) from e
-    gate = _gate(info, output.gate, prompt, begun) if chat else output.gate
+    found = compiled(*how) if kept else compiled_within(partial(compiled, *how), output.field, output.param)
     try:
         return found.behind(gate)
-    except GrammarError:
-        raise Refused(f"{output.field}: the begun answer does not fit it", param="messages") from None
+    except GrammarError as e:
+        reason = "the begun answer does not fit" if gate.begun else f"no text fits ({e})"
+        raise Refused(f"{output.field}: {reason}", param=output.param) from None
 
 
 def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
