@@ -133,7 +133,7 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
 def prepare(
     d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None, allowed: mx.array | None = None
 ) -> tuple[Frame, Callable | None]:
-    """Move the caches' positions to the step after `last`; return its frame with `allowed`, and its record or None."""
+    """Move the caches' positions to the step after `last`; return its frame with `allowed`, its record or None."""
     cache, run, base, frame = d.cache, last.run, last.base, _frame(d, last, plan)._replace(allowed=allowed)
     if frame.drafter:
         cache.resume_heads(base)
