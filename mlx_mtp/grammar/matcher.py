@@ -44,23 +44,28 @@ class Matcher:
             raise self._error("the answer's tokens do not fit the grammar")
         self._twins = [twin for twin in self._twins if twin.try_consume_tokens([*new]) == len(new)]
 
-    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
+    def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
 
         Rows after a forbidden draft, or after the answer's end, are left as they are: no token is chosen there.
+        known: number of first rows that contain their masks already. Returns the number of first drafts that are
+        allowed.
         """
-        taken = 0
+        taken = fits = 0
         try:
             for row in range(len(masks)):
-                self._fill_row(masks[row])
-                if row == len(drafts) or drafts[row] in self.eos or not allows(masks[row], drafts[row]):
+                if row >= known:
+                    self._fill_row(masks[row])
+                if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
-                if not self._parser.try_consume_tokens([drafts[row]]):
+                fits += 1
+                if drafts[row] in self.eos or not self._parser.try_consume_tokens([drafts[row]]):
                     break
                 taken += 1
         finally:
             if taken and not self._parser.rollback(taken):
                 raise self._error()
+        return fits
 
     def _fill_row(self, mask: np.ndarray) -> None:
         own = np.empty((1, self._own_words), np.int32)
