@@ -31,6 +31,7 @@ class Stats:
     prefill_time:  seconds until the first token arrived, including the heads' prefill of the prompt.
     decode_time:   seconds of cycles after that, without the caller's time between two tokens.
     wait_time:     the part of decode_time in which the host waited for the device.
+    mask_time:     seconds in which the host made the masks of a grammar, most of them while the device computed.
     peak_memory:   maximum bytes that MLX held, including the weights, since the generation began.
     paused:        why the next cycle does not draft although it could; "" otherwise.
     phases:        set to True to measure `draft_time`: every 16th cycle is then computed in two timed halves.
@@ -59,6 +60,7 @@ class Stats:
     prefill_time: float = 0.0
     decode_time: float = 0.0
     wait_time: float = 0.0
+    mask_time: float = 0.0
     peak_memory: int = 0
     paused: str = ""
     crowded: bool = False

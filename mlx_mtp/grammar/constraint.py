@@ -41,11 +41,14 @@ class Constraint(NamedTuple):
     grammar: Grammar
     gate: Gate | None = None
 
-    def matcher(self, start: int = 0, most: int = 0) -> Matcher:
-        """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle."""
+    def matcher(self, start: int = 0, most: int = 0, stats: Any = None) -> Matcher:
+        """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle.
+
+        stats: as in `Matcher`.
+        """
         how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words)
         found = GatedMatcher(*how, gate=self.gate, vocabulary=self.vocabulary) if self.gate else Matcher(*how)
-        found.start, found.most = start, most
+        found.start, found.most, found.stats = start, most, stats
         return found
 
     def behind(self, gate: Gate) -> "Constraint":

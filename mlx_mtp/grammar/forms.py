@@ -121,5 +121,13 @@ def _checked(grammar: Grammar) -> Grammar:
     """Return the grammar; ValueError, in one line, if llguidance cannot honour it."""
     library = llguidance()
     if error := library.LLMatcher.validate_grammar(grammar.text, limits=library.limits):
-        raise ValueError(f"{grammar.name}: {error.strip().partition(chr(10))[0]}")
+        raise ValueError(f"{grammar.name}: {_reason(error)}")
     return grammar
+
+
+def _reason(error: str) -> str:
+    """Return llguidance's error message in one line; that of a pattern states the pattern and what is wrong."""
+    first, *rest = error.strip().splitlines()
+    if not first.startswith("regex parse error") or len(rest) < 2:
+        return first
+    return f"pattern {rest[0].strip()[:80]!r}: {rest[-1].removeprefix('error: ')}"

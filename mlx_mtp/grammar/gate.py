@@ -76,18 +76,21 @@ class GatedMatcher(Matcher):
         for token in tokens[self.start + self.size :]:
             self._step(int(token))
 
-    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
-        """Write into row i of int32 [rows, words] the mask after the answer and i drafts, as `Matcher.fill` does."""
+    def _fill(self, masks: np.ndarray, drafts: Sequence[int], known: int) -> int:
         if self._place.kind == "grammar" and not self._gate.repeats:
-            super().fill(masks, drafts)
-            return
-        ahead = copy(self)
+            return super()._fill(masks, drafts, known)
+        ahead, fits = copy(self), 0
         ahead._parser, ahead._twins = self._parser.deep_copy(), []
         for row, mask in enumerate(masks):
-            ahead._fill_row(mask)
-            if row == len(drafts) or drafts[row] in self.eos or not allows(mask, drafts[row]):
+            if row >= known:
+                ahead._fill_row(mask)
+            if row == len(drafts) or not allows(mask, drafts[row]):
+                break
+            fits += 1
+            if drafts[row] in self.eos:
                 break
             ahead._step(drafts[row])
+        return fits
 
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or probably do; see `Matcher.drafts`."""

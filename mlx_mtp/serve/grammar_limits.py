@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ..machine.errors import with_type
 from .fields import Refused
+from .schema_paths import NAMED, keywords
 
 T = TypeVar("T")
 MAX_BYTES = 100_000  # of a schema, as JSON, or a list of choices
@@ -16,14 +18,13 @@ MAX_PROPERTIES = 2000  # of all objects together: the time to compile them grows
 MAX_FIXED = 4000  # characters of a const, a value of enum, a name, and of the shortest match of a pattern
 MAX_SECONDS = 5.0  # to compile a grammar
 COMPILERS = threading.Semaphore(2)  # at most so many grammars are compiled at once
-NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentRequired", "dependentSchemas")
 REPEATED = re.compile(r"\{(\d+)(?:,\d*)?\}")
 
 
 def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
-    """Return make(), called on another thread, which is abandoned after MAX_SECONDS.
+    """Return make(), called on another thread, or raise its ValueError; other exceptions become one.
 
-    Raises Refused, with the field, for a ValueError, after MAX_SECONDS (400), or while too many compile (503).
+    Raises Refused, with the field, after MAX_SECONDS (400; the thread is abandoned), or while too many compile (503).
     """
     if not COMPILERS.acquire(timeout=MAX_SECONDS):
         raise Refused(f"{field}: other grammars are being compiled; try again later", status=503, param=param)
@@ -33,15 +34,13 @@ def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
         return found.result(MAX_SECONDS)
     except TimeoutError:
         raise Refused(f"{field}: takes longer than {MAX_SECONDS:.0f} s to compile", param=param) from None
-    except ValueError as e:
-        raise Refused(f"{field}: {e}", param=param) from e
 
 
 def _run(make: Callable[[], T], found: Future[T]) -> None:
     try:
         found.set_result(make())
-    except BaseException as e:
-        found.set_exception(e)
+    except BaseException as e:  # a panic of a Rust library is no Exception
+        found.set_exception(e if isinstance(e, ValueError) else ValueError(f"cannot be compiled ({with_type(e)})"))
     finally:
         COMPILERS.release()
 
@@ -51,36 +50,24 @@ def check_schema(schema: Any) -> None:
     if (size := len(json.dumps(schema))) > MAX_BYTES:
         raise ValueError(f"the schema has {size} bytes; allowed are {MAX_BYTES}")
     properties = 0
-    for key, value in _members(schema):
-        if key == "properties" and isinstance(value, dict):
-            properties += len(value)
-            if properties > MAX_PROPERTIES:
-                raise ValueError(f"properties: allowed are at most {MAX_PROPERTIES} in the schema")
-        if key in NAMES and isinstance(value, dict):
-            for name in value:
-                _check_length(key, least_length(name) if key == "patternProperties" else len(name))
-        if key == "pattern" and isinstance(value, str):
-            _check_length(key, least_length(value))
-        if key in ("const", "enum"):
-            for each in [value] if key == "const" else value if isinstance(value, list) else ():
-                _check_length(key, len(json.dumps(each)))
+    for _, name, value in keywords(schema):
+        properties += len(value) if name == "properties" and isinstance(value, dict) else 0
+        if properties > MAX_PROPERTIES:
+            raise ValueError(f"properties: allowed are at most {MAX_PROPERTIES} in the schema")
+        if (length := max(_fixed(name, value), default=0)) > MAX_FIXED:
+            raise ValueError(f"{name}: a text of {length} characters; allowed are {MAX_FIXED}")
 
 
-def _check_length(key: str, length: int) -> None:
-    if length > MAX_FIXED:
-        raise ValueError(f"{key}: a text of {length} characters; allowed are {MAX_FIXED}")
-
-
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all members of a JSON value's objects, at any depth."""
-    pending = [value]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            yield from each.items()
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
+def _fixed(name: str, value: Any) -> Iterator[int]:
+    """Yield the lengths of the texts that a keyword fixes, or of the shortest that its patterns match."""
+    if name == "const":
+        yield len(json.dumps(value))
+    elif name == "enum" and isinstance(value, list):
+        yield from (len(json.dumps(each)) for each in value)
+    elif name == "pattern" and isinstance(value, str):
+        yield least_length(value)
+    elif name in NAMED and isinstance(value, dict):
+        yield from map(least_length if name == "patternProperties" else len, value)
 
 
 def check_text(text: str) -> None:

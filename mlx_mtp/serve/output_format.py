@@ -10,6 +10,7 @@ from ..grammar.forms import MOST_SPACES, json_schema, lark, parsed, regex
 from ..grammar.kept import Kept
 from .fields import Refused, field_of, fields_of
 from .grammar_limits import check_schema, check_text, compiled_within
+from .schema_paths import path_in
 from .structured import Output
 
 OBJECT = {"type": "object"}
@@ -99,9 +100,16 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
     allowed, fits = _allowed(key, value)
     if not fits:
         raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=param)
-    text = json.dumps([key, value, whitespace])
-    grammar = GRAMMARS.get(text) or compiled_within(partial(_made, key, value, whitespace), name, param)
-    GRAMMARS.put(text, grammar)
+    try:
+        value = parsed(value) if key == "json" else value
+        text = json.dumps([key, value, whitespace])
+        if (grammar := GRAMMARS.get(text)) is None:
+            GRAMMARS.put(text, grammar := compiled_within(partial(_made, key, value, whitespace), name, param))
+    except Refused:
+        raise
+    except ValueError as e:
+        reason = str(e).removeprefix("json_schema: ")
+        raise Refused(f"{name}{path_in(value, reason) if key == 'json' else ''}: {reason}", param=param) from e
     return Output(grammar, name, param)
 
 
@@ -110,7 +118,7 @@ def _made(key: str, value: Any, whitespace: Any) -> Grammar:
     if key in TEXT_KINDS:
         check_text(value)
     else:
-        check_schema(parsed(value) if key == "json" else value)
+        check_schema(value)
     return MADE[key](value, whitespace=whitespace)
 
 

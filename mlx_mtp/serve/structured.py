@@ -36,15 +36,17 @@ def constraint_of(
     if chat:
         gate = _gate(info, gate, prompt, begun)
     try:
-        kept = is_compiled(*how)  # makes llguidance's tokenizer if the load has not: not within the time to compile
-    except ValueError as e:
-        raise Refused(f"{output.field}: {e}", param=output.param) from e
-    found = compiled(*how) if kept else compiled_within(partial(compiled, *how), output.field, output.param)
-    try:
+        # `is_compiled` makes llguidance's tokenizer if the load has not: that is not within the time to compile.
+        make = partial(compiled, *how)
+        found = make() if is_compiled(*how) else compiled_within(make, output.field, output.param)
         return found.behind(gate)
+    except Refused:
+        raise
     except GrammarError as e:
         reason = "the begun answer does not fit" if gate.begun else f"no text fits ({e})"
         raise Refused(f"{output.field}: {reason}", param=output.param) from None
+    except ValueError as e:
+        raise Refused(f"{output.field}: {e}", param=output.param) from e
 
 
 def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
