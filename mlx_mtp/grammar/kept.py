@@ -27,6 +27,7 @@ class Kept:
     def put(self, text: str, value: Any) -> None:
         """Keep a value; the least recently used ones are dropped, never the only one."""
         with self._lock:
+            self._values.pop(text, None)
             self._values[text] = value
             while len(self._values) > KEPT or (len(self._values) > 1 and sum(map(len, self._values)) > KEPT_BYTES):
                 self._values.popitem(last=False)
