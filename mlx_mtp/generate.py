@@ -108,9 +108,10 @@ def generate_step(
     stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
-    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most)
+    stats = stats or Stats()
+    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    d = Decoder(model, cache, picker, Fixed(k), stats or Stats(), chunk, k, lookup, draft_p_min)
+    d = Decoder(model, cache, picker, Fixed(k), stats, chunk, k, lookup, draft_p_min)
     return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
 
 

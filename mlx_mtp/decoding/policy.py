@@ -109,7 +109,8 @@ def control_for(
     """
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
-        known, how = costs.recall(replayed=_replayed(compiled)), {"source": source_of(model), "growth": costs.growth}
+        known = costs.recall(replayed=_replayed(compiled))
+        how = {"source": source_of(model), "growth": costs.growth, "masked": matcher is not None}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
 

@@ -4,7 +4,7 @@ llguidance parses grammars and computes, for each position, the mask of the allo
 tokens of the answer before it and on nothing else.
 """
 
-from .constraint import Constraint, compiled
+from .constraint import Constraint, compiled, is_compiled, vocabulary_of
 from .forms import Grammar, json, json_schema, lark, regex
 from .gate import Gate
 from .matcher import GrammarError, Matcher
@@ -16,8 +16,10 @@ __all__ = [
     "GrammarError",
     "Matcher",
     "compiled",
+    "is_compiled",
     "json",
     "json_schema",
     "lark",
     "regex",
+    "vocabulary_of",
 ]

@@ -47,7 +47,7 @@ def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, toke
     expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
     value there is none.
     """
-    text, styles = _json_texts(_parsed(schema), whitespace)
+    text, styles = _json_texts(parsed(schema), whitespace)
     return _checked(Grammar(text, "json_schema", styles, tokenizer))
 
 
@@ -73,7 +73,7 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
     return _checked(Grammar(llguidance().LLMatcher.grammar_from_lark(grammar), "lark", (), tokenizer))
 
 
-def _parsed(schema: Any) -> dict[str, Any]:
+def parsed(schema: Any) -> dict[str, Any]:
     """Return a schema as a dict; ValueError for anything that is no schema."""
     if isinstance(schema, str | bytes):
         try:
@@ -138,5 +138,13 @@ def _checked(grammar: Grammar) -> Grammar:
     """Return the grammar; ValueError, in one line, if llguidance cannot honour it."""
     library = llguidance()
     if error := library.LLMatcher.validate_grammar(grammar.text, limits=library.limits):
-        raise ValueError(f"{grammar.name}: {error.strip().partition(chr(10))[0]}")
+        raise ValueError(f"{grammar.name}: {_reason(error)}")
     return grammar
+
+
+def _reason(error: str) -> str:
+    """Return llguidance's error message in one line; that of a pattern states the pattern and what is wrong."""
+    first, *rest = error.strip().splitlines()
+    if not first.startswith("regex parse error") or len(rest) < 2:
+        return first
+    return f"pattern {rest[0].strip()[:80]!r}: {rest[-1].removeprefix('error: ')}"

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .matcher import Matcher, allows
+from .vocabulary import Vocabulary
 
 PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched
 
@@ -54,16 +54,16 @@ class GatedMatcher(Matcher):
     """A matcher whose grammar applies where a gate states; elsewhere all tokens are allowed, with two exceptions.
 
     The end of text is forbidden while a text is awaited, unless the gate is optional; so are tokens that contain the
-    end of that text and more, because the grammar begins with a token. tokenizer: llguidance's.
+    end of that text and more, because the grammar begins with a token.
     """
 
-    def __init__(self, *how: Any, gate: Gate, tokenizer: Any):
+    def __init__(self, *how: Any, gate: Gate, vocabulary: Vocabulary):
         super().__init__(*how)
-        self._gate, self._tokenizer = gate, tokenizer
+        self._gate, self._vocabulary = gate, vocabulary
         texts = [(text, "rest") for text in gate.instead], [(gate.opens, "free")] if gate.opens else []
-        later, first = ([(ids_of(tokenizer, text), then) for text, then in some] for some in texts)
+        later, first = ([(vocabulary.tokens(text), then) for text, then in some] for some in texts)
         self._others = {"start": later, "first": [*first, *later]}
-        self._begun = ids_of(tokenizer, gate.begun)
+        self._begun = vocabulary.tokens(gate.begun)
         self._place = self._begin()
 
     def restart(self) -> None:
@@ -76,18 +76,21 @@ class GatedMatcher(Matcher):
         for token in tokens[self.start + self.size :]:
             self._step(int(token))
 
-    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
-        """Write into row i of int32 [rows, words] the mask after the answer and i drafts, as `Matcher.fill` does."""
+    def _fill(self, masks: np.ndarray, drafts: Sequence[int], known: int) -> int:
         if self._place.kind == "grammar" and not self._gate.repeats:
-            super().fill(masks, drafts)
-            return
-        ahead = copy(self)
+            return super()._fill(masks, drafts, known)
+        ahead, fits = copy(self), 0
         ahead._parser, ahead._twins = self._parser.deep_copy(), []
         for row, mask in enumerate(masks):
-            ahead._fill_row(mask)
-            if row == len(drafts) or drafts[row] in self.eos or not allows(mask, drafts[row]):
+            if row >= known:
+                ahead._fill_row(mask)
+            if row == len(drafts) or not allows(mask, drafts[row]):
+                break
+            fits += 1
+            if drafts[row] in self.eos:
                 break
             ahead._step(drafts[row])
+        return fits
 
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or probably do; see `Matcher.drafts`."""
@@ -124,7 +127,7 @@ class GatedMatcher(Matcher):
         if self._gate.patterns:
             return ends
         mark = self._gate.after[place.stage].encode()
-        return [*ends, *beyond(self._tokenizer, mark)[_begun(mark, place.tail)]]
+        return [*ends, *self._vocabulary.beyond(mark)[_begun(mark, place.tail)]]
 
     def _step(self, token: int) -> None:
         """Advance by a token of the answer; the place behind it follows from it alone."""
@@ -154,7 +157,7 @@ class GatedMatcher(Matcher):
 
     def _behind(self, place: Place, token: int) -> Place:
         """Return the place behind a token while a text is awaited."""
-        text = place.tail + self._tokenizer.decode_bytes([token])
+        text = place.tail + self._vocabulary.own.decode_bytes([token])
         mark, stage = self._gate.after[place.stage].encode(), place.stage
         if self._gate.patterns:
             end, keep = next((m.end() for m in re.finditer(mark, text) if m.end() == len(text)), -1), PATTERN_TAIL
@@ -177,26 +180,3 @@ def _set(mask: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:
 def _begun(mark: bytes, text: bytes) -> int:
     """Return the length of the longest end of a text that is a start of `mark`, but not all of it."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
-
-
-def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Return a text's tokens by llguidance's tokenizer, special tokens included."""
-    return tuple(tokenizer.tokenize_str(text, parse_special=True)) if text else ()
-
-
-@lru_cache(16)
-def beyond(tokenizer: Any, mark: bytes) -> list[list[int]]:
-    """Return, by the number of a mark's bytes before them, the tokens that complete it and have more bytes."""
-    found: list[list[int]] = [[] for _ in mark]
-    for token, text in enumerate(_texts(tokenizer)):
-        for begun in range(len(mark)):
-            whole = mark[:begun] + text
-            possible = text.startswith(mark[begun:]) or mark in text
-            if possible and whole.find(mark) + len(mark) < len(whole):
-                found[begun].append(token)
-    return found
-
-
-@lru_cache(4)
-def _texts(tokenizer: Any) -> list[bytes]:
-    return [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]

@@ -160,6 +160,9 @@ def figures(ends: list[End]) -> dict[str, Any]:
     return {
         "draft_n": sum(end.drafts[0] for end in ends),
         "draft_n_accepted": sum(end.drafts[1] for end in ends),
+        "grammar_n": total.grammar_drafted,
+        "grammar_n_accepted": total.grammar_accepted,
+        "mask_seconds": round(total.mask_time, 6),
         "paused": paused(total.paused),
         "tokens_per_cycle": round(total.tokens_per_cycle or 1.0, 3),
         "time_to_first_token": round(min((end.first_token for end in ends), default=0.0), 4),

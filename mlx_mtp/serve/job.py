@@ -88,9 +88,10 @@ class End(NamedTuple):
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Numbers of verified and of accepted drafts, of the drafter and of prompt lookup together."""
+        """Numbers of verified and of accepted drafts, of the drafter, prompt lookup and a grammar together."""
         stats = self.stats
-        return sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
+        drafted = sum(stats.drafted) + stats.lookup_drafted + stats.grammar_drafted
+        return drafted, sum(stats.accepted) + stats.lookup_accepted + stats.grammar_accepted
 
 
 class Failed(NamedTuple):

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..grammar import Grammar
-from ..grammar.forms import MOST_SPACES, json_schema, lark, regex
+from ..grammar.forms import MOST_SPACES, json_schema, lark, parsed, regex
+from ..grammar.kept import Kept
 from .fields import Refused, field_of, fields_of
+from .grammar_limits import check_schema, check_text, compiled_within
+from .schema_paths import path_in
 from .structured import Output
 
 OBJECT = {"type": "object"}
-MAX_BYTES = 200_000  # of a schema or grammar, as JSON
 MAX_CHOICES = 1000  # of guided_choice
 MADE: dict[str, Callable[..., Grammar]] = {
     "json": json_schema,
@@ -19,6 +22,7 @@ MADE: dict[str, Callable[..., Grammar]] = {
     "choice": lambda choices, whitespace: lark("start: " + " | ".join(json.dumps(each) for each in choices)),
     "json_object": lambda _, whitespace: json_schema(OBJECT, whitespace=whitespace),
 }
+GRAMMARS = Kept()
 TEXT_KINDS = ("regex", "grammar")
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
 
@@ -96,12 +100,26 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
     allowed, fits = _allowed(key, value)
     if not fits:
         raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=param)
-    if len(json.dumps(value)) > MAX_BYTES:
-        raise Refused(f"{name}: longer than {MAX_BYTES} bytes", param=param)
     try:
-        return Output(MADE[key](value, whitespace=whitespace), name, param)
+        value = parsed(value) if key == "json" else value
+        text = json.dumps([key, value, whitespace])
+        if (grammar := GRAMMARS.get(text)) is None:
+            GRAMMARS.put(text, grammar := compiled_within(partial(_made, key, value, whitespace), name, param))
+    except Refused:
+        raise
     except ValueError as e:
-        raise Refused(f"{name}: {e}", param=param) from e
+        reason = str(e).removeprefix("json_schema: ")
+        raise Refused(f"{name}{path_in(value, reason) if key == 'json' else ''}: {reason}", param=param) from e
+    return Output(grammar, name, param)
+
+
+def _made(key: str, value: Any, whitespace: Any) -> Grammar:
+    """Return the grammar of a field. Raises ValueError if it is too large, or cannot be enforced."""
+    if key in TEXT_KINDS:
+        check_text(value)
+    else:
+        check_schema(value)
+    return MADE[key](value, whitespace=whitespace)
 
 
 def _allowed(key: str, value: Any) -> tuple[str, bool]:

@@ -1,6 +1,7 @@
 """Run the HTTP server: listen while the engine's thread loads the model, and shut down in order."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import uvicorn
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_chunk, default_draft_tokens
+from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
@@ -171,6 +173,8 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)
+    with contextlib.suppress(ValueError):  # at the load, because it holds Python's lock; requests state the reason
+        vocabulary_of(tokenizer, model.vocab_size)
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     service.info = ModelInfo(
         names=settings.names,

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled
+from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled, is_compiled
 from .continued import begun_answer
 from .fields import ModelInfo, Refused
 from .forms import Message
 from .frames import CONTENT, begun_in
+from .grammar_limits import compiled_within
 
 
 class Output(NamedTuple):
@@ -33,18 +35,23 @@ def constraint_of(
     begun: the message of the assistant that the prompt ends with and the answer continues. chat: the answer is split
     into reasoning and content.
     """
+    gate, how = output.gate, (output.grammar, info.tokenizer, info.vocab_size)
+    if output.calls:
+        gate = _call_gate(info, gate, prompt)
+    elif chat:
+        gate = _gate(info, gate, prompt, begun)
     try:
-        found = compiled(output.grammar, info.tokenizer, info.vocab_size)
+        # `is_compiled` makes llguidance's tokenizer if the load has not: that is not within the time to compile.
+        make = partial(compiled, *how)
+        found = make() if is_compiled(*how) else compiled_within(make, output.field, output.param)
+        return found.behind(gate)
+    except Refused:
+        raise
+    except GrammarError as e:
+        reason = "the begun answer does not fit" if gate.begun else f"no text fits ({e})"
+        raise Refused(f"{output.field}: {reason}", param=output.param) from None
     except ValueError as e:
         raise Refused(f"{output.field}: {e}", param=output.param) from e
-    if output.calls:
-        gate = _call_gate(info, output.gate, prompt)
-    else:
-        gate = _gate(info, output.gate, prompt, begun) if chat else output.gate
-    try:
-        return found.behind(gate)
-    except GrammarError:
-        raise Refused(f"{output.field}: the begun answer does not fit it", param="messages") from None
 
 
 def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:

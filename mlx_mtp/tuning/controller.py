@@ -7,7 +7,10 @@ lose against plain decoding. It grows with every step and with what drafts gain,
 
 import copy
 import math
-from itertools import chain, islice, repeat, zip_longest
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, islice, repeat, zip_longest
+from operator import mul
 
 from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
 from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
@@ -22,8 +25,9 @@ class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
     max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. p_min: whether to try plans
-    that read the drafter's confidence. known: costs measured in earlier sequences; they are copied. growth: how the
-    cost of a cycle grows with its drafts, for lengths that were not measured.
+    that read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
+    measured in earlier sequences; they are copied. growth: how the cost of a cycle grows with its drafts, for lengths
+    that were not measured.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class Controller:
         max_drafts: int,
         max_lookup: int = 0,
         p_min: bool = False,
+        masked: bool = False,
         known: Costs | None = None,
         source: str = "heads",
         growth: Growth = dense,
@@ -39,6 +44,7 @@ class Controller:
         self.costs = copy.deepcopy(known) or Costs()
         self.costs.growth = growth
         self.source, self.heads = source, [Plan(source, k) for k in ladder(max_drafts)]
+        self.stepwise = [Plan(source, k, stepwise=True) for k in ladder(max_drafts) if k > 1 and masked]
         self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = Plan(source, max_drafts, p_min=True) if p_min and max_drafts else None
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
@@ -70,15 +76,16 @@ class Controller:
         self._risk, self._kind = best.risk, best.plan.kind(matched)
         return best.plan
 
-    def redraft(self, planned: Plan, forced: int) -> Plan:
-        """Return `planned`, the plan of the next cycle, or one that verifies up to `forced` drafts of a grammar.
+    def redraft(self, planned: Plan, forced: Sequence[int]) -> Plan:
+        """Return `planned`, the plan of the next cycle, or one that verifies drafts that grammars force.
 
-        It is called when the previous cycle has been read, and these drafts are known.
+        It is called when the previous cycle has been read, and these drafts are known. forced: their number in each
+        sequence; the drafter's plans verify them first.
         """
         if self._measures:
             return planned
-        choices = self._expect("grammar", [Plan("grammar", k) for k in ladder(forced)])
-        now = self._expect(self._kind, [planned])[0] if planned.k else Choice(PLAIN, 1.0, 1.0)
+        choices = [self._after_forced(Plan("grammar", k), forced) for k in ladder(max(forced))]
+        now = self._after_forced(planned, forced) if planned.k else Choice(PLAIN, 1.0, 1.0)
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk = best.risk
         return best.plan
@@ -87,7 +94,7 @@ class Controller:
         """Update costs, acceptance counts and the budget from a finished cycle."""
         costs, plan = self.costs, cycle.plan
         costs.reach(cycle.context)
-        did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
+        did = replace(plan, k=cycle.verified, p_min=False) if cycle.verified else PLAIN
         seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
         steps = costs.observe(did, seconds, cycle.prefilled, update=not plan.p_min)
@@ -101,6 +108,8 @@ class Controller:
             reached = range(int(min(cycle.accepted + 1, cycle.verified)))
             depths = cycle.depths or [(float(depth < cycle.accepted), 1.0) for depth in reached]
             self._count(plan.kind(cycle.matched), *depths)
+            if any(seen for _, seen in cycle.forced):
+                self._count("grammar", *cycle.forced)
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
@@ -114,6 +123,7 @@ class Controller:
         """
         costs, rows = self.costs, self.costs.resume_steps(pending)
         choices = self._expect(self.source, self.heads, rows)
+        choices += self._expect("stepwise", self.stepwise, rows)
         if self.confident:  # its rate is measured as a whole, because its length depends on the sequence
             like = max(choices, key=lambda c: c.rate)
             gave, took = costs.counts.get("confident", [[0.0, 0.0]])[0]
@@ -132,13 +142,31 @@ class Controller:
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
         PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.
         """
-        prior = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE
-        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, prior
-        for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
-            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
-            reached *= p
-            tokens.append(tokens[-1] + reached)
+        rates = self._rates(kind, plans[-1].k) if plans else []
+        tokens = [*accumulate(accumulate(rates, mul), initial=1.0)]
         return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
+
+    def _after_forced(self, plan: Plan, forced: Sequence[int]) -> Choice:
+        """Return a Choice of a plan in which each sequence's first drafts are those that its grammar forces.
+
+        A plan of the drafter has its own drafts after them, one of the grammar has none; one of a lookup has no
+        forced drafts.
+        """
+        tokens = 0.0
+        for most in forced:
+            first = 0 if plan.source == "lookup" else min(most, plan.k)
+            rest = 0 if plan.source == "grammar" else plan.k - first
+            rates = [*self._rates("grammar", first), *self._rates(self._kind, rest)]
+            tokens += 1 + sum(accumulate(rates, mul))
+        return Choice(plan, tokens / len(forced), self.costs.steps(plan))
+
+    def _rates(self, kind: str, depths: int) -> list[float]:
+        """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""
+        p, rates = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE, []
+        for right, seen in islice(chain(self.costs.counts.get(kind, []), repeat((0.0, 0.0))), depths):
+            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
+            rates.append(p)
+        return rates
 
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
         """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay.
