@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """A position relative to a gate; it depends on the consumed tokens alone.
 
     kind:  "first", "start": the grammar or another text begins, at the answer's start or later. "mark": within that
-           text. "free": a text of `after` is awaited. "grammar": the grammar applies. "rest": nothing is awaited.
+           text. "either": within that text and within the grammar. "free": a text of `after` is awaited. "grammar": the grammar applies. "rest": nothing is awaited.
     stage: index of the awaited text. tail: the last bytes of the answer. mark: tokens that must follow. then: the
            kind of place behind them.
     """
@@ -109,8 +109,9 @@ class GatedMatcher(Matcher):
 
     def _fill_row(self, mask: np.ndarray) -> None:
         place = self._place
-        if place.kind in ("grammar", *self._others):
+        if place.kind in ("grammar", "either", *self._others):
             super()._fill_row(mask)
+            _set(mask, place.mark[:1], True)
             for tokens, _ in self._others.get(place.kind, ()):
                 _set(mask, tokens[:1], True)
         elif place.kind == "mark":
@@ -133,8 +134,12 @@ class GatedMatcher(Matcher):
         """Advance by a token of the answer; the place behind it follows from it alone."""
         place = self._place
         if place.kind in self._others:
-            found = [Place("mark", mark=ids, then=then) for ids, then in self._others[place.kind] if ids[0] == token]
-            place = found[0] if found and not self._fits(token) else Place("grammar")
+            found = [
+                Place("either", mark=ids, then=then) for ids, then in self._others[place.kind] if ids[0] == token
+            ]
+            place = found[0] if found else Place("grammar")
+        if place.kind == "either":
+            place = self._either(place, token)
         if place.kind == "grammar":
             self._consume([token])
             if self._gate.repeats and self._parser.is_stopped() and not self._parser.is_error():
@@ -143,14 +148,28 @@ class GatedMatcher(Matcher):
                 place = Place("free", len(self._gate.after) - 1)
             self._place = place
             return
+        if place.kind == "either":
+            self._consume([token])
+            self._place = place._replace(mark=place.mark[1:])
+            return
         self.size += 1
         if place.kind == "mark":
             self._place = place._replace(mark=place.mark[1:]) if place.mark[1:] else Place(place.then)
         elif place.kind == "free":
             self._place = self._behind(place, token)
 
+    def _either(self, place: Place, token: int) -> Place:
+        """Return the place before a token as "either" while it may belong to both, else as "mark" or "grammar"."""
+        if token != place.mark[0]:
+            return Place("grammar")
+        if len(place.mark) > 1 and self._fits(token):
+            return place
+        self._parser.reset()  # its part of the answer has not begun
+        self._twins = [style.deep_copy() for style in self._styles]
+        return place._replace(kind="mark")
+
     def _fits(self, token: int) -> bool:
-        """Return whether the grammar allows a token at its start."""
+        """Return whether the grammar allows a token."""
         mask = np.empty(self.words, np.int32)
         super()._fill_row(mask)
         return allows(mask, token)

@@ -1,13 +1,13 @@
 """Read which tools a request offers, and how the answer may call them: `tool_choice`, `strict`, parallel calls."""
 
-import functools
 import json
 from collections.abc import Iterable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ..grammar import Gate, Grammar
 from .fields import ModelInfo, Refused, text
-from .output_format import MAX_BYTES
+from .grammar_limits import check_schema, compiled_within
 from .structured import Output
 from .thinking import switch_of
 from .tool_calls.call_format import CallFormat
@@ -112,22 +112,27 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> O
             return output._replace(gate=Gate(instead=(mark,) if literal else ()))
         if not choice.forced and not strict:
             return None
-        written = json.dumps(allowed)
-        if len(written) > MAX_BYTES:
-            raise ValueError(f"longer than {MAX_BYTES} bytes")
-        grammar = _grammar(info.tokenizer, format, written, choice.forced, one, tuple(sorted(strict)))
+        how = json.dumps(allowed), choice.forced, one, tuple(sorted(strict))
+        grammar = compiled_within(partial(_grammar, info.tokenizer, format, *how), "tools", "tools")
         if choice.forced:
             return Output(grammar, "tools", "tools", calls=True)
         mark, literal = call_mark(info.tokenizer, format, tools)
         gate = Gate(after=(mark,), patterns=not literal, optional=True, repeats=not one)
         return Output(grammar, "tools", "tools", gate, calls=True)
+    except Refused:
+        raise
     except ValueError as e:
         raise Refused(f"tools: {e}", param="tools") from e
 
 
-@functools.lru_cache(maxsize=32)
+@lru_cache(maxsize=32)
 def _grammar(
     tokenizer: Any, format: CallFormat, tools: str, forced: bool, one: bool, strict: tuple[str, ...]
 ) -> Grammar:
-    """Return `call_grammar` of tools as JSON text; cached, since clients send the same tools again."""
-    return call_grammar(tokenizer, format, Offer(Tools(json.loads(tools)), forced, one, strict))
+    """Return `call_grammar` of tools as JSON text; cached, since clients send the same tools again.
+
+    Raises ValueError for a schema that is too large, too.
+    """
+    offer = Offer(Tools(json.loads(tools)), forced, one, strict)
+    check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})
+    return call_grammar(tokenizer, format, offer)

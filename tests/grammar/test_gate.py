@@ -30,6 +30,8 @@ ANSWERS = [
     (CALLS, ["I call ", "<call>", ('{"a":1}', False), " and again", "<call>", ('{"a":2}', False), " done."]),
     (CALLS, ["no call at all"]),
     (INSTEAD, ["<call>", "{free text"]),
+    (Gate(opens='{"a":think>', after=("</think>",)), ['{"a":think>', "so", "</think>", ('{"a": 7}', True)]),
+    (Gate(opens='{"a":think>', after=("</think>",)), [('{"a": 7}', True)]),
     (INSTEAD, [('{"a":12}', True)]),
     (FRAMED, ["<analysis>", "text", "<final>", ('{"a":3}', True)]),
     (BOTH, ["<call>", "is named", "</think>", "then", "<call>", ('{"a":4}', True)]),
@@ -62,8 +64,9 @@ def test_the_grammar_applies_to_its_part_of_the_answer(plain, gate, pieces):
             allowed = fresh(gated, answer)
             assert token in allowed
             if ends is not None:
-                others = {encoded(text)[0] for text in (gate.opens, *gate.instead) if text and not answer}
-                assert set(allowed) - others == set(fresh(plain, part))
+                marks = [encoded(text) for text in (gate.opens, *gate.instead) if text]
+                others = {mark[len(answer)] for mark in marks if mark[: len(answer)] == answer != mark}
+                assert {*allowed, *others} == {*fresh(plain, part), *others}
             answer, part = [*answer, token], [*part, token]
         if ends:
             assert fresh(gated, answer) == [eos]

@@ -16,7 +16,7 @@ from mlx_mtp import grammar
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
-from mlx_mtp.serve.tool_calls.table import BY_PARSER, FORMATS, format_of
+from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
 EXAMPLES = 2000 if SWEEP else 4
 PLAIN = SimpleNamespace(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
@@ -139,7 +139,9 @@ def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
     format = format_named(RENDERERS[renderer])
     rendered = renderer("write", {"text": "\0"}).replace("\\u0000", "\0").replace("\\x00", "\0")
     closing = [rendered.partition("\0")[2], '"', "'", "}", "]", ")", *MARKS.findall(rendered)[::-1]]
-    pieces = sorted({*MARKS.findall(rendered), *rendered.partition("\0")[::2], "a", "'", '"', "0", "-5", "null", "[", " "})
+    pieces = sorted(
+        {*MARKS.findall(rendered), *rendered.partition("\0")[::2], "a", "'", '"', "0", "-5", "null", "[", " "}
+    )
     one, schemas = data.draw(st.booleans()), [data.draw(parameters(pieces))[0] for _ in range(2)]
     chosen = offer(*schemas, one=one)
     try:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from dictated import Dictated, dictated
-from served import serving
 
 CITY = {"type": "string", "enum": ["Bonn", "Köln"]}
 SCHEMA = {
@@ -19,7 +18,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 def body_of(path, strict=None, **more):
     """A request of an API with the tools WEATHER, which may be strict, and NOW."""
-    more = {"max_tokens": 60, **more} if path != RESPONSES else {"max_output_tokens": 60, **more}
+    more = {"max_tokens": 120, **more} if path != RESPONSES else {"max_output_tokens": 120, **more}
     extra = {} if strict is None else {"strict": strict}
     if path == CHAT:
         tools = [{"type": "function", "function": each} for each in ({**WEATHER, **extra}, NOW)]
@@ -97,7 +96,11 @@ def test_the_demo_calls_if_it_must(served, path, choice, name):
 
 def test_a_forced_call_is_part_of_the_prompt_of_the_next_turn(served):
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    turns = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "noon"}]
+    turns = [
+        *HI,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
     body = body_of(CHAT, messages=turns, tool_choice="required")
     assert calls_in(CHAT, served.post(CHAT, json=body).json())[1] == "tool_calls"
 
@@ -123,7 +126,11 @@ def test_a_schema_that_cannot_be_honoured_is_refused_with_the_tool_and_the_keywo
     for more in ({"tool_choice": "required"}, {}):
         tools = [{"type": "function", "function": {**tool, "strict": not more}}]
         error = served.post(CHAT, json=body_of(CHAT, **more) | {"tools": tools}).json()["error"]
-        assert (error["param"], "'weather'" in error["message"], "uniqueItems" in error["message"]) == ("tools", True, True)
+        assert (error["param"], "'weather'" in error["message"], "uniqueItems" in error["message"]) == (
+            "tools",
+            True,
+            True,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +141,53 @@ def client(tmp_path_factory):
 
 def dictate(city, days):
     return f'Let me see.<tool_call>\n{{"name": "weather", "arguments": {{"city": {city}, "days": {days}}}}}\n</tool_call>'
+
+
+def test_a_forced_call_replaces_what_the_model_would_write(client):
+    Dictated.words = dictate('"Rome"', 12)
+    for path, choice, _ in FORCED:
+        found, reason = calls_in(path, client.post(path, json=body_of(path, tool_choice=choice)).json())
+        assert reason == REASON[path]
+        assert all(fits(*each) for each in found), found
+
+
+def test_arguments_of_a_strict_tool_fit_its_schema(client):
+    for path in (CHAT, RESPONSES, MESSAGES):
+        Dictated.words = dictate('"Bonn"', 12)
+        ((_, loose),), _ = calls_in(path, client.post(path, json=body_of(path)).json())
+        assert loose == {"city": "Bonn", "days": 12}
+        ((name, strict),), reason = calls_in(path, client.post(path, json=body_of(path, strict=True)).json())
+        assert (name, strict["city"], fits(name, strict), reason) == ("weather", "Bonn", True, REASON[path])
+        Dictated.words = "There is no <tool> to call."
+        response = client.post(path, json=body_of(path, strict=True)).json()
+        assert calls_in(path, response)[0] == []
+        assert Dictated.words in json.dumps(response)
+
+
+def test_a_strict_tool_leaves_calls_of_others_and_the_number_of_calls_free(client):
+    Dictated.words = (
+        '<tool_call>\n{"name": "now", "arguments": {"zone": [1, 2]}}\n</tool_call>\n' + dictate('"Köln"', 3)[11:]
+    )
+    found, _ = calls_in(CHAT, client.post(CHAT, json=body_of(CHAT, strict=True, max_tokens=100)).json())
+    assert found == [("now", {"zone": [1, 2]}), ("weather", {"city": "Köln", "days": 3})]
+    body = body_of(CHAT, strict=True, max_tokens=100, parallel_tool_calls=False)
+    assert calls_in(CHAT, client.post(CHAT, json=body).json())[0] == found[:1]
+    for more in ({}, {"parallel_tool_calls": False}):
+        body = body_of(CHAT, tool_choice="required", max_tokens=100, **more)
+        Dictated.words = (dictate('"Köln"', 3)[11:] + "\n") * 2
+        found, _ = calls_in(CHAT, client.post(CHAT, json=body).json())
+        assert found == [("weather", {"city": "Köln", "days": 3})] * (1 if more else 2)
+
+
+def test_a_forced_call_follows_reasoning(client):
+    Dictated.words = "<think>Where?</think>\n\n" + dictate('"Bonn"', 3)[11:]
+    response = client.post(CHAT, json=body_of(CHAT, tool_choice="required", max_tokens=100)).json()
+    assert calls_in(CHAT, response) == ([("weather", {"city": "Bonn", "days": 3})], "tool_calls")
+    assert response["choices"][0]["message"]["reasoning_content"] == "Where?"
+
+
+def test_a_cut_call_is_text(client):
+    Dictated.words = dictate('"Bonn"', 3)[11:]
+    (choice,) = client.post(CHAT, json=body_of(CHAT, tool_choice="required", max_tokens=12)).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert Dictated.words.startswith(choice["message"]["content"])

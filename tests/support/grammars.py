@@ -78,7 +78,11 @@ def accepted(made: grammar.Grammar, text: str, *special: str) -> str | None:
         tokens += [257 + special.index(part)] if part in special else part.encode()
     parser = compiled_bytes(made, *special)
     taken = parser.try_consume_tokens(tokens)
-    return None if taken == len(tokens) and parser.is_accepting() else byte_tokenizer(*special).decode_str(tokens[:taken])
+    return (
+        None
+        if taken == len(tokens) and parser.is_accepting()
+        else byte_tokenizer(*special).decode_str(tokens[:taken])
+    )
 
 
 def constraint(made: grammar.Grammar, vocab_size: int = 2048) -> grammar.Constraint:
