@@ -38,7 +38,8 @@ class Place(NamedTuple):
     """A position relative to a gate; it depends on the consumed tokens alone.
 
     kind:  "first", "start": the grammar or another text begins, at the answer's start or later. "mark": within that
-           text. "either": within that text and within the grammar. "free": a text of `after` is awaited. "grammar": the grammar applies. "rest": nothing is awaited.
+           text. "either": within text with which both start. "free": a text of `after` is awaited. "grammar": the
+           grammar applies. "rest": nothing is awaited.
     stage: index of the awaited text. tail: the last bytes of the answer. mark: tokens that must follow. then: the
            kind of place behind them.
     """

@@ -82,7 +82,7 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field("h-r-", "needs `logprobs`", (0,)),
     # Tools
     "tools": Field("h-hh", "functions; other types next to them are left out, with a warning"),
-    "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; arguments fit the tool's schema"),
+    "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; arguments fit its schema"),
     "tool_choice.type": Field("h-hh"),
     "tool_choice.name": Field("--hh"),
     **_alike("h---", "tool_choice.function tool_choice.allowed_tools"),

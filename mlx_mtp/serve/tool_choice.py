@@ -95,7 +95,7 @@ def _name(tool: Any) -> Any:
 
 
 def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> Output | None:
-    """Return the grammar of an answer with tools: that of a forced call or of strict tools, else its content's, `output`.
+    """Return the grammar of an answer with tools: that of a forced call or of strict tools, else `output`.
 
     With a grammar of the content a call may begin instead of it. Raises Refused for a schema that cannot be honoured.
     """

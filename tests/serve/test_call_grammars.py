@@ -11,10 +11,11 @@ from call_renderers import M3, RENDERERS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sweep import SWEEP
+from tokenizers import AddedToken
 
 from mlx_mtp import grammar
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
-from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, object_schema
+from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, call_mark, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
 
@@ -69,7 +70,7 @@ def parameters(draw, pieces, nulls=True):
         "count": ({"type": "integer", "minimum": -5}, st.integers(-5)),
         "share": ({"type": "number"}, st.floats(-1e6, 1e6)),
         "now": ({"type": "boolean"}, st.booleans()),
-        "maybe": ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, st.none() if nulls else st.just("x")),
+        "maybe": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, st.none() if nulls else st.just("x")),
         "either": ({"type": ["string", "null"]}, st.sampled_from(["", "nothing", "a b"])),
         "where": (OBJECT, inner),
         "list": ({"type": "array", "items": {"type": "integer"}, "maxItems": 3}, st.lists(st.integers(), max_size=3)),
@@ -159,3 +160,63 @@ def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
     for call in calls:
         made = grammar.json_schema(object_schema(chosen.tools.parameters(call.name)))
         assert grammars.accepted(made, call.arguments) is None, (text, call)
+
+
+SPECIAL = {
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"), "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"), "<｜DSML｜": ("｜DSML｜",), M3: (M3,),
+    "json_tools": ("<tool_call>", "</tool_call>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("renderer", [each for each in RENDERED if RENDERERS[each] in SPECIAL])
+def test_a_mark_that_is_a_special_token_is_that_token_not_its_text(renderer):
+    name, schema = RENDERERS[renderer], {"type": "object", "properties": {"text": {"type": "string"}}}
+    added = {257 + i: AddedToken(mark, special=True) for i, mark in enumerate(SPECIAL[name])}
+    tokenizer = SimpleNamespace(chat_template=None, eos_token_ids=[256], added_tokens_decoder=added)
+    made = call_grammar(tokenizer, format_named(name), offer(schema, schema))
+    for text in (renderer("write", {"text": "a <b>\nc"}), renderer("write_all", {"text": ""})):
+        assert grammars.accepted(made, text, *SPECIAL[name]) is None
+        assert grammars.accepted(made, text, *SPECIAL[name], spelled=True) is not None
+
+
+def test_a_token_that_ends_the_answer_is_no_part_of_a_grammar():
+    added = {257: AddedToken("<|call|>", special=True)}
+    tokenizer = SimpleNamespace(chat_template=None, eos_token_ids=[256, 257], added_tokens_decoder=added)
+    made = call_grammar(tokenizer, format_named("<|channel|>commentary"), offer({}))
+    text = RENDERED[[each.__name__ for each in RENDERED].index("harmony")]("write", {})
+    assert grammars.accepted(made, text.removesuffix("<|call|>"), "<|call|>") is None
+
+
+@pytest.mark.parametrize("renderer", RENDERED, ids=lambda renderer: renderer.__name__)
+def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
+    """The mark is that of `call_mark`; arguments of a tool that is not strict are free."""
+    format, schema = (
+        format_named(RENDERERS[renderer]),
+        {"type": "object", "properties": {"text": {"type": "integer"}}},
+    )
+    for strict in ((), ("write",)):
+        chosen = offer(schema, schema, forced=False, strict=strict)
+        mark, literal = call_mark(PLAIN, format, chosen.tools)
+        text = renderer("write", {"text": "x"})
+        begin = re.search(re.escape(mark) if literal else mark, text)
+        made = call_grammar(PLAIN, format, chosen)
+        assert (grammars.accepted(made, text[begin.end() :]) is None) is not bool(strict), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a": {"not": {}}}}, "not"), ({"required": ["b"], "properties": {"a": {}}}, "'b'"),
+        ({"properties": {"a": {"type": "string", "format": "phone"}}}, "phone"),
+        ({"properties": {"a": {"type": ["array", "string"], "prefixItems": [{}]}}}, "prefixItems"),
+        ({"properties": {"a": {"$ref": "https://example.org/a"}}}, "$ref"),
+        ({"properties": {"a>": {"type": "string"}}}, "'a>'"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as raised:
+        call_grammar(PLAIN, format_named("qwen3_coder"), offer({"type": "object", **schema}))
+    assert "'write'" in str(raised.value)

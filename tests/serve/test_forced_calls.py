@@ -140,7 +140,8 @@ def client(tmp_path_factory):
 
 
 def dictate(city, days):
-    return f'Let me see.<tool_call>\n{{"name": "weather", "arguments": {{"city": {city}, "days": {days}}}}}\n</tool_call>'
+    arguments = f'{{"city": {city}, "days": {days}}}'
+    return f'Let me see.<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
 
 
 def test_a_forced_call_replaces_what_the_model_would_write(client):

@@ -71,10 +71,13 @@ def compiled_bytes(made: grammar.Grammar, *special: str):
     return grammar.compiled(made, byte_tokenizer(*special), 257 + len(special)).parser.deep_copy()
 
 
-def accepted(made: grammar.Grammar, text: str, *special: str) -> str | None:
-    """Return None if a text is complete in a grammar of single bytes, else the part that was consumed."""
+def accepted(made: grammar.Grammar, text: str, *special: str, spelled: bool = False) -> str | None:
+    """Return None if a text is complete in a grammar of single bytes, else the part that was consumed.
+
+    spelled: special tokens are in the text as their letters.
+    """
     tokens: list[int] = []
-    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]:
+    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special and not spelled else [text]:
         tokens += [257 + special.index(part)] if part in special else part.encode()
     parser = compiled_bytes(made, *special)
     taken = parser.try_consume_tokens(tokens)

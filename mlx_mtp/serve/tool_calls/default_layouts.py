@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..frames import frames_of
 from .call_format import CallFormat
 from .layouts import Layout, Parameter, rendered_layout
 from .table import (
@@ -57,8 +58,9 @@ TAGS: dict[CallFormat, tuple[Layout, ...]] = {
         parameter=Parameter('<parameter name="', '">', "</parameter>\n"),
     ),),
     MINIMAX_M3: (Layout(
-        f'{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="', '">', f'{NAMESPACE}</invoke>\n{NAMESPACE}<invoke name="',
-        f"{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>", parameter=Parameter(f"{NAMESPACE}<", ">", NAMESPACE + "</{key}>"),
+        f'{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="', '">',
+        f'{NAMESPACE}</invoke>\n{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>",
+        parameter=Parameter(f"{NAMESPACE}<", ">", NAMESPACE + "</{key}>"),
     ),),
     MINICPM: (Layout(
         '<function name="', '">', '</function>\n<function name="', "</function>", python=True,
@@ -157,4 +159,5 @@ def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
     found = (rendered,) if rendered else DEFAULTS.get(format)
     if not found:
         raise ValueError("the chat template renders no tool calls, so their format is not known well enough")
-    return tuple(layout._replace(leads=LEADS.get(format, ())) for layout in found)
+    leads = LEADS.get(format, ()) if frames_of(tokenizer) else ()
+    return tuple(layout._replace(leads=leads) for layout in found)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
+from ..schema_paths import path_in
 from .branches import Document
 from .call_format import CallFormat
 from .default_layouts import layouts_of
@@ -44,10 +45,12 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     layouts = layouts_of(tokenizer, format)
     special, ends = special_tokens(tokenizer), {*tokenizer.eos_token_ids}
     for name in offer.strict:
+        schema = object_schema(offer.tools.parameters(name))
         try:
-            json_schema(object_schema(offer.tools.parameters(name)))
+            json_schema(schema)
         except ValueError as e:
-            raise ValueError(f"tool {name!r}: {e}") from None
+            reason = str(e).removeprefix("json_schema: ")
+            raise ValueError(f"tool {name!r}{path_in(schema, reason)}: {reason}") from None
     spread, ascii = (any(getattr(layout, name) for layout in layouts) for name in ("spread", "ascii"))
 
     def write(spaces: Mapping[str, Any]) -> str:
@@ -58,7 +61,7 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
 
 
 def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bool]:
-    """Return the text behind which the grammar of a call in an answer begins, and whether it is no regular expression.
+    """Return the text behind which the grammar of a call begins in an answer, and whether it is no pattern.
 
     A call without a mark begins only at the start of an answer.
     """
@@ -84,7 +87,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def object_schema(parameters: Schema) -> Schema:
-    """Return the schema of a function's arguments: an object with the declared parameters only, unless it states more.
+    """Return the schema of a function's arguments: an object, without undeclared members unless it states them.
 
     Without this limit a model could add parameters without end.
     """

@@ -35,13 +35,14 @@ class Parameter(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The text around the calls of an answer: `start`, a name, `head`, arguments, `between`, the next name, ..., `end`.
+    """The text around the calls of an answer: `start`, name, `head`, arguments, `between`, the next name, ..., `end`.
 
     between: None if an answer has only one call. empty: replaces head and arguments of a call without any, None: no
     replacement. parameter: of `TaggedCalls`. separator: between arguments in formats without tags. quote: around
-    strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks.
-    leads: texts that may precede `start` at the start of an answer, with {name} for a tool's name.
-    python: lists and objects are written as Python's. ascii: JSON has escape sequences for all other letters. first: the mark with which a call starts, if it is not `start`.
+    strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks. python:
+    lists and objects are written as Python's. ascii: JSON has escape sequences for all other letters. first: the mark
+    with which a call starts, if the format has another. leads: texts that may precede `start` at the start of an
+    answer, with {name} for a tool's name.
     """
 
     start: str
@@ -61,7 +62,7 @@ class Layout(NamedTuple):
 
 
 def rendered_layout(tokenizer: Any, format: CallFormat) -> Layout | None:
-    """Return the layout of the calls that a tokenizer's chat template renders; None if it renders none in `format`."""
+    """Return the layout of the calls that a tokenizer's chat template renders; None if none are in `format`."""
     template = getattr(tokenizer, "chat_template", None)
     return _rendered_layout(tokenizer, format, str(template)) if template else None
 
@@ -180,7 +181,7 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
 
 
 def _empty(layout: Layout, text: str | None) -> str | None:
-    """Return what the template writes after the name of a call without arguments, if that is not `head` and nothing."""
+    """Return what the template writes after the name of a call without arguments, None if that is `head`."""
     if not text or layout.parameter is None or not text.endswith(layout.end):
         return None
     after = text[text.index(NAME) + len(NAME) : len(text) - len(layout.end)]

@@ -113,8 +113,9 @@ class Structures:
             yield f"{rules.literal(self.quote)} {quoted} {rules.literal(close)}"
         elif style.is_python or patterns:
             yield f"{rules.json({'type': 'string', **branch.schema}, tight=True)} {rules.literal(close)}"
-            if not patterns:
-                single = r"""/'(?:[^'\\\x00-\x1f]|\\['\\nrt])*'/"""
+            if style.is_python:
+                plain = " & ".join(f"/{each}/" for each in [*patterns, r"[^'\\\x00-\x1f]*"])
+                single = f'"\'" ({plain}) "\'"' if patterns else r"""/'(?:[^'\\\x00-\x1f]|\\['\\nrt])*'/"""
                 yield f"{rules.rule(single, terminal=True)} {rules.literal(close)}"
         else:
             text = rf'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/ & ~/{containing(style.mark)}/'

@@ -71,10 +71,16 @@ class TaggedValues:
             return
         tight = self._python or not types <= {"array", "object"}
         value = self._rules.json(self._document.within(schema), tight=tight)
-        yield min(types), f"{value} {self._rules.literal(close)}"
+        yield min(types), self._closed(value, close)
         with suppress(ValueError):  # also as the template writes it, if that is possible
             for branch in branches(schema, self._document.root) if tight else ():
                 yield from ((branch.kind, body) for body in self._python_values(branch, close))
+
+    def _closed(self, value: str, close: str) -> str:
+        """Return the body of a value that is no raw text and what follows it."""
+        plain = f"{value} {self._rules.literal(close)}"
+        section = f"{self._rules.literal(CDATA)} {value} {self._rules.literal(']]>' + close)}"
+        return f"({plain} | {section})" if self._format.cdata else plain
 
     def _python_values(self, branch: Branch, close: str) -> Iterator[str]:
         values = branch.values or {"null": (None,), "boolean": (True, False)}.get(branch.kind, ())
@@ -84,7 +90,7 @@ class TaggedValues:
         if self._python and branch.kind in ("array", "object") and not branch.values:
             schema = {"type": branch.kind, **branch.schema}
             with suppress(ValueError):
-                yield f"{self._structures('python', '').value(schema)} {self._rules.literal(close)}"
+                yield self._closed(self._structures("python", "").value(schema), close)
 
     def _bodies(self, branch: Branch, key: str, types: set[str], close: str) -> Iterator[str]:
         if branch.kind == "string":
@@ -96,10 +102,10 @@ class TaggedValues:
             # One lexeme with what follows: a raw text could start alike.
             yield from (self._rules.literal(dumps(each) + close) for each in values)
         elif branch.kind in ("array", "object") and not branch.values and (not types or "string" in types):
-            yield f"{self._structures('json', self._format.close).value(schema)} {self._rules.literal(close)}"
+            yield self._closed(self._structures("json", self._format.close).value(schema), close)
         else:
             value = self._rules.json(self._document.within(schema), tight=True)
-            yield f"{value} {self._rules.literal(close)}"
+            yield self._closed(value, close)
         yield from self._python_values(branch, close)
 
     def _strings(self, branch: Branch, key: str, types: set[str], close: str) -> Iterator[str]:
