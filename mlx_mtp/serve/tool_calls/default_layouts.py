@@ -4,7 +4,7 @@ from typing import Any
 
 from ..frames import frames_of
 from .call_format import CallFormat
-from .layouts import Layout, Parameter, rendered_layout
+from .layouts import Layout, Parameter, rendered_layouts
 from .table import (
     CODER,
     DEEPSEEK,
@@ -155,8 +155,8 @@ def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
 
     Raises ValueError if neither is known.
     """
-    rendered = None if format == HARMONY else rendered_layout(tokenizer, format)
-    found = (rendered,) if rendered else DEFAULTS.get(format)
+    found = () if format == HARMONY else rendered_layouts(tokenizer, format)
+    found = found or DEFAULTS.get(format)
     if not found:
         raise ValueError("the chat template renders no tool calls, so their format is not known well enough")
     leads = LEADS.get(format, ()) if frames_of(tokenizer) else ()

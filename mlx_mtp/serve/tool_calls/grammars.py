@@ -164,7 +164,7 @@ class CallWriter:
             if not strict:
                 return f"({self._rules.either(map(values.any_argument, ordered))})*" if ordered else ""
             members = [(values.argument(key, properties[key]), key in required) for key in ordered]
-            return sequence(self._rules, members, "")
+            return sequence(self._rules, members, layout.separator and dumps(layout.separator))
         document = Document(tools.parameters(name) if strict else {})
         bodies = [self._member(layout, document, key, properties[key] if strict else {}) for key in ordered]
         if strict:

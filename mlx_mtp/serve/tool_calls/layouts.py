@@ -19,6 +19,7 @@ SECOND = "secondname"
 ARGUMENTS = {"text": "probedx", "more": "probedy"}
 CONTAINER = {"text": [True], "more": "é"}
 Calls = list[tuple[str, dict[str, Any]]]
+FIRST = (NAME, ARGUMENTS)
 
 
 class Parameter(NamedTuple):
@@ -38,7 +39,7 @@ class Layout(NamedTuple):
     """The text around the calls of an answer: `start`, name, `head`, arguments, `between`, the next name, ..., `end`.
 
     between: None if an answer has only one call. empty: replaces head and arguments of a call without any, None: no
-    replacement. parameter: of `TaggedCalls`. separator: between arguments in formats without tags. quote: around
+    replacement. parameter: of `TaggedCalls`. separator: between arguments, if no tag ends with it. quote: around
     strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks. python:
     lists and objects are written as Python's. ascii: JSON has escape sequences for all other letters. first: the mark
     with which a call starts, if the format has another. leads: texts that may precede `start` at the start of an
@@ -61,40 +62,42 @@ class Layout(NamedTuple):
     leads: tuple[str, ...] = ()
 
 
-def rendered_layout(tokenizer: Any, format: CallFormat) -> Layout | None:
-    """Return the layout of the calls that a tokenizer's chat template renders; None if none are in `format`."""
+def rendered_layouts(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
+    """Return the layouts of the calls that a tokenizer's chat template renders; () if none are in `format`.
+
+    There are two if calls without results are rendered otherwise.
+    """
     template = getattr(tokenizer, "chat_template", None)
-    return _rendered_layout(tokenizer, format, str(template)) if template else None
+    return _rendered_layouts(tokenizer, format, str(template)) if template else ()
 
 
 @functools.lru_cache(maxsize=8)
-def _rendered_layout(tokenizer: Any, format: CallFormat, template: str) -> Layout | None:
+def _rendered_layouts(tokenizer: Any, format: CallFormat, template: str) -> tuple[Layout, ...]:
+    found: list[Layout] = []
     for probe in probes(tokenizer, ARGUMENTS):
-        one = _block(probe.text, format, [(NAME, ARGUMENTS)])
-        if one is None:
-            continue
-        two, none, container = (
-            _rendered(tokenizer, format, probe, calls)
-            for calls in ([(NAME, ARGUMENTS), (SECOND, ARGUMENTS)], [(NAME, {})], [(NAME, CONTAINER)])
-        )
-        with suppress(ValueError):
-            layout = _dissected(two or one, format)
-            python, ascii = (mark in (container or "") for mark in ("[True]", r"\u00e9"))
-            return layout._replace(empty=_empty(layout, none), python=python, ascii=ascii)
-    return None
+        for results in (True, False):
+            one, two, none, container = (
+                _rendered(tokenizer, format, probe, calls, results)
+                for calls in ([FIRST], [FIRST, (SECOND, ARGUMENTS)], [(NAME, {})], [(NAME, CONTAINER)])
+            )
+            with suppress(ValueError):
+                if text := two or one:
+                    layout = _dissected(text, format)
+                    python, ascii = (mark in (container or "") for mark in ("[True]", r"\u00e9"))
+                    found.append(layout._replace(empty=_empty(layout, none), python=python, ascii=ascii))
+        if found:
+            break
+    return tuple(dict.fromkeys(found))
 
 
-def _rendered(tokenizer: Any, format: CallFormat, probe: Probe, calls: Calls) -> str | None:
+def _rendered(tokenizer: Any, format: CallFormat, probe: Probe, calls: Calls, results: bool) -> str | None:
     """Return these calls as the template renders them in the form of `probe`; None if it does not render them all."""
     made = [_call(probe, i, *call) for i, call in enumerate(calls)]
-    answer = {"role": "assistant", "content": probe.content, "tool_calls": made}
-    results = [{"role": "tool", "tool_call_id": each["id"], "name": "other", "content": RESULT} for each in made]
-    question = {"role": "user", "content": "."}
-    for messages in ([question, answer, *results], [question, answer]):
-        with suppress(ValueError):
-            text = render(tokenizer, messages, OPTIONS)
-            if found := _block(text, format, calls):
-                return found
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": probe.content, "tool_calls": made}]
+    for each in made if results else ():
+        messages.append({"role": "tool", "tool_call_id": each["id"], "name": "other", "content": RESULT})
+    with suppress(ValueError):
+        return _block(render(tokenizer, messages, OPTIONS), format, calls)
     return None
 
 
@@ -171,13 +174,16 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
     if type:
         keyed = text[start.end("key") : start.start("type")] + "{type}" + text[start.end("type") : first]
     close = close.replace(f"</{key}>", "</{key}>")
-    last = close.replace("{key}", found[1][1])
+    separator, last = "", close.replace("{key}", found[1][1])
+    if not text.startswith(last, second + after):  # white space separates arguments, and does not follow the last one
+        close, last = close.rstrip(), last.rstrip()
+        separator = text[first + after : next].removeprefix(close.replace("{key}", key))
     if not text.startswith(last, second + after):
         raise ValueError("the last argument ends differently")
     types = ("true", "false") if type == "true" else ("string", "") if type else ("", "")
     parameter = Parameter(text[begin : start.start("key")], keyed, close, types)
-    by_key = key != "text"
-    return Region(begin, second + after + len(last), Layout("", "", None, "", parameter=parameter, by_key=by_key))
+    layout = Layout("", "", None, "", parameter=parameter, separator=separator, by_key=key != "text")
+    return Region(begin, second + after + len(last), layout)
 
 
 def _empty(layout: Layout, text: str | None) -> str | None:
