@@ -22,7 +22,7 @@ TEMPLATE = (
 FRAMED = "{# <|channel|> <|message|> analysis #}" + TEMPLATE
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 JSON = '{"a": 2}'
-REASONING = "is it {1}? "
+REASONING = "is {1} it"
 
 
 class Dictated:
@@ -73,18 +73,19 @@ def client(tmp_path_factory, framed):
         yield client
 
 
-def chat(client, pieces, prompted="", **body):
+def chat(client, pieces, prompted="", *, streamed=False, **body):
     Dictated.pieces, Dictated.prompted = pieces, prompted
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
     body = {"messages": [{"role": "user", "content": "Think."}], "response_format": form, "max_tokens": 60, **body}
     body["chat_template_kwargs"] = {"prompted": prompted}
     choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
-    streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
-    deltas = [json.loads(line[6:])["choices"][0] for line in streamed.text.splitlines() if line.startswith("data: {")]
     message = {"reasoning_content": "", **choice["message"]}
-    for name in ("content", "reasoning_content"):
-        assert "".join(each["delta"].get(name) or "" for each in deltas) == message[name]
-    assert deltas[-1]["finish_reason"] == choice["finish_reason"]
+    if streamed:
+        lines = client.post("/v1/chat/completions", json={**body, "stream": True}).text.splitlines()
+        deltas = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        for name in ("content", "reasoning_content"):
+            assert "".join(each["delta"].get(name) or "" for each in deltas) == message[name]
+        assert deltas[-1]["finish_reason"] == choice["finish_reason"]
     return message["reasoning_content"], message["content"], choice["finish_reason"]
 
 
@@ -101,7 +102,9 @@ THOUGHTS = {  # per kind of model: what the prompt ends with, what the model wri
 @pytest.mark.parametrize("case", [0, 1])
 def test_the_grammar_begins_behind_the_reasoning(client, framed, case):
     prompted, thoughts = THOUGHTS[framed][case]
-    assert chat(client, [*thoughts, JSON], prompted) == (REASONING, JSON, "stop")
+    assert chat(client, [*thoughts, JSON], prompted, streamed=True) == (REASONING, JSON, "stop")
+    if framed:
+        return
     reasoning, content, reason = chat(client, [*thoughts, "No JSON"], prompted)
     assert (reasoning, reason) == (REASONING, "stop")
     assert json.loads(content)["a"] in (1, 2)
@@ -120,9 +123,3 @@ def test_reasoning_that_does_not_end_is_cut_by_length(client, framed):
     reasoning, content, reason = chat(client, ["hm <|im_end|>"], prompted, max_tokens=20)
     assert (content, reason) == ("", "length")
     assert reasoning.startswith("hm ")
-
-
-def test_the_reasoning_is_that_without_a_grammar(client, framed):
-    prompted, thoughts = THOUGHTS[framed][1]
-    free = chat(client, [*thoughts, "{1}<|im_end|>"], prompted, response_format={"type": "text"}, max_tokens=40)
-    assert free[0] == chat(client, [*thoughts, "{1}<|im_end|>"], prompted)[0] == REASONING
