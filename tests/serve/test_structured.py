@@ -15,7 +15,7 @@ from sweep import SWEEP
 import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.demo import demo_path
-from mlx_mtp.serve import grammar_limits, output_format
+from mlx_mtp.serve import grammar_limits, output_format, structured
 
 QUESTION = {"role": "user", "content": "What does len do?"}
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -243,6 +243,15 @@ def test_choices_and_requests_that_mix_have_the_texts_that_they_have_alone(serve
     assert texts[1] == [truth(digits, n=12, temp=1.0, seed=8)]
     assert texts[2] == [truth(n=12, temp=1.0, seed=9)]
     assert found[3]["choices"] == served.post(CHAT, json={**sampled, **bodies[3]}).json()["choices"]
+
+
+def test_other_ranks_compile_the_same_constraint(served):
+    info, gate = served.service.info, grammar.Gate(after=("</think>", "b"), instead=("c",), optional=True)
+    made = grammar.compiled(grammar.json_schema(FLAGS), info.tokenizer, info.vocab_size).behind(gate)
+    sent = json.loads(json.dumps(structured.as_json(made)))
+    found = structured.from_json(sent, info.tokenizer, info.vocab_size)
+    assert (found.grammar, found.gate, len(found.styles)) == (made.grammar, gate, 2)
+    assert structured.from_json(structured.as_json(None), None, 0) is None
 
 
 def test_statistics_count_forced_tokens_and_masks(served):
