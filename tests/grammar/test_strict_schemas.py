@@ -2,6 +2,8 @@
 
 import json
 import zipfile
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import grammars
@@ -24,7 +26,7 @@ def passes(constraint, tokens):
     while position < len(tokens):
         matcher.follow(tokens[:position])
         drafts = matcher.drafts(ROWS - 1)
-        right = next((i for i, pair in enumerate(zip(drafts, tokens[position:])) if pair[0] != pair[1]), len(drafts))
+        right = sum(1 for _ in takewhile(bool, map(eq, drafts, tokens[position:])))
         position, count = position + right + 1, count + 1
     return count
 
