@@ -36,7 +36,11 @@ def test_masks_depend_on_the_answer_alone(made):
                 break
         used.follow(answer)
         assert used.drafts(7) == _fresh(constraint, answer).drafts(7)
-        used.fill(masks, drafts)
+        fits = used.fill(masks, drafts)
+        again = masks.copy()
+        again[fits + 1 :] = -1
+        assert used.fill(again, drafts, known=rng.randrange(fits + 2)) == fits  # rows that are known already
+        assert (again == masks).all()
         right = 0
         while right < len(drafts) and grammar.matcher.allows(masks[right], drafts[right]):
             assert (masks[right] == grammars.mask(constraint, [*answer, *drafts[:right]])).all()
@@ -45,6 +49,7 @@ def test_masks_depend_on_the_answer_alone(made):
             right += 1
         assert (masks[right] == grammars.mask(constraint, [*answer, *drafts[:right]])).all()
         assert (masks[right + 1 :] == -1).all()
+        assert fits == right + (right < len(drafts) and grammar.matcher.allows(masks[right], drafts[right]))
         possible = [t for t in grammars.allowed(masks[0]) if t not in constraint.eos]
         if not possible:
             used.restart()
