@@ -8,6 +8,7 @@ from ..machine.errors import install
 # Work, not time: a text does not depend on the machine's speed. A mask takes up to about 20 ms within these limits.
 STEP_FUEL = 200_000
 STEP_ITEMS = 50_000
+MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its answer, so that others are not held up
 
 
 class Library(NamedTuple):
