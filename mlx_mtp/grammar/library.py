@@ -9,6 +9,7 @@ from ..machine.errors import install
 STEP_FUEL = 200_000
 STEP_ITEMS = 50_000
 STYLE_ITEMS = 5_000  # of a style, which only proposes drafts: a recursive schema can force tokens without end
+MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its answer, so that others are not held up
 
 
 class Library(NamedTuple):
