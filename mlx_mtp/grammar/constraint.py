@@ -123,13 +123,14 @@ def _vocabulary(own: Any) -> Vocabulary:
     return Vocabulary(own)
 
 
-def _parser(own: Any, grammar: Grammar) -> Any:
+def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
     """Return a matcher at the start of a grammar, which has computed its first mask; it is copied, never advanced.
 
     It is in error if it accepts no text. Raises ValueError, with the grammar's name, if the grammar is invalid.
     """
     library = llguidance()
-    parser = library.LLMatcher(own, grammar.text, limits=library.limits, log_level=0)
+    limits = library.style_limits if style else library.limits
+    parser = library.LLMatcher(own, grammar.text, limits=limits, log_level=0)
     if parser.is_error():
         raise ValueError(f"{grammar.name}: {parser.get_error().strip().partition(chr(10))[0]}")
     library.fill(parser, np.empty((1, (own.vocab_size + 31) // 32), np.int32), 0)
@@ -139,7 +140,7 @@ def _parser(own: Any, grammar: Grammar) -> Any:
 def _style(own: Any, text: str) -> Any:
     """Return a matcher as `_parser` does; None if the text is invalid or forces too much."""
     try:
-        parser = _parser(own, Grammar(text, "style"))
+        parser = _parser(own, Grammar(text, "style"), style=True)
     except ValueError:
         return None
     fits = not parser.is_error() and len(parser.deep_copy().compute_ff_bytes()) <= MOST_FORCED

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..machine.errors import first_line
+from .equivalent import equivalent
 from .library import llguidance
 
 SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
@@ -126,9 +127,10 @@ def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[s
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
     """Return llguidance's text of a schema. All options are overrides: those in the schema change nothing."""
-    make, own = llguidance().LLMatcher.grammar_from_json_schema, {**schema}
-    own.pop("x-guidance", None)
+    make = llguidance().LLMatcher.grammar_from_json_schema
     try:
+        own = equivalent(schema)
+        own.pop("x-guidance", None)
         return make(own, overrides={**STRICT, **spaces})
     except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(f"json_schema: {first_line(e)}") from None

@@ -1,12 +1,12 @@
 """Follow an answer through its grammar: masks of allowed tokens, and the tokens that must follow."""
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 
-from .library import llguidance
+from .library import MASK_SECONDS, llguidance
 
 
 class GrammarError(ValueError):
@@ -79,10 +79,12 @@ class Matcher:
         return fits
 
     def _fill_row(self, mask: np.ndarray) -> None:
-        own = np.empty((1, self._own_words), np.int32)
+        own, tic = np.empty((1, self._own_words), np.int32), thread_time()
         llguidance().fill(self._parser, own, 0)
         if self._parser.is_error():
             raise self._error()
+        if (seconds := thread_time() - tic) > MASK_SECONDS:
+            raise self._error(f"a mask took {seconds:.1f} s; the limit is {MASK_SECONDS} s")
         mask[: self._own_words], mask[self._own_words :] = own[0], 0
 
     def drafts(self, most: int) -> list[int]:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects of schemas, by name
+COMMON = ("type", "pattern", "properties", "items", "required")  # keywords that are also words of messages
+TEXTS = ("title", "description", "$comment")
+TYPES = ("string", "number", "integer", "boolean", "null", "array", "object", True, False)
 VALUES = ("const", "enum", "default", "examples")  # JSON values, not schemas
 
 
@@ -26,16 +29,15 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 def path_in(schema: Any, message: str) -> str:
     """Return the path, with a dot before it, of the keyword that a message probably refers to; "" if none is found.
 
-    That is the first whose value is a text in the message, else the first whose name is a word of it.
+    That is the first whose value stands in the message, else the first whose name is a word of it.
     """
-    words, named = {*re.findall(r"[\w$]+", message)}, ""
+    (first, *words), named = re.findall(r"[\w$]+", message) or [""], ""
+    words = {*words} - {*COMMON} | {first, *re.findall(r"[\"'](\w+)[\"']", message)}
     for path, name, value in keywords(schema):
-        if isinstance(value, str) and name not in ("type", "title", "description") and _names(value, message):
-            return path
-        if not named and name in words - {"type", "pattern", "properties"}:
+        if name not in TEXTS and isinstance(value, str | int) and value not in TYPES:
+            text = str(value).removeprefix("#")
+            if len(text) > 3 and text in message:
+                return path
+        if not named and name in words:
             named = path
     return named
-
-
-def _names(value: str, message: str) -> bool:
-    return len(value) > 1 and value.removeprefix("#") in message

@@ -22,6 +22,7 @@ from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
+from .failures import dropped
 from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
@@ -173,8 +174,8 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)
-    with contextlib.suppress(ValueError):  # at the load, because it holds Python's lock; requests state the reason
-        vocabulary_of(tokenizer, model.vocab_size)
+    with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
+        vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     service.info = ModelInfo(
         names=settings.names,

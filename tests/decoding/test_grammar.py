@@ -23,6 +23,7 @@ from mlx_mtp.decoding.masks import masked
 from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.tuning.plan import Plan
 
+EACH = Plan("heads", 3, stepwise=True)
 PATTERNS = {"free": "(a|b|c)+", "forced": "((a|b)abcabc)+", "words": "(cab{1,3}|aa|bc)*", "short": "c(a|bb)c{2,3}"}
 PENALTIES = {"repetition_penalty": 1.8, "logit_bias": {0: 3.0, 4: -2.0}}
 
@@ -70,7 +71,7 @@ def test_every_plan_after_every_other(tiny_models, monkeypatch, how):
     model, plain = tiny_models(2)
     made, rng = of_letters("((a|b)abcabc)+"), random.Random(how)
     expected = reference(plain, PROMPT, 30, made, **SAMPLING[how])
-    plans = [Plan("heads", 3), Plan("lookup", 5), Plan(), Plan("heads", 1), Plan("heads", 2, p_min=True)]
+    plans = [Plan("heads", 3), EACH, Plan("lookup", 5), Plan(), Plan("heads", 1), Plan("heads", 2, p_min=True)]
     for replay in (False, True):
         follow(monkeypatch, Listed([rng.choice(plans) for _ in range(60)]))
         options = {"adaptive": True, "prompt_lookup": True, "draft_p_min": 0.3, "compile_cycles": replay}
@@ -146,14 +147,18 @@ def test_an_answer_ends_at_the_end_of_text(tiny_models):
         assert text in {"caccc", "cbbccc", "cacc", "cbbcc"}
 
 
-def test_caches_are_as_after_any_other_stop(tiny_models):
+@pytest.mark.parametrize("plan", sampled([None, EACH], [None, EACH, Plan("heads", 2, p_min=True), Plan()]))
+def test_caches_are_as_after_any_other_stop(tiny_models, monkeypatch, plan):
     """A stop at each token; the conversation continues with another grammar."""
     model, plain = tiny_models(2)
-    made, other = of_letters("((a|b)abcabc){9}"), of_letters("(b|ca)+")
+    made, other = of_letters("((a|b|c){2}abc){9}"), of_letters("(b|ca)+")
     truth = reference(plain, PROMPT, 14, made)
     for n in range(1, 14, 1 if SWEEP else 3):
-        cache = mlx_mtp.make_prompt_cache(model)
-        steps = mlx_mtp.generate_step(PROMPT, model, grammar=made, prompt_cache=cache, adaptive=False)
+        if plan:
+            follow(monkeypatch, Listed([plan]))
+        cache, replayed = mlx_mtp.make_prompt_cache(model), n % 2 == 0
+        how = {"prompt_cache": cache, "adaptive": plan is not None, "compile_cycles": replayed, "draft_p_min": 0.01}
+        steps = mlx_mtp.generate_step(PROMPT, model, grammar=made, **how)
         tokens = [next(steps)[0] for _ in range(n)]
         steps.close()
         assert tokens == truth[:n]

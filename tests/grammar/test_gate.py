@@ -91,7 +91,7 @@ def test_masks_depend_on_the_tokens_alone(plain, gate, pieces):
     gated, rng = plain.behind(gate), random.Random(json.dumps([gate, pieces]))
     answer = [t for piece in pieces for t in encoded(piece if isinstance(piece, str) else piece[0])]
     matcher = gated.matcher(most=15)
-    for _ in range(6):
+    for _ in range(3):
         at = 0
         while at < len(answer):
             matcher.follow(answer[:at])
