@@ -18,7 +18,7 @@ import mlx.core as mx
 
 import mlx_mtp
 from mlx_mtp.batch import places
-from mlx_mtp.batch.group import layout_of
+from mlx_mtp.batch.admission import layout_of
 from mlx_mtp.bench.result import environment
 from mlx_mtp.bench.timing import interleaved
 from mlx_mtp.demo import demo_path

@@ -95,7 +95,7 @@ def generate_step(
     prompt: token ids [T]. ValueError at the call for an invalid option, or a prompt of no, or too many, tokens.
     """
     xtc = (xtc_probability, xtc_threshold, tuple(xtc_special_tokens))
-    sampling = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc)
+    sampling, stats = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc), stats or Stats()
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
@@ -108,9 +108,9 @@ def generate_step(
     stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
-    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most)
+    matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
     picker = Picker(sampling, sampler, tuple(logits_processors or ()), logprobs, key, draft_sampling, matcher)
-    d = Decoder(model, cache, picker, Fixed(k), stats or Stats(), chunk, k, lookup, draft_p_min)
+    d = Decoder(model, cache, picker, Fixed(k), stats, chunk, k, lookup, draft_p_min)
     return _decoded(d, adaptive, compile_cycles, tokens, max_tokens, stops, prompt_progress_callback)
 
 

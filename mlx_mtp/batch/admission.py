@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import UNCHECKED, kv_bytes
 from ..layers.target import Target
 from ..machine import memory
-from .group import layout_of
 from .rows import slots_for
 from .sequence import Sequence
 
@@ -40,3 +40,9 @@ class Admission:
         fits = slots * self._bytes[key] <= memory.available().bytes
         self._refused = None if fits else case
         return fits
+
+
+def layout_of(cache: PromptCache) -> str:
+    """Return a key of the cache layout; sequences with equal keys can share a pool."""
+    configs = [{name: value for name, value in c.config.items() if name != "start"} for c in cache.caches]
+    return f"{len(cache.layers)} {configs} {cache.quantizing}"

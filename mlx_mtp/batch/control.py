@@ -1,5 +1,6 @@
 """Choose the number of drafts in cycles of several sequences, by the measured costs of that number of sequences."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.costs import PRIOR_WEIGHT, Costs
-from ..tuning.plan import Cycle, Fixed, Plan
+from ..tuning.plan import Accepted, Cycle, Fixed, Plan, by_depth
 
 Control = Controller | Fixed
 MOST_ON_GPU = VERIFY_ROWS[-1] - 1  # the kernels of products take 16 rows of all sequences
@@ -25,21 +26,22 @@ class Controls:
 
     def __init__(self, model: Target, *, adaptive: bool, p_min: bool = False, replayed: bool = False):
         self.model, self.adaptive, self.p_min, self.replayed = model, adaptive, p_min, replayed
-        self._made: dict[tuple[int, int, int], Control] = {}
+        self._made: dict[tuple[int, int, int, bool], Control] = {}
 
-    def control(self, sequences: int, k: int, max_lookup: int = 0) -> Control:
+    def control(self, sequences: int, k: int, max_lookup: int = 0, masked: bool = False) -> Control:
         """Return the control of cycles of `sequences` sequences with at most k drafts, or max_lookup of a lookup.
 
-        Equal arguments return the same object. It is Fixed if not adaptive, or without any drafts. On a GPU adaptive
-        cycles of several sequences have at most MOST_ON_GPU drafts.
+        masked: whether a sequence has a grammar. Equal arguments return the same object. It is Fixed if not adaptive,
+        or without any drafts. On a GPU adaptive cycles of several sequences have at most MOST_ON_GPU drafts.
         """
         if self.adaptive:
             k, max_lookup = (min(each, most_together(sequences)) for each in (k, max_lookup))
-        key = sequences, k, max_lookup
+        key = sequences, k, max_lookup, masked
         if key not in self._made:
-            how = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}
+            how: dict[str, Any] = {"max_lookup": max_lookup, "p_min": self.p_min, "source": source_of(self.model)}
             adaptive = self.adaptive and (k or max_lookup)
-            self._made[key] = self._controller(sequences, k, how) if adaptive else Fixed(k, **how)
+            made = self._controller(sequences, k, {**how, "masked": masked}) if adaptive else Fixed(k, **how)
+            self._made[key] = made
         return self._made[key]
 
     def _controller(self, sequences: int, k: int, how: dict[str, Any]) -> Controller:
@@ -76,7 +78,7 @@ def _estimate(known: Costs) -> Costs:
 def outcome(
     plan: Plan,
     verified: int,
-    accepted: list[tuple[int, int]],
+    accepted: Sequence[tuple[int, ...]],
     seconds: float | None,
     prefilled: int,
     matched: int = 0,
@@ -84,12 +86,9 @@ def outcome(
 ) -> Cycle:
     """Return a pool's cycle as the mean of its sequences.
 
-    accepted: (accepted drafts, maximum that it could accept) of each sequence. verified: drafts per sequence. The
-    other arguments are fields of `Cycle`.
+    accepted: the fields of `Accepted` of each sequence. verified: drafts per sequence. The other arguments are fields
+    of `Cycle`.
     """
-    n = len(accepted)
-    depths = tuple(
-        (sum(a > depth for a, _ in accepted) / n, sum(min(a + 1, most) > depth for a, most in accepted) / n)
-        for depth in range(verified)
-    )
-    return Cycle(plan, verified, sum(a for a, _ in accepted) / n, seconds, prefilled, matched, depths, context)
+    each = [Accepted(*counts) for counts in accepted]
+    mean, shares = sum(a.accepted for a in each) / len(each), by_depth(each, verified)
+    return Cycle(plan, verified, mean, seconds, prefilled, matched, context=context, **shares)

@@ -27,7 +27,7 @@ from ..decoding.stats import Stats
 from ..layers.target import Target
 from ..tuning.controller import Controller
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, KernelRefused, Trouble, run_first
-from ..tuning.plan import Fixed
+from ..tuning.plan import Accepted, Fixed
 from .control import Control, outcome
 from .pool_cycle import PoolCycle, Rows, Steps
 from .rows import merged, misses_too_many, slots_for
@@ -52,7 +52,7 @@ class Group:
     def __init__(
         self,
         model: Target,
-        controls: Callable[[int, int, int], Control],
+        controls: Callable[[int, int, int, bool], Control],
         stats: Stats,
         *,
         chunk: int,
@@ -204,7 +204,8 @@ class Group:
         joining, self.pending = self.pending, []
         self.joining, self.drafts_evaluated = joining, False
         active = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.finished]
-        control = self.controls(len(active), max(s.k for s in active), max(s.max_lookup for s in active))
+        masked = any(s.picker.matcher for s in active)
+        control = self.controls(len(active), max(s.k for s in active), max(s.max_lookup for s in active), masked)
         pool = self.pool or self._open_pool(active[0].cache)
         matched = max((s.history.matched() for s in active if s.max_lookup), default=0)
         unread = self._unread_rows(pool, active)
@@ -290,6 +291,8 @@ class Group:
         assert self.pool is not None
         run_first(self.model)
         self.marks = []
+        if new.masks:
+            new.masks.begin()
         if new.plan.p_min:
             self.drafts_evaluated = True
             if last:
@@ -347,16 +350,16 @@ class Group:
         waited = time.perf_counter() - tic
         seconds = self.clock.arrived(waited, cycle.built, ahead.built if ahead else None, late=cycle.late)
         responses: list[Response] = []
-        kept: list[tuple[int, int]] = []
-        verified, source, logprobs = cycle.run.size - 1, cycle.plan.source, cycle.run.logprobs
+        kept: list[Accepted] = []
+        verified, logprobs = cycle.run.size - 1, cycle.run.logprobs
         for row, sequence in enumerate(cycle.rows):
             if sequence is None or sequence.finished:
                 continue
             tokens, accepted = values[row]
-            kept.append((accepted, min(sequence.max_drafts(source), verified)))
+            kept.append(counts := cycle.counts(row, accepted, verified))
             new = sequence.append(tokens, accepted, logprobs[row] if logprobs else None)
             stats = sequence.stats
-            stats.count_cycle(kept[-1][1], accepted, source)
+            stats.count_cycle(counts.most, accepted, cycle.plan.source, counts.forced)
             stats.generation_tokens += len(new)
             stats.add_time(self.clock.took, waited)
             stats.count_replays(cycle.replayed)
@@ -392,9 +395,3 @@ class Group:
             cache.push(cycle.run.hidden[row : row + 1, :rows])
         cache.settle(sequence.all_tokens[: sequence.base + rows])
         mx.eval(cache.arrays)
-
-
-def layout_of(cache: PromptCache) -> str:
-    """Return a key of the cache layout; sequences with equal keys can share a pool."""
-    configs = [{name: value for name, value in c.config.items() if name != "start"} for c in cache.caches]
-    return f"{len(cache.layers)} {configs} {cache.quantizing}"

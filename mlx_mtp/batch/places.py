@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from ..cache.prompt_cache import PromptCache
 from ..decoding.run import Run
+from .admission import layout_of
 from .control import Control
-from .group import Group, layout_of
+from .group import Group
 from .lone import Lone, is_lone
 from .sequence import Response, Sequence
 from .settings import Settings
@@ -20,7 +21,7 @@ class Places:
     do. Sequences move between two cycles. controls: returns a control, as `Controls.control`.
     """
 
-    def __init__(self, settings: Settings, controls: Callable[[int, int, int], Control]):
+    def __init__(self, settings: Settings, controls: Callable[[int, int, int, bool], Control]):
         self.settings, self.controls = settings, controls
         self.lone: list[Lone] = []
         self.groups: dict[str, Group] = {}

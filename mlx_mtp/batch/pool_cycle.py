@@ -7,10 +7,10 @@ from functools import partial
 import mlx.core as mx
 
 from ..cache.pool import Pool, PoolMark
+from ..decoding.cycle_masks import CycleMasks
 from ..decoding.drafters import Drafter
 from ..decoding.drafters.drafter import Frame
-from ..decoding.guided import submit_pass
-from ..decoding.masks import mask_rows
+from ..decoding.guided import redrafted, submit_pass
 from ..decoding.prefill import evaluated
 from ..decoding.replay import Compiled
 from ..decoding.run import NO_DRAFTS, Drafts, Run
@@ -18,8 +18,7 @@ from ..decoding.stats import Stats
 from ..decoding.step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
 from ..grammar import GrammarError
 from ..layers.target import Target
-from ..tuning.controller import Controller
-from ..tuning.plan import Plan
+from ..tuning.plan import Accepted, Plan
 from .control import Control, most_together
 from .rows import with_missed
 from .sequence import Sequence
@@ -39,6 +38,7 @@ class PoolCycle:
     frame, given, drafts: set if only the drafts are built, because their confidence is read first; frame also with a
     grammar.
     passed, most: with a grammar, set instead of run until `Steps.choose_tokens`; most: as `limits` returns it.
+    masks: with a grammar. forced: per row, the number of drafts of a plan of "grammar".
     """
 
     rows: Rows
@@ -57,18 +57,33 @@ class PoolCycle:
     drafts: Drafts = NO_DRAFTS
     passed: Passed | None = None
     most: mx.array | None = None
+    masks: CycleMasks | None = None
+    forced: list[int] = field(default_factory=list)
 
     @property
     def has_grammar(self) -> bool:
         """Whether any sequence has a grammar."""
         return any(s is not None and s.picker.matcher is not None for s in self.rows)
 
+    def accepts(self, row: int, verified: int) -> int:
+        """Return the number of drafts that the sequence of a row may accept, of those verified."""
+        sequence = self.rows[row]
+        if sequence is None:
+            return -1
+        most = self.forced[row] if self.plan.source == "grammar" else sequence.max_drafts(self.plan.source)
+        return min(most, verified)
+
+    def counts(self, row: int, accepted: int, verified: int) -> Accepted:
+        """Return the counts of a row's drafts, of which `verified` were verified and `accepted` were accepted."""
+        most = self.accepts(row, verified)
+        return Accepted(accepted, most, min(self.masks.forced[row], most) if self.masks else 0)
+
     def limits(self, k: int, *, always: bool = False) -> mx.array | None:
         """Return each row's maximum of accepted drafts, at most k, int32 [n]; -1 in a free slot.
 
         None, unless `always`, if every row may accept k; a free slot may not.
         """
-        each = [min(s.max_drafts(self.plan.source), k) if s else -1 for s in self.rows]
+        each = [self.accepts(row, k) for row in range(len(self.rows))]
         return mx.array(each) if always or min(each) < k else None
 
 
@@ -102,7 +117,9 @@ class Steps:
         if pool.has_heads and not pool.live:
             pool.missed.append((run.hidden, run.tokens))
         reader = next((d for d in self.drafters.values() if d.in_step), None) if pool.live else None
-        frame = Frame(self.model, pool, plan, reader, new.rows, base)
+        if new.has_grammar:
+            new.masks = CycleMasks(new.rows, plan.k, drafted=in_step)
+        frame = Frame(self.model, pool, plan, reader, new.rows, base, new.masks.allowed if new.masks else None)
         drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, run, plan.k)
         given, replay = given.given, None
         if self.compiled:
@@ -145,27 +162,27 @@ class Steps:
         """
         if not new.same or last.after is None:
             return new
-        forced = [self._forced(sequence) for sequence in new.rows if sequence and not sequence.finished]
-        longest, planned = min(max(forced, default=0), most_together(len(new.rows))), new.plan
-        if not longest:
+        forced = [self._forced(sequence, most_together(len(new.rows))) for sequence in new.rows]
+        active = [count for count, s in zip(forced, new.rows, strict=True) if s and not s.finished]
+        if not any(active):
             return new
-        if isinstance(new.control, Controller):
-            plan = new.control.redraft(planned, longest)
-        else:
-            plan = Plan("grammar", longest) if sum(forced) >= planned.k * len(forced) else planned
-        if plan.source != "grammar":
+        plan = redrafted(new.control, new.plan, active)
+        if plan == new.plan:
             return new
         tic = time.perf_counter()
         self.pool.restore(last.after)
-        other = PoolCycle(new.rows, new.control, plan, 0, new.prefilled, late=True)
+        other = PoolCycle(new.rows, new.control, plan, 0, new.prefilled, late=True, forced=forced)
         self.build(other, last.run, max(s.base for s in new.rows if s and not s.finished))
         other.built = time.perf_counter() - tic
         return other
 
-    def _forced(self, sequence: Sequence) -> int:
-        """Return the number of drafts that a sequence's grammar has; 0 without one, or if a GrammarError ends it."""
-        matcher = sequence.picker.matcher
-        if matcher is None or not matcher.most:
+    def _forced(self, sequence: Sequence | None, most: int) -> int:
+        """Return the number of drafts, at most `most`, that a sequence's grammar forces; 0 if it is finished.
+
+        A GrammarError ends the sequence: 0.
+        """
+        matcher = sequence.picker.matcher if sequence else None
+        if sequence is None or sequence.finished or matcher is None or not matcher.most:
             return 0
         try:
             matcher.follow(sequence.history.tokens)
@@ -176,28 +193,18 @@ class Steps:
 
     def choose_tokens(self, new: PoolCycle) -> None:
         """Submit the target's pass of a cycle with grammars; build the choice under the masks as the cycle's run."""
-        passed = new.passed
+        passed, masks = new.passed, new.masks
         assert passed
-        drafts, waited = submit_pass(passed)
-        masks = [self._mask(sequence, row) for sequence, row in zip(new.rows, drafts, strict=True)]
+        assert masks
+        waits = submit_pass(passed, masks, stepwise=new.plan.stepwise)
         for sequence in new.rows:
-            if sequence and not sequence.finished and waited is not None:
-                sequence.stats.add_time(0.0, waited)
+            if sequence and not sequence.finished:
+                for waited in waits:
+                    sequence.stats.add_time(0.0, waited)
+        of_rows = masks.of_rows(passed.hidden.shape[1])
         if self.compiled:
-            new.run = self.compiled.choose(new.frame, passed, new.most, masks, self.stats)
+            new.run = self.compiled.choose(new.frame, passed, new.most, of_rows, self.stats)
         else:
-            new.run = choose(self.model, new.rows, passed, new.most, masks)
+            new.run = choose(self.model, new.rows, passed, new.most, of_rows)
         roll_back(new.frame, new.run, new.most)
         new.passed, new.after = None, self.pool.mark()
-
-    def _mask(self, sequence: Sequence | None, drafts: list[int]) -> mx.array | None:
-        """Return the masks of a sequence's rows, None without a grammar; of all tokens if it has ended or fails."""
-        matcher = sequence.picker.matcher if sequence else None
-        if sequence is None or matcher is None:
-            return None
-        try:
-            if not sequence.finished:
-                return mask_rows(matcher, sequence.history.tokens, drafts)
-        except GrammarError as e:
-            sequence.fail(e)
-        return mx.full((len(drafts) + 1, matcher.words), -1, mx.int32)

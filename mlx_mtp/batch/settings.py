@@ -111,13 +111,12 @@ class Settings:
         key, ranks = random_key(seed), self.model.ranks
         if ranks:
             pieces, key = agreed(ranks, pieces, key, (max_tokens, k, own.offset, options, self.draft_sampling))
-        matcher = None
+        matcher, stats = None, stats or Stats()
         if grammar is not None:
             forced = forced_drafts(own, plain=asked == 0, asked=self.grammar_drafts)
-            matcher = compiled(grammar, None, self.model.vocab_size).matcher(own.offset + total, forced)
+            matcher = compiled(grammar, None, self.model.vocab_size).matcher(own.offset + total, forced, stats)
         how = call, tuple(processors or ()), logprobs, key, self.draft_sampling, matcher
         stops = stops if isinstance(stops, StopSequences) else StopSequences(stops)
-        stats = stats or Stats()
         stats.expect(k, total, max_tokens)
         stats.whole = self.stats
         return Sequence(uid, pieces, own, Picker(options, *how), stops.matcher(), max_tokens, k, max_lookup, stats)

@@ -2,6 +2,7 @@
 
 A speed is the number of tokens after the first, divided by the time since the first; the prefill is timed separately.
 "adaptive" is the default of our loop: it measures costs while it generates, and keeps them for the next prompt.
+Under grammars the loops are ours alone: plain, and adaptive with drafts of the heads, of the grammar, and of both.
 All loops start from the same state: a prompt without its last token is prefilled once, and each generation continues
 a copy of that cache.
 """
@@ -10,7 +11,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache as mlx_lm_make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.drafters import GRAMMAR_DRAFTS
 from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..machine.errors import first_line
@@ -30,6 +32,7 @@ from .result import result
 from .subject import BenchPrompt, Subject, reset_costs
 
 PLAIN, ADAPTIVE, MLX_LM = "plain", "adaptive", "mlx-lm"
+FREE = "no grammar"  # the plain loop without the grammar that the other loops have
 USUAL_DRAFTS = 3  # maximum of the default fixed numbers of drafts
 WARMUPS = 3  # warm-up runs on the first prompt of each setting
 
@@ -38,7 +41,10 @@ Progress = Callable[[str, int, int], None]  # receives what is next, the number 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Options shared by all loops. kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized."""
+    """Options shared by all loops.
+
+    kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized. grammar: of our loops but FREE.
+    """
 
     max_tokens: int = 128
     temp: float = 0.0
@@ -48,6 +54,7 @@ class LoopSettings:
     kv_bits: int | None = None
     mtp_kv_bits: int | None = None
     kv_group_size: int = 64
+    grammar: Any = None
 
 
 @dataclass
@@ -93,6 +100,7 @@ class Ours:
         self.stats = Stats()
         options = {name: getattr(settings, name) for name in ("prefill_step_size", "temp", "seed", "stop_tokens")}
         options |= {"max_tokens": max_tokens, "num_draft_tokens": self.drafts, "prompt_cache": cache, **self.options}
+        options["grammar"] = None if self.name == FREE else settings.grammar
         return (token for token, *_ in generate_step(prompt, self.model, stats=self.stats, **options))
 
 
@@ -187,10 +195,12 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
     text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,
-    accepted: per depth, of the drafter; of lookups in all. paused: why drafting was paused at the end, else "".
+    accepted: per depth, of the drafter; of lookups and of grammars in all. paused: why drafting was paused at the
+    end, else "".
     """
     stats = [run.stats for run in runs if run.stats]
     counted = "cycles", "drafted", "accepted", "lookup_drafted", "lookup_accepted", "paused"
+    counted += "grammar_drafted", "grammar_accepted"
     return {
         **{"context": prompt.context, "kv_bits": reader.settings.kv_bits, "mtp_kv_bits": reader.settings.mtp_kv_bits},
         **{"category": prompt.category, "contender": reader.loop.name, "prompt_tokens": len(prompt.tokens)},
@@ -245,6 +255,21 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
     return session
 
 
+def open_guided_session(subject: Subject, rounds: int, cooldown: float) -> Session:
+    """Return a session of our loops under grammars: plain, with drafts of the heads, of the grammar, and of both.
+
+    FREE is the plain loop without a grammar. Without heads or a drafter: no drafts of heads.
+    """
+    model, target = subject.model, subject.facts["target_bytes"]
+    both = target + subject.facts["head_bytes"]
+    plain, alone = {"prompt_lookup": False}, {"prompt_lookup": False, "grammar_drafts": 0}
+    loops = [Ours(model, FREE, 0, plain, target), Ours(model, PLAIN, 0, alone, target)]
+    if model.max_draft_tokens:
+        loops += [Ours(model, "heads", None, alone, both), Ours(model, "both", None, plain, both)]
+    loops.insert(-1, Ours(model, "forced", 0, {**plain, "grammar_drafts": GRAMMAR_DRAFTS}, target))
+    return Session(subject, [*loops], rounds, cooldown)
+
+
 def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSettings, progress: Progress) -> None:
     """Run all loops on each prompt, in turn in each round; add entries and differences to the session.
 
@@ -266,7 +291,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
     """Return a Reader, after its prefill of the prompt, per loop that can run; mlx-lm's may be left out."""
-    readers = {}
+    readers, settings = {}, replace(settings, grammar=prompt.grammar)
     for loop in session.loops:
         try:
             readers[loop.name] = Reader(loop, prompt.tokens, settings).read()
@@ -283,12 +308,13 @@ def _differences(
 ) -> list[dict[str, Any]]:
     """Return a line per loop whose text differs from our plain loop's although it must not: first position, tokens.
 
-    Texts of our other loops may differ with synthetic acceptance, and mlx-lm's with a temperature.
+    Texts of our other loops may differ with synthetic acceptance, FREE's always, and mlx-lm's with a temperature.
     """
     where = {"context": prompt.context, "kv_bits": settings.kv_bits, "mtp_kv_bits": settings.mtp_kv_bits}
     text, different = found[PLAIN][0].tokens, []
     for name, runs in found.items():
         others = settings.temp if name == MLX_LM else session.subject.rates and name != PLAIN
+        others = others or name == FREE
         other = next((run.tokens for run in runs if run.tokens != text and not others), None)
         if other is not None:
             at = next(i for i, (a, b) in enumerate(zip_longest(text, other)) if a != b)

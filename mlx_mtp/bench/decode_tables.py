@@ -24,7 +24,7 @@ Setting = tuple[int, int | None, int | None]  # context, kv_bits, mtp_kv_bits
 class Row:
     """One loop over some prompts in one setting.
 
-    tokens, drafted, accepted: per round on average, lookups included.
+    tokens, drafted, accepted: per round on average, drafts of lookups and grammars included.
     rates:  per depth, the share of the heads' drafts that were accepted; None without drafts.
     paused: why drafting was paused at the end of its last run, else "".
     speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: ratio to these loops within a round. None without
@@ -38,12 +38,18 @@ class Row:
             [sum(depth) for depth in zip(*(depths for e in entries for depths in e[kind]), strict=True)]
             for kind in ("drafted", "accepted")
         )
-        looked_up, lookup_kept, cycles, tokens = (
-            sum(sum(e[kind]) for e in entries) for kind in ("lookup_drafted", "lookup_accepted", "cycles", "tokens")
+        others, others_kept, cycles, tokens = (
+            sum(sum(e.get(kind, ())) for e in entries for kind in kinds)  # old results have none of a grammar
+            for kinds in (
+                ("lookup_drafted", "grammar_drafted"),
+                ("lookup_accepted", "grammar_accepted"),
+                ("cycles",),
+                ("tokens",),
+            )
         )
-        read, kept = sum(e["read_seconds"] for e in entries), sum(accepted) + lookup_kept
+        read, kept = sum(e["read_seconds"] for e in entries), sum(accepted) + others_kept
         self.prompt_tokens = sum(e["prompt_tokens"] for e in entries)
-        self.tokens, self.drafted, self.accepted = (n / rounds for n in (tokens, sum(drafted) + looked_up, kept))
+        self.tokens, self.drafted, self.accepted = (n / rounds for n in (tokens, sum(drafted) + others, kept))
         self.rates = shares(drafted, accepted)
         self.paused = next((e["paused"][-1] for e in reversed(entries) if e.get("paused")), "")  # not in old results
         self.tokens_per_cycle = 1 + kept / cycles if cycles else None

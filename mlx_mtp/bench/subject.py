@@ -200,11 +200,16 @@ FILE = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """Token ids of one prompt of a category; context: the maximum length that it was padded to, 0 if it was not."""
+    """Token ids of one prompt of a category.
+
+    context: the maximum length that it was padded to, 0 if it was not. grammar: that answers must fit, compiled; None
+    without one.
+    """
 
     category: str
     tokens: list[int]
     context: int = 0
+    grammar: Any = None
 
 
 def make_prompts(

@@ -12,6 +12,8 @@ from . import bench_options as shared
 from .options import BITS, GIVEN
 
 SHOWN = 20  # maximum number of differing texts to list
+GRAMMAR = "FILE|builtin"
+EXCLUDED = "drafts", "contexts", "categories", "prompts", "preset", "synth_rates"  # options that --grammar excludes
 DOCUMENTS = ("stepwise_math",)  # its questions follow a context of source code
 MOST_ROWS = 16  # maximum rows of a verify
 CONTEXTS, LOOKED_BACK = (
@@ -32,6 +34,7 @@ INTEGERS = partial(shared.numbers, int)
 @option("--seed", type=IntRange(0, 2**31), default=0, help="Seed of the draws.")
 @option("--kv-bits", type=BITS, help="Quantize the target's KV cache.")
 @option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches.")
+@option("--grammar", metavar=GRAMMAR, help="Decode under the JSON schema or .lark grammar FILE, or five schemas.")
 @option("--preset", type=Choice(["documents"]), help="The published experiment, compared with its figures.")
 @shared.run_options
 @option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
@@ -42,12 +45,17 @@ def decode(**flags: Any) -> None:
     on nine kinds of prompts. The prefill is timed separately. All texts must be equal, but mlx-lm's with --temp, and
     drafted ones with --synth-rates; a difference is reported, and in float32 the exit code is then 1 unless the
     target's cache is quantized.
+
+    With --grammar the contenders are our plain loop under the grammar, drafts of the heads, of the grammar, both, and
+    our plain loop without the grammar.
     """
     from ..bench import result
     from ..bench.decode import broken
 
     if flags["preset"]:
         _check_preset(flags)
+    if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
+        raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
@@ -72,20 +80,30 @@ def _check_preset(flags: dict[str, Any]) -> None:
 def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     """Measure all conditions and return the result; --out is written after each of them."""
     from ..bench import result
-    from ..bench.decode import LoopSettings, as_result, measure, open_session
+    from ..bench.decode import LoopSettings, as_result, measure, open_guided_session, open_session
+    from ..bench.grammars import guided_prompts
     from ..bench.subject import make_prompts
     from ..cache.kinds import group_size_for
     from ..decoding.options import default_chunk
 
     subject, quick = shared.subject_of(flags), flags["quick"]
     rounds = flags["rounds"] or (3 if quick else 5)
-    session = open_session(subject, flags["drafts"], rounds, shared.cooldown_of(flags))
+    guided, cooldown = flags["grammar"], shared.cooldown_of(flags)
+    if guided:
+        session = open_guided_session(subject, rounds, cooldown)
+    else:
+        session = open_session(subject, flags["drafts"], rounds, cooldown)
     conditions = _conditions(subject.model, flags)
     only = flags["categories"].split(",") if flags["categories"] else DOCUMENTS if flags["preset"] else ()
     of_all = {"each": flags["each"] or (1 if quick or flags["preset"] else 2), "only": only}
-    made = [make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions]
+    if guided:
+        made = [guided_prompts(subject, guided)]
+    else:
+        made = [
+            make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions
+        ]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
-    options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick")}
+    options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick", "grammar")}
     given = {
         "stop_tokens": subject.stop_tokens,
         "prefill_step_size": default_chunk(subject.model),

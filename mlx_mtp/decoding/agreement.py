@@ -40,7 +40,7 @@ class Agreement:
         if self.ranks.rank == 0:
             plan = self.control.plan(history.matched(), pending_rows)
             source = self.sources.index(plan.source) if plan.k else 0
-            decision = [source, plan.k, int(plan.p_min), int(self.ranks.stopping)]
+            decision = [source, plan.k, plan.p_min + 2 * plan.stepwise, int(self.ranks.stopping)]
         tokens = history.tokens
         same = [len(tokens), zlib.crc32(tokens[-CHECKED:].tobytes()) >> 1]
         found = self.ranks.gather([*decision, *same, int(refused is not None)])
@@ -52,8 +52,8 @@ class Agreement:
         if any(numbers[6] for numbers in found):
             self._plans.clear()
             raise KernelRefused(refused.refusals if refused else [], voted=True)
-        source, k, p_min, stopping, *_ = found[0]
-        self._plans.append(Plan(self.sources[source], k, bool(p_min)) if k else Plan())
+        source, k, how, stopping, *_ = found[0]
+        self._plans.append(Plan(self.sources[source], k, how % 2 == 1, how > 1) if k else Plan())
         self.stopping = self.stopping or bool(stopping)
 
     @property

@@ -11,18 +11,19 @@ import mlx.core as mx
 from ..cache.absorb import absorb
 from ..cache.aside import end_aside, set_aside
 from ..tuning.controller import Controller
-from ..tuning.kernel_fallback import TROUBLE, newly_refused
-from ..tuning.plan import Cycle, Plan
+from ..tuning.kernel_fallback import TROUBLE
+from ..tuning.plan import Accepted, Cycle, Plan, by_depth
 from .agreement import Agreement
 from .consent import agree, disable_kernels
+from .cycle_masks import CycleMasks
 from .decoder import PROMPT, Decoder, Flight
 from .drafters.drafter import Frame
-from .guided import choose_allowed, forced_plan
+from .guided import choose_allowed, confident_drafts, forced_plan
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
 from .replay import Compiled
-from .run import NO_DRAFTS, Drafts, Run
+from .run import NO_DRAFTS, Run
 from .step import forward, propose, read_rows, step, verify
 
 
@@ -90,14 +91,16 @@ def redraft(d: Decoder, last: Flight, new: Flight, max_drafts: float = float("in
 def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
     """Build or replay the step of a planned cycle, unevaluated; return the cycle."""
     tic, cache = perf_counter(), d.cache
-    frame, given, replay = prepare(d, last, new.plan, d.compiled)
     source = d.drafters[new.plan.source] if new.plan.k else None
-    early = source is not None and not source.in_step  # this drafter drafts before the step
-    drafts = source.propose(frame, last.run, new.plan.k) if source and early else NO_DRAFTS
+    in_step, masked = source is not None and source.in_step, d.picker.matcher is not None
+    if masked:
+        new.masks = CycleMasks((Single(d.picker, d.history),), new.plan.k, drafted=in_step)
+    allowed = new.masks.allowed if new.masks else None
+    frame, given, replay = prepare(d, last, new.plan, d.compiled, allowed)
+    drafts = NO_DRAFTS if source is None or in_step else source.propose(frame, last.run, new.plan.k)
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        masked = d.picker.matcher is not None
         build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
         built, arrays = build(given, cache.unload(), drafts)
         setattr(new, "passed" if masked else "run", built)
@@ -131,9 +134,11 @@ def _plan(d: Decoder, last: Flight, max_drafts: float) -> Flight:
     return Flight(plan, cache.mark(), matched, rows)
 
 
-def prepare(d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None) -> tuple[Frame, Run, Callable | None]:
-    """Resume or pause the drafter, move positions; return the frame, its input, and its record or None."""
-    cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)
+def prepare(
+    d: Decoder, last: Flight, plan: Plan, compiled: Compiled | None, allowed: mx.array | None = None
+) -> tuple[Frame, Run, Callable | None]:
+    """Move the caches to the step after `last`; return its frame with `allowed`, its input, its record or None."""
+    cache, run, base, frame = d.cache, last.run.given, last.base, _frame(d, last, plan)._replace(allowed=allowed)
     if frame.drafter:
         cache.resume_heads(base)
         set_aside(cache, frame.drafter.spare.get(plan.source, 0), base)
@@ -159,7 +164,7 @@ def read(d: Decoder, flight: Flight, ahead: Flight | None = None) -> list[int]:
         clock.hidden = clock.hidden or stats.crowded
         following = ahead.built if ahead else None
         flight.seconds = clock.arrived(waited, flight.built, following, late=flight.late)
-        stats.count_cycle(flight.run.size - 1, flight.accepted, flight.plan.source)
+        stats.count_cycle(flight.run.size - 1, flight.accepted, flight.plan.source, flight.forced)
         stats.add_time(clock.took, waited)
     stats.count_replays(flight.replayed)
     d.history.extend(tokens)
@@ -170,8 +175,10 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     """Start computing `new`, the cycle after the read cycle `last`. Raises as `agree`, GraphFailed, GrammarError."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
+    if new.masks:
+        new.masks.begin()
     if new.plan.p_min:
-        frame, drafts = _frame(d, last, new.plan), _confident(d, last, new)
+        frame, drafts = _frame(d, last, new.plan), confident_drafts(d, last, new)
         if d.picker.matcher:
             new.passed = read_rows(frame, last.run, drafts)
         else:
@@ -180,8 +187,8 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     d.submitted = new
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
-    if new.passed:
-        new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed)
+    if new.passed and new.masks:
+        new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed, new.masks)
     start(d, new.run)
     if d.cache.aside or not d.cache.live:
         whole = last.accepted + 1 == last.run.size
@@ -189,20 +196,6 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     new.base = last.base + last.accepted + 1
     d.cache.advance(new.base)
     new.after = d.cache.mark()
-
-
-def _confident(d: Decoder, last: Flight, new: Flight) -> Drafts:
-    """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one."""
-    if refused := newly_refused():
-        raise refused
-    d.submitted = new
-    last.after.release()
-    new.before.release()
-    tic = perf_counter()
-    count = evaluated(new.drafts.sure, d.p_min)
-    d.stats.add_time(0.0, perf_counter() - tic)
-    new.before.caches = d.cache.mark().caches  # kept until the verify is submitted
-    return new.drafts.first(count)
 
 
 def start(d: Decoder, run: Run) -> None:
@@ -220,6 +213,7 @@ def observe(d: Decoder, flight: Flight) -> None:
     if flight.plan is not PROMPT:
         verified = flight.run.size - 1
         outcome = verified, flight.accepted, seconds, flight.prefilled, flight.matched
-        d.control.observe(Cycle(flight.plan, *outcome, context=flight.base))
+        depths = by_depth([Accepted(flight.accepted, verified, flight.forced)], verified) if flight.forced else {}
+        d.control.observe(Cycle(flight.plan, *outcome, context=flight.base, **depths))
     if isinstance(d.control, (Controller, Agreement)):
         d.stats.note_pause(d.control.paused)

@@ -10,6 +10,7 @@ from ..tuning.kernel_fallback import Fallback
 from ..tuning.plan import Fixed, Plan
 from .agreement import Agreement
 from .clock import Clock
+from .cycle_masks import CycleMasks
 from .drafters import drafters_of
 from .history import TokenHistory
 from .replay import Compiled
@@ -30,7 +31,7 @@ class Flight:
              p_min `drafts`, from which `submit` builds it). replayed: a recorded step was used. built: the host's
              seconds for it.
              late: whether it was begun after the previous cycle was read. passed: with a grammar, instead of run,
-             which `submit` completes when it has read the drafts.
+             which `submit` completes when it has read the drafts. masks: with a grammar.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
     read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
              cannot be built before this one is read; None if it can.
@@ -43,6 +44,7 @@ class Flight:
     run: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
     passed: Passed | None = None
+    masks: CycleMasks | None = None
     after: Mark = field(init=False)
     base: int = field(init=False)
     accepted: int = 0
@@ -55,6 +57,11 @@ class Flight:
 
     def __post_init__(self):
         self.after = self.before
+
+    @property
+    def forced(self) -> int:
+        """The number of the drafter's first drafts that the grammar forces."""
+        return min(self.masks.forced[0], self.run.size - 1) if self.masks else 0
 
 
 @dataclass

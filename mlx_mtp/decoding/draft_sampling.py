@@ -15,8 +15,10 @@ import mlx.core as mx
 
 from ..layers.lm_head import Rows
 from ..layers.target import Target
+from .masks import masked
 from .members import Members
-from .sampling import Picker, Sampling, key_at, whole_row
+from .run import NO_DRAFTS, Drafts
+from .sampling import Picker, Sampling, key_at, whole_rows
 
 
 class Choice(NamedTuple):
@@ -65,7 +67,7 @@ class HeadOutput(NamedTuple):
     def logits(self) -> mx.array:
         logits = self.model.draft_logits(self.depth, self.rows)[:, 0]
         tokens = self.known(logits.shape[-1])
-        return logits if tokens is None else whole_row(logits, tokens[None], self.model.vocab_size)
+        return logits if tokens is None else whole_rows(logits, tokens, self.model.vocab_size)
 
     def token(self, number: mx.array) -> mx.array:
         """Return the target's token ids of indices in the head's vocabulary, in the same shape."""
@@ -76,6 +78,37 @@ class HeadOutput(NamedTuple):
         numbers = mx.arange(n)
         tokens = self.token(numbers)
         return None if tokens is numbers else tokens
+
+
+class LogitRow(NamedTuple):
+    """One row of logits [n, m] of each sequence, from which a `DraftChooser` chooses a token.
+
+    tokens: the token ids of the m logits, int32 [m] or [n, m]; None for the ids 0..m-1.
+    """
+
+    scores: mx.array
+    tokens: mx.array | None
+    vocab: int
+
+    def of(self, sequence: int) -> "LogitRow":
+        one = slice(sequence, sequence + 1)
+        tokens = self.tokens if self.tokens is None or self.tokens.ndim == 1 else self.tokens[one]
+        return self._replace(scores=self.scores[one], tokens=tokens)
+
+    def likeliest(self) -> mx.array:
+        """Return the likeliest tokens, int32 [n, 1]."""
+        best = mx.argmax(self.scores, axis=-1, keepdims=True)
+        if self.tokens is None:
+            return best.astype(mx.int32)
+        tokens = mx.broadcast_to(self.tokens, self.scores.shape)
+        return mx.take_along_axis(tokens, best, axis=-1).astype(mx.int32)
+
+    def choice(self) -> None:
+        """Return None: no kernel chooses, the logits are computed already."""
+
+    def logits(self) -> mx.array:
+        """Return the logits [n, vocab]; -infinity for tokens that have none."""
+        return self.scores if self.tokens is None else whole_rows(self.scores, self.tokens, self.vocab)
 
 
 @dataclass(frozen=True)
@@ -146,15 +179,27 @@ class DraftChooser:
 
 
 class Choosers:
-    """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation."""
+    """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation.
 
-    def __init__(self, members: Members, *, confidence: bool = False):
-        self.n = len(members)
+
+    allowed: masks of the tokens that may be drafted, int32 [k, n, words] by depth; None if any may.
+    """
+
+    def __init__(self, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
+        self.n, self.allowed = len(members), allowed
         every = {i: DraftChooser.of(m.picker, confidence=confidence) for i, m in enumerate(members) if m is not None}
         self.drawn = {i: chooser for i, chooser in every.items() if not chooser.likeliest}
 
-    def __call__(self, output: DraftOutput, position: mx.array) -> Choice:
-        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n]."""
+    @property
+    def masked(self) -> bool:
+        """Whether only some tokens may be drafted."""
+        return self.allowed is not None
+
+    def __call__(self, output: DraftOutput, position: mx.array, depth: int) -> Choice:
+        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n]; depth: its number."""
+        if self.allowed is not None:
+            scores = masked(output.logits(), self.allowed[depth])
+            output = LogitRow(scores, None, scores.shape[-1])
         if not self.drawn:
             return Choice(output.likeliest())
         if self.n == 1:
@@ -168,10 +213,11 @@ class Choosers:
         return Choice(tokens, mx.concatenate(chances) if len(chances) == self.n else None)
 
 
-def joined(choices: list[Choice]) -> tuple[mx.array | None, mx.array | None]:
-    """Return the choices of all depths joined: tokens [n, k], and confidence [n, k] or None; both None if empty."""
+def joined(choices: list[Choice]) -> Drafts:
+    """Return the drafts of all depths."""
     if not choices:
-        return None, None
+        return NO_DRAFTS
     tokens = mx.concatenate([choice.token for choice in choices], axis=1)
     chances = [choice.confidence for choice in choices if choice.confidence is not None]
-    return tokens, mx.concatenate(chances, axis=1) if chances else None
+    confidence = mx.concatenate(chances, axis=1) if chances else None
+    return Drafts(tokens, confidence, tuple(choice.token for choice in choices))

@@ -1,17 +1,23 @@
-"""Choose tokens under a grammar: masks made while the pass runs, and plans for tokens that the grammar forces."""
+"""Read drafts before their rows are verified: for masks of a grammar, or to cut them where they are improbable.
 
+Also replace a plan by one that verifies tokens which the grammar forces.
+"""
+
+from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..tuning.controller import Controller
+from ..tuning.kernel_fallback import newly_refused
 from ..tuning.plan import Plan
-from .decoder import Decoder
+from .cycle_masks import CycleMasks
+from .decoder import Decoder, Flight
 from .drafters.drafter import Frame
-from .masks import mask_rows
 from .prefill import evaluated
-from .run import Run
+from .run import Drafts, Run
 from .step import Passed, choose, roll_back
 
 
@@ -20,43 +26,79 @@ def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
 
     max_drafts: maximum number of drafts. Raises GrammarError.
     """
-    matcher, control = d.picker.matcher, d.control
+    matcher = d.picker.matcher
     if matcher is None or not (most := int(min(matcher.most, max_drafts))):
         return None
     matcher.follow(d.history.tokens)
-    if not (forced := len(matcher.drafts(most))):
-        return None
-    plan = control.redraft(planned, forced) if isinstance(control, Controller) else Plan("grammar", forced)
-    return plan if plan.source == "grammar" else None
+    forced = len(matcher.drafts(most))
+    plan = redrafted(d.control, planned, [forced]) if forced else planned
+    return plan if plan != planned else None
 
 
-def choose_allowed(d: Decoder, frame: Frame, passed: Passed) -> Run:
+def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
+    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence."""
+    if isinstance(control, Controller):
+        return control.redraft(planned, forced)
+    return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
+
+
+def choose_allowed(d: Decoder, frame: Frame, passed: Passed, masks: CycleMasks) -> Run:
     """Submit the target's pass; return the run chosen from its rows under masks, unevaluated and rolled back.
 
     The host reads the drafts and makes the masks while the device computes the pass.
     """
-    drafts, waited = submit_pass(passed)
-    if waited is not None:
+    for waited in submit_pass(passed, masks, stepwise=frame.plan.stepwise):
         d.stats.add_time(0.0, waited)
-    masks = [mask_rows(d.picker.matcher, d.history.tokens, drafts[0])]
+    of_rows = masks.of_rows(passed.hidden.shape[1])
     if d.compiled:
-        run = d.compiled.choose(frame, passed, None, masks, d.stats)
+        run = d.compiled.choose(frame, passed, None, of_rows, d.stats)
     else:
-        run = choose(frame.model, frame.members, passed, masks=masks)
+        run = choose(frame.model, frame.members, passed, masks=of_rows)
     roll_back(frame, run)
     return run
 
 
-def submit_pass(passed: Passed) -> tuple[list[list[int]], float | None]:
-    """Submit the target's pass; return each sequence's drafts, and the seconds waited for them, None without any.
+def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
+    """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one.
 
-    It waits for the drafts only, not for the pass.
+    It waits for the drafts only, not for the pass. With a grammar, also only those before the first that it forbids.
     """
+    if refused := newly_refused():
+        raise refused
+    d.submitted = new
+    last.after.release()
+    new.before.release()
+    tic = perf_counter()
+    count = evaluated(new.drafts.sure, d.p_min)
+    if new.masks:
+        count = min(count, new.masks.read(evaluated(np.array, new.drafts.tokens).tolist()))
+    d.stats.add_time(0.0, perf_counter() - tic)
+    new.before.caches = d.cache.mark().caches  # kept until the verify is submitted
+    return new.drafts.first(count)
+
+
+def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[float]:
+    """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts.
+
+    The host has all drafts before the pass ends. stepwise: it also reads each draft before the next one is computed.
+    """
+    waits: list[float] = []
     if passed.drafts is None:
         evaluated(mx.async_eval, passed.hidden)
-        return [[] for _ in range(passed.hidden.shape[0])], None
+        return waits
+    each = [*passed.each] if stepwise else []
+    for depth in range(masks.first_unknown, len(each) - 1):
+        evaluated(mx.async_eval, each[depth])
+        masks.read(_received(mx.concatenate(each[: depth + 1], axis=1), waits))
     evaluated(mx.async_eval, passed.drafts)
     evaluated(mx.async_eval, passed.hidden)
+    masks.read(_received(passed.drafts, waits))
+    return waits
+
+
+def _received(drafts: mx.array, waits: list[float]) -> list[list[int]]:
+    """Wait for drafts [n, k] and return them; append the seconds to `waits`."""
     tic = perf_counter()
-    drafts = evaluated(np.array, passed.drafts).tolist()
-    return drafts, perf_counter() - tic
+    found = evaluated(np.array, drafts).tolist()
+    waits.append(perf_counter() - tic)
+    return found

@@ -11,17 +11,16 @@ from ..grammar import Matcher
 Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R rows; None without a grammar
 
 
-def mask_rows(matcher: Matcher | None, tokens: Any, drafts: Sequence[int] = ()) -> mx.array | None:
-    """Return the masks after all tokens of a sequence and after each of k drafts, int32 [k + 1, words].
+def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
+    """Return the mask after all tokens of a sequence, int32 [1, words]; None without a matcher.
 
-    None without a matcher. Rows after a forbidden draft or the answer's end allow all tokens; these are not yielded.
     Raises GrammarError.
     """
     if matcher is None:
         return None
     matcher.follow(tokens)
-    rows = np.full((len(drafts) + 1, matcher.words), -1, np.int32)
-    matcher.fill(rows, drafts)
+    rows = np.empty((1, matcher.words), np.int32)
+    matcher.fill(rows)
     return mx.array(rows)
 
 

@@ -11,7 +11,7 @@ class Member(Protocol):
     """One sequence of a step.
 
     picker: chooses its tokens. history: its tokens that the host has read. base: position of its first row in the
-    previous run.
+    previous run. finished: its tokens are not used any more.
     """
 
     @property
@@ -22,6 +22,9 @@ class Member(Protocol):
 
     @property
     def base(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
 
     def fail(self, error: Exception) -> None:
         """Handle an error that this sequence's own sampler or processor raised: end it, or raise the error."""
@@ -37,6 +40,7 @@ class Single(NamedTuple):
     picker: Picker
     history: TokenHistory = TokenHistory()
     base: int = 0
+    finished: bool = False
 
     def fail(self, error: Exception) -> None:
         raise error

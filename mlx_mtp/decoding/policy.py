@@ -110,7 +110,7 @@ def control_for(
     if adaptive and (k or max_lookup or (matcher and matcher.most)):
         costs = learned(model)
         known, others = costs.recall(replayed=_replayed(compiled)), others_of(model, k)
-        how = {"source": source_of(model), "others": others, "growth": costs.growth}
+        how = {"source": source_of(model), "others": others, "growth": costs.growth, "masked": matcher is not None}
         return Controller(max_drafts=k, max_lookup=max_lookup, p_min=p_min, known=known, **how)
     return Fixed(k, max_lookup=max_lookup, p_min=p_min, source=source_of(model))
 

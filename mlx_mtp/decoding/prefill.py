@@ -11,7 +11,7 @@ from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
 from .history import TokenHistory
-from .masks import mask_rows
+from .masks import mask_row
 from .members import Single
 from .pick import pick
 from .run import NONE_ACCEPTED, Run
@@ -110,7 +110,7 @@ def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picke
     """Return the run, unevaluated, that chooses the token after a prompt from its hidden rows [1, L, H]."""
     row = hidden[:, -1:]
     member = Single(picker, TokenHistory(cache.tokens if picker.processors else ()))
-    masks = [mask_rows(picker.matcher, cache.tokens)]
+    masks = [mask_row(picker.matcher, cache.tokens)]
     tokens, logprobs = pick(model, row, cache.offset, None, (member,), masks)
     return Run.of(row, tokens, NONE_ACCEPTED, None, logprobs)
 

@@ -99,6 +99,7 @@ def recorded(
     *,
     keys: list[mx.array],
     starts: Any,
+    allowed: mx.array | None,
 ) -> tuple[Any, CacheArrays]:
     """Run the step of a kind on caches made of the input arrays; `mx.compile` records this function."""
     model = model_ref()
@@ -107,7 +108,7 @@ def recorded(
     cache.starts = starts
     base = kind.end - kind.rows - kind.plan.k - 1
     drafter = drafter_of(model) if kind.drafts else None
-    frame = Frame(model, cache, kind.plan, drafter, _members(kind.pick, keys), base)
+    frame = Frame(model, cache, kind.plan, drafter, _members(kind.pick, keys), base, allowed)
     if kind.masked:
         return forward(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts))
     return step(frame, Run(*run), CacheArrays(*arrays), Drafts(*drafts), limits)
@@ -251,7 +252,7 @@ class Compiled:
         kind = Kind.of(frame, run.size, pick)
         held = HELD if isinstance(kind.form, PromptForm) else HELD_TOGETHER
         found = self.recall(frame.model, kind, recorded, held, stats)
-        return frame, run, found and partial(found, keys=_keys(frame), starts=cache.starts)
+        return frame, run, found and partial(found, keys=_keys(frame), starts=cache.starts, allowed=frame.allowed)
 
     def choose(self, frame: Frame, passed: Passed, limits: mx.array | None, masks: Masks, stats: Stats) -> Run:
         """Return what `step.choose` returns, by a recorded graph if there is one for this frame, also with p_min."""
@@ -263,7 +264,7 @@ class Compiled:
         if found is None:
             return choose(frame.model, frame.members, passed, limits, masks)
         position = mx.array(passed.position).reshape(-1)
-        return found(passed._replace(position=position), limits, masks, keys=_keys(frame))
+        return found(passed._replace(position=position, each=()), limits, masks, keys=_keys(frame))
 
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
         """Return the recorded step of a kind, None until the kind has occurred OFTEN times in this thread.

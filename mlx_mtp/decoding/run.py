@@ -79,10 +79,12 @@ class Drafts(NamedTuple):
 
     tokens:     [n, k] int32; None for no drafts.
     confidence: [n, k] float32, the drafter's probability of each token at temperature 1; None if not requested.
+    each:       the same tokens per depth, [n, 1] each; () if they are not made one after the other.
     """
 
     tokens: mx.array | None = None
     confidence: mx.array | None = None
+    each: tuple[mx.array, ...] = ()
 
     @property
     def k(self) -> int:

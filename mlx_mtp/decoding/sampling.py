@@ -198,10 +198,10 @@ def gumbel_max(scores: mx.array, key: mx.array) -> mx.array:
     return mx.argmax(scores.astype(mx.float32) + noise, axis=-1).astype(mx.int32)
 
 
-def whole_row(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
-    """Return a row [1, vocab_size] with `values` [1, n] at `tokens` [1, n] and -infinity elsewhere."""
-    row = mx.full((1, vocab_size), -float("inf"), values.dtype)
-    return mx.put_along_axis(row, tokens, values, axis=-1)
+def whole_rows(values: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
+    """Return rows [n, vocab_size] with `values` [n, m] at `tokens`, [m] or [n, m], and -infinity elsewhere."""
+    rows = mx.full((values.shape[0], vocab_size), -float("inf"), values.dtype)
+    return mx.put_along_axis(rows, mx.broadcast_to(tokens, values.shape), values, axis=-1)
 
 
 def key_at(key: mx.array, position: Any) -> mx.array:

@@ -25,7 +25,8 @@ class Stats:
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
     grammar_drafted, grammar_accepted: drafts that the grammar forces, or that keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
-    waits:         host reads in cycles: one per cycle, and one more if the drafts are read (p_min, a grammar).
+    waits:         host reads in cycles: one per cycle, and one more if the drafts are read (p_min, a grammar),
+                   or one per draft where a grammar masks all of them.
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
                    one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
@@ -33,6 +34,7 @@ class Stats:
                    read their last rows later, in the first cycle with drafts.
     decode_time:   seconds of cycles after that, without the caller's time between two tokens.
     wait_time:     the part of decode_time in which the host waited for the device.
+    mask_time:     seconds in which the host made the masks of a grammar, most of them while the device computed.
     peak_memory:   maximum bytes that MLX held, including the weights, since the generation began.
     paused:        why the next cycle does not draft although it could; "" otherwise.
     phases:        set to True to measure `draft_time`: every 16th cycle is then computed in two timed halves.
@@ -63,6 +65,7 @@ class Stats:
     prefill_time: float = 0.0
     decode_time: float = 0.0
     wait_time: float = 0.0
+    mask_time: float = 0.0
     peak_memory: int = 0
     paused: str = ""
     crowded: bool = False
@@ -192,13 +195,14 @@ class Stats:
         self.decode_time += seconds
         self.wait_time += waited
 
-    def count_cycle(self, drafted: int, accepted: int, source: str) -> None:
+    def count_cycle(self, drafted: int, accepted: int, source: str, forced: int = 0) -> None:
         """Count a cycle that verified `drafted` drafts from `source` and accepted `accepted` of them.
 
-        Drafts of "lookup" and "grammar" are counted apart, without depth. `whole`, if set, counts the cycle too.
+        forced: number of first drafts that a grammar forces, which count as its own. Drafts of "lookup" and "grammar"
+        are counted apart, without depth. `whole`, if set, counts the cycle too.
         """
         if self.whole is not None:
-            self.whole.count_cycle(drafted, accepted, source)
+            self.whole.count_cycle(drafted, accepted, source, forced)
         self.cycles += 1
         self.lengths[drafted] += 1
         if source == "lookup":
@@ -206,15 +210,16 @@ class Stats:
             self.lookup_drafted += drafted
             self.lookup_accepted += accepted
             return
+        forced = drafted if source == "grammar" else forced
+        self.grammar_drafted += forced
+        self.grammar_accepted += min(accepted, forced)
         if source == "grammar":
-            self.grammar_drafted += drafted
-            self.grammar_accepted += accepted
             return
         self._deepen(drafted)
-        if drafted:
-            self.drafted_by[source] += drafted
-            self.accepted_by[source] += accepted
-        for depth in range(drafted):
+        if drafted > forced:
+            self.drafted_by[source] += drafted - forced
+            self.accepted_by[source] += max(0, accepted - forced)
+        for depth in range(forced, drafted):
             self.drafted[depth] += 1
             self.accepted[depth] += depth < accepted
 

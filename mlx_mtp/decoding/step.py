@@ -22,12 +22,13 @@ class Passed(NamedTuple):
     """Rows that the target has read, R of each of n sequences, before their tokens are chosen.
 
     hidden: [n, R, H]. position: of each sequence's first token after them, int32 [n], or an int if n = 1.
-    drafts: [n, R-1] int32, of the rows after the first; None if there were none.
+    drafts: [n, R-1] int32, of the rows after the first; None if there were none. each: as `Drafts.each`.
     """
 
     hidden: mx.array
     position: Any
     drafts: mx.array | None
+    each: tuple[mx.array, ...] = ()
 
 
 def step(
@@ -73,12 +74,12 @@ def read_rows(frame: Frame, run: Run, drafts: Drafts) -> Passed:
     position, rows = cache.layers[0].offset + 1, run.newest()
     if drafts.tokens is not None:
         rows = mx.concatenate([rows, drafts.tokens], axis=1)
-    return Passed(model.hidden(rows, cache.layers), position, drafts.tokens)
+    return Passed(model.hidden(rows, cache.layers), position, drafts.tokens, drafts.each)
 
 
 def choose(model: Target, members: Members, passed: Passed, limits: mx.array | None = None, masks: Masks = ()) -> Run:
     """Return the run of the target's own tokens after rows that it has read, with the number of accepted drafts."""
-    hidden, position, drafted = passed
+    hidden, position, drafted = passed[:3]
     tokens, logprobs = pick(model, hidden, position, drafted, members, masks)
     accepted = NONE_ACCEPTED if len(members) == 1 else mx.zeros(len(members), mx.int32)
     if drafted is not None:

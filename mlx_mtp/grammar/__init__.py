@@ -4,18 +4,22 @@ llguidance parses grammars and computes, for each position, the mask of the allo
 tokens of the answer before it and on nothing else.
 """
 
-from .constraint import Constraint, compiled
+from .constraint import Constraint, compiled, is_compiled, vocabulary_of
 from .forms import Grammar, json, json_schema, lark, regex
+from .gate import Gate
 from .matcher import GrammarError, Matcher
 
 __all__ = [
     "Constraint",
+    "Gate",
     "Grammar",
     "GrammarError",
     "Matcher",
     "compiled",
+    "is_compiled",
     "json",
     "json_schema",
     "lark",
     "regex",
+    "vocabulary_of",
 ]

@@ -2,19 +2,23 @@
 
 import threading
 from collections.abc import Collection
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from ..machine.errors import first_line
 from .forms import Grammar
+from .gate import Gate, GatedMatcher
 from .library import llguidance
 from .matcher import Matcher
+from .vocabulary import Vocabulary
 
-KEPT = 64  # compiled grammars, the last used ones; each has up to 0.3 MB
-
-_tokenizers: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Any, dict[tuple, Vocabulary]] = WeakKeyDictionary()
 _lock = threading.Lock()
+MOST_FORCED = 4096  # bytes that a style may force at the start; a recursive one forces them without end
 
 
 class Constraint(NamedTuple):
@@ -23,6 +27,8 @@ class Constraint(NamedTuple):
     text:   the grammar's. eos: token ids that end an answer. words: number of int32 words of a mask, each for 32
             tokens. own_words: the same for the tokenizer's tokens alone.
     parser: a matcher at the start, which is copied. styles: the same of each of the grammar's styles.
+    grammar: what was compiled. gate: where in an answer it applies; None: from its first
+            token to its end.
     """
 
     text: str
@@ -31,11 +37,29 @@ class Constraint(NamedTuple):
     own_words: int
     parser: Any
     styles: tuple[Any, ...]
+    vocabulary: Vocabulary
+    grammar: Grammar
+    gate: Gate | None = None
 
-    def matcher(self, start: int = 0, most: int = 0) -> Matcher:
-        """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle."""
-        found = Matcher(self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words))
-        found.start, found.most = start, most
+    def matcher(self, start: int = 0, most: int = 0, stats: Any = None) -> Matcher:
+        """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle.
+
+        stats: as in `Matcher`.
+        """
+        how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words)
+        found = GatedMatcher(*how, gate=self.gate, vocabulary=self.vocabulary) if self.gate else Matcher(*how)
+        found.start, found.most, found.stats = start, most, stats
+        return found
+
+    def behind(self, gate: Gate) -> "Constraint":
+        """Return this grammar for the part of an answer that a gate states.
+
+        Raises GrammarError if the grammar does not accept the gate's `begun`, or no text.
+        """
+        found = self._replace(gate=None if gate == Gate() else gate)
+        found.matcher().fill(np.empty((1, self.words), np.int32))
+        for mark in () if gate.patterns else gate.after:
+            self.vocabulary.beyond(mark.encode())  # reads all tokens, once per mark
         return found
 
 
@@ -53,22 +77,30 @@ def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> 
     tokenizer = grammar.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         raise ValueError(f"{grammar.name}: no tokenizer; make the grammar with tokenizer=")
-    own = _of_library(tokenizer, vocab_size)
-    parser = _parser(own, grammar.text, grammar.name)
-    styles = tuple(_parser(own, text, grammar.name) for text in grammar.styles)
+    vocabulary = vocabulary_of(tokenizer, vocab_size)
+    own, parser = vocabulary.own, vocabulary.parser(grammar.text, partial(_parser, vocabulary.own, grammar))
+    styles = (vocabulary.parser(text, partial(_style, own, text)) for text in grammar.styles)
     words, own_words = ((size + 31) // 32 for size in (vocab_size, own.vocab_size))
-    return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, parser, styles)
+    made = parser, tuple(style for style in styles if style), vocabulary, replace(grammar, tokenizer=None)
+    return Constraint(grammar.text, tuple(own.eos_tokens), words, own_words, *made)
 
 
-def _of_library(tokenizer: Any, vocab_size: int) -> Any:
-    """Return llguidance's tokenizer for one of mlx-lm or transformers, made once; its own is returned as it is."""
+def is_compiled(grammar: Grammar, tokenizer: Any, vocab_size: int) -> bool:
+    """Return whether `compiled` with these arguments returns at once."""
+    parsers = vocabulary_of(tokenizer, vocab_size).parsers
+    return all(text in parsers for text in (grammar.text, *grammar.styles))
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
+    """Return llguidance's form of a tokenizer of mlx-lm or transformers; made once, with Python's lock held.
+
+    That takes 0.1 to 6 seconds and 5 to 200 MB for 2k to 250k tokens. Raises ValueError as `compiled` does.
+    """
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
         if tokenizer.vocab_size > vocab_size:
-            raise ValueError(
-                f"tokenizer: {tokenizer.vocab_size} tokens, more than the model's {vocab_size}; use its own"
-            )
-        return tokenizer
+            raise ValueError(f"tokenizer: {tokenizer.vocab_size} tokens, more than the model's {vocab_size}")
+        return _vocabulary(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"tokenizer: {type(tokenizer).__name__} has no backend_tokenizer; grammars need a fast one")
@@ -78,20 +110,39 @@ def _of_library(tokenizer: Any, vocab_size: int) -> Any:
     key = vocab_size, *sorted(eos, key=lambda token: (token != first, token))
     inner = getattr(tokenizer, "_tokenizer", tokenizer)  # mlx-lm's wrappers are new objects for each answer
     with _lock:
-        found = _tokenizers.setdefault(inner, {})
+        found = _vocabularies.setdefault(inner, {})
         if key not in found:
             try:
-                found[key] = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=[*key[1:]])
+                found[key] = Vocabulary(LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=[*key[1:]]))
             except Exception as e:
                 raise ValueError(f"tokenizer: llguidance cannot read it ({first_line(e)})") from e
         return found[key]
 
 
-@lru_cache(KEPT)
-def _parser(tokenizer: Any, text: str, name: str) -> Any:
-    """Return a matcher at the start of a grammar; it is copied and never advanced."""
+@lru_cache(4)
+def _vocabulary(own: Any) -> Vocabulary:
+    return Vocabulary(own)
+
+
+def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
+    """Return a matcher at the start of a grammar, which has computed its first mask; it is copied, never advanced.
+
+    It is in error if it accepts no text. Raises ValueError, with the grammar's name, if the grammar is invalid.
+    """
     library = llguidance()
-    parser = library.LLMatcher(tokenizer, text, limits=library.limits, log_level=0)
+    limits = library.style_limits if style else library.limits
+    parser = library.LLMatcher(own, grammar.text, limits=limits, log_level=0)
     if parser.is_error():
-        raise ValueError(f"{name}: {parser.get_error().strip().partition(chr(10))[0]}")
+        raise ValueError(f"{grammar.name}: {parser.get_error().strip().partition(chr(10))[0]}")
+    library.fill(parser, np.empty((1, (own.vocab_size + 31) // 32), np.int32), 0)
     return parser
+
+
+def _style(own: Any, text: str) -> Any:
+    """Return a matcher as `_parser` does; None if the text is invalid or forces too much."""
+    try:
+        parser = _parser(own, Grammar(text, "style"), style=True)
+    except ValueError:
+        return None
+    fits = not parser.is_error() and len(parser.deep_copy().compute_ff_bytes()) <= MOST_FORCED
+    return parser if fits else None

@@ -1,10 +1,12 @@
 """Create grammars: immutable objects that `generate` and the other functions take as `grammar=`."""
 
 import json as json_text
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..machine.errors import first_line
+from .equivalent import equivalent
 from .library import llguidance
 
 SPACES = r"[\x20\x0A\x0D\x09]"  # JSON's white space
@@ -46,7 +48,7 @@ def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, toke
     expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
     value there is none.
     """
-    text, styles = _json_texts(_parsed(schema), whitespace)
+    text, styles = _json_texts(parsed(schema), whitespace)
     return _checked(Grammar(text, "json_schema", styles, tokenizer))
 
 
@@ -72,7 +74,7 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
     return _checked(Grammar(llguidance().LLMatcher.grammar_from_lark(grammar), "lark", (), tokenizer))
 
 
-def _parsed(schema: Any) -> dict[str, Any]:
+def parsed(schema: Any) -> dict[str, Any]:
     """Return a schema as a dict; ValueError for false, which accepts nothing, and for anything that is no schema."""
     if isinstance(schema, str | bytes):
         try:
@@ -88,8 +90,25 @@ def _parsed(schema: Any) -> dict[str, Any]:
     return schema
 
 
+def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: int = MOST_SPACES) -> Grammar:
+    """Return the grammar of a Lark text that contains JSON. name: how messages name it.
+
+    write: returns the text, given the options of llguidance for its JSON.
+    """
+    make = llguidance().LLMatcher.grammar_from_lark
+    own, styles = _spacings(whitespace)
+    text, *others = (make(write({**STRICT, **spaces})) for spaces in (own, *styles))
+    return _checked(Grammar(text, name, tuple(dict.fromkeys(others)) if others != [text] * len(others) else ()))
+
+
 def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:
-    """Return llguidance's text of a schema, and those with the separators of STYLES, () for whitespace None or 0."""
+    """Return llguidance's text of a schema, and its texts with the separators of each of STYLES."""
+    own, styles = _spacings(whitespace)
+    return _text(schema, own), tuple(_text(schema, style) for style in styles)
+
+
+def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return llguidance's options for white space, and those of each of STYLES unless the first fix it, too."""
     own = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True, "whitespace_pattern": None}
     fixed = {"whitespace_flexible": False, "whitespace_pattern": None}
     styles = [{"item_separator": item, "key_separator": key, **fixed} for item, key in STYLES]
@@ -103,15 +122,15 @@ def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[s
         own["whitespace_pattern"] = f"{SPACES}{{1,{int(whitespace)}}}"
     else:
         raise ValueError(f"whitespace={whitespace!r}: allowed are 0 or more, a regular expression, or None")
-    free = own["whitespace_flexible"]
-    return _text(schema, own), tuple(_text(schema, style) for style in styles) if free else ()
+    return own, styles if own["whitespace_flexible"] else []
 
 
 def _text(schema: dict[str, Any], spaces: dict[str, Any]) -> str:
     """Return llguidance's text of a schema. All options are overrides: those in the schema change nothing."""
-    make, own = llguidance().LLMatcher.grammar_from_json_schema, {**schema}
-    own.pop("x-guidance", None)
+    make = llguidance().LLMatcher.grammar_from_json_schema
     try:
+        own = equivalent(schema)
+        own.pop("x-guidance", None)
         return make(own, overrides={**STRICT, **spaces})
     except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(f"json_schema: {first_line(e)}") from None
@@ -121,5 +140,13 @@ def _checked(grammar: Grammar) -> Grammar:
     """Return the grammar; ValueError, in one line, if llguidance cannot honour it."""
     library = llguidance()
     if error := library.LLMatcher.validate_grammar(grammar.text, limits=library.limits):
-        raise ValueError(f"{grammar.name}: {error.strip().partition(chr(10))[0]}")
+        raise ValueError(f"{grammar.name}: {_reason(error)}")
     return grammar
+
+
+def _reason(error: str) -> str:
+    """Return llguidance's error message in one line; that of a pattern states the pattern and what is wrong."""
+    first, *rest = error.strip().splitlines()
+    if not first.startswith("regex parse error") or len(rest) < 2:
+        return first
+    return f"pattern {rest[0].strip()[:80]!r}: {rest[-1].removeprefix('error: ')}"

@@ -8,15 +8,21 @@ from ..machine.errors import install
 # Work, not time: a text does not depend on the machine's speed. A mask takes up to about 20 ms within these limits.
 STEP_FUEL = 200_000
 STEP_ITEMS = 50_000
+STYLE_ITEMS = 5_000  # of a style, which only proposes drafts: a recursive schema can force tokens without end
+MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its answer, so that others are not held up
 
 
 class Library(NamedTuple):
-    """The parts of llguidance that grammars use. fill: writes a mask into a row of int32 [rows, words]."""
+    """The parts of llguidance that grammars use.
+
+    fill: writes a mask into a row of int32 [rows, words]. limits, style_limits: of the work for grammars and styles.
+    """
 
     LLMatcher: Any
     LLTokenizer: Any
     fill: Any
     limits: Any
+    style_limits: Any
 
 
 @cache
@@ -28,4 +34,5 @@ def llguidance() -> Library:
     except ImportError:
         raise ValueError(f"grammars need llguidance: {install('grammar')}") from None
     limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False)
-    return Library(LLMatcher, LLTokenizer, fill_next_token_bitmask, limits)
+    styles = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STYLE_ITEMS, verbose_errors=False)
+    return Library(LLMatcher, LLTokenizer, fill_next_token_bitmask, limits, styles)

@@ -1,11 +1,12 @@
 """Follow an answer through its grammar: masks of allowed tokens, and the tokens that must follow."""
 
 from collections.abc import Sequence
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 
-from .library import llguidance
+from .library import MASK_SECONDS, llguidance
 
 
 class GrammarError(ValueError):
@@ -20,10 +21,12 @@ class Matcher:
     which has zeros after them; a word has the bits of 32 tokens.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     most: maximum number of `drafts` in a cycle, 0 for none.
+    stats: an object whose `mask_time` the seconds of `fill` are added to, or None.
     """
 
     def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
         self.eos, self.start, self.size, self.most = eos, 0, 0, 0
+        self.stats: Any = None
         self._own_words, self.words = words
         self._parser, self._styles = parser, styles
         self._twins = [style.deep_copy() for style in styles]
@@ -35,35 +38,53 @@ class Matcher:
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
-        new = [int(token) for token in tokens[self.start + self.size :]]
-        self.size += len(new)
-        if self._parser.try_consume_tokens(new) < len(new):
-            raise self._error("the answer's tokens do not fit the grammar")
-        self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+        self._consume([int(token) for token in tokens[self.start + self.size :]])
 
-    def fill(self, masks: np.ndarray, drafts: Sequence[int] = ()) -> None:
+    def _consume(self, new: Sequence[int]) -> None:
+        """Follow tokens that the grammar applies to."""
+        self.size += len(new)
+        if self._parser.try_consume_tokens([*new]) < len(new):
+            raise self._error("the answer's tokens do not fit the grammar")
+        self._twins = [twin for twin in self._twins if twin.try_consume_tokens([*new]) == len(new)]
+
+    def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
 
         Rows after a forbidden draft, or after the answer's end, are left as they are: their tokens are not used.
+        known: number of first rows that contain their masks already. Returns the number of first drafts that are
+        allowed.
         """
-        taken = 0
+        tic = perf_counter()
+        try:
+            return self._fill(masks, drafts, known)
+        finally:
+            if self.stats:
+                self.stats.mask_time += perf_counter() - tic
+
+    def _fill(self, masks: np.ndarray, drafts: Sequence[int], known: int) -> int:
+        taken = fits = 0
         try:
             for row in range(len(masks)):
-                self._fill_row(masks[row])
-                if row == len(drafts) or drafts[row] in self.eos or not allows(masks[row], drafts[row]):
+                if row >= known:
+                    self._fill_row(masks[row])
+                if row == len(drafts) or not allows(masks[row], drafts[row]):
                     break
-                if not self._parser.try_consume_tokens([drafts[row]]):
+                fits += 1
+                if drafts[row] in self.eos or not self._parser.try_consume_tokens([drafts[row]]):
                     break
                 taken += 1
         finally:
             if taken and not self._parser.rollback(taken):
                 raise self._error()
+        return fits
 
     def _fill_row(self, mask: np.ndarray) -> None:
-        own = np.empty((1, self._own_words), np.int32)
+        own, tic = np.empty((1, self._own_words), np.int32), thread_time()
         llguidance().fill(self._parser, own, 0)
         if self._parser.is_error():
             raise self._error()
+        if (seconds := thread_time() - tic) > MASK_SECONDS:
+            raise self._error(f"a mask took {seconds:.1f} s; the limit is {MASK_SECONDS} s")
         mask[: self._own_words], mask[self._own_words :] = own[0], 0
 
     def drafts(self, most: int) -> list[int]:

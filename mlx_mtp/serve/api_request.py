@@ -15,12 +15,16 @@ from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
+from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
 from .sampling_fields import decode_requests
+from .structured import Output, constraint_of
 from .template_probes import renders_tools
 from .template_traits import traits_of
 from .thinking import switch_of
+from .tool_calls.table import GENERIC
+from .tool_choice import ToolChoice, call_output
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -167,6 +171,9 @@ def figures(ends: list[End]) -> dict[str, Any]:
     return {
         "draft_n": sum(end.drafts[0] for end in ends),
         "draft_n_accepted": sum(end.drafts[1] for end in ends),
+        "grammar_n": total.grammar_drafted,
+        "grammar_n_accepted": total.grammar_accepted,
+        "mask_seconds": round(total.mask_time, 6),
         "paused": paused(total.paused),
         "tokens_per_cycle": round(total.tokens_per_cycle or 1.0, 3),
         "time_to_first_token": round(min((end.first_token for end in ends), default=0.0), 4),
@@ -178,29 +185,41 @@ def chat_decode_requests(
     info: ModelInfo,
     body: dict[str, Any],
     messages: list[Message],
-    tools: list[Any] | None,
+    choice: ToolChoice,
     template: dict[str, Any],
     warnings: list[str],
     ids: CallIds,
+    output: Output | None = None,
     **more: Any,
 ) -> list[DecodeRequest]:
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. more: options of
-    `decode_requests`: `most` is required, `choices` is 1 by default (the body's `n` is not read).
+    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. output: the
+    grammar of the content. more: options of `decode_requests`: `most` is required, `choices` is 1 by default (the
+    body's `n` is not read).
     """
-    how = end_of_prompt(body, messages)
+    how, tools, output = end_of_prompt(body, messages), choice.offered, call_output(info, choice, output)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
-    if tools and not renders_tools(info.tokenizer, template):
+    prints, generic = renders_tools(info.tokenizer, template) if tools else True, info.tool_format is GENERIC
+    if not prints and generic:
+        warnings.append(
+            "tools and a generic format of calls are in the system prompt: the template has no place for them"
+        )
+    elif not prints:
         warnings.append("tools are not in the prompt: the chat template has no place for them")
+    elif tools and generic:
+        warnings.append(f"tool calls have a generic format, which the system prompt describes: {info.unread_calls}")
     elif tools and info.unread_calls:
         warnings.append(f"tool calls may come back as text: {info.unread_calls}")
     marks, tokens = info.tokenizer, prompt.tokens
     thinking = marks.has_thinking and marks.rfind_think_start(tokens) > marks.rfind_think_end(tokens)
     continues = how["continues"] and is_begun(messages)
     follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
-    more |= {"chat": True, "thinking": thinking, "continues": continues, "tools": tools, "follows": follows}
+    more |= {"chat": True, "thinking": thinking, "continues": continues, "follows": follows}
+    more |= {"tools": choice.allowed, "one_call": choice.one}
     more["after_tool"] = _after_tool(messages)
+    if output:
+        more["grammar"] = constraint_of(info, output, tokens, messages[-1] if continues else None, chat=True)
     return decode_requests(info, prompt, body, **more)
 
 
@@ -235,6 +254,7 @@ def prompt_of(
             "messages: the conversation is empty; it needs at least one message (`input` in /v1/responses)",
             param="messages",
         )
+    messages, tools = with_tools(info, messages, tools, template)
     try:
         return encode_chat(info.tokenizer, info.marks, messages, tools, template, **how)
     except ValueError as e:
@@ -261,6 +281,7 @@ def _next_prompt(
     turns = finished(messages, answer) if continues else [*messages, answer]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
     turns += results or [{"role": "user", "content": ""}]
+    turns, tools = with_tools(info, turns, tools, template)
     return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
 
 

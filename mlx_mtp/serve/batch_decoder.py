@@ -144,6 +144,7 @@ class BatchDecoder:
             seeds=[options.get("seed")],
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
+            grammars=[options.get("grammar")],
         )
         return uid
 

@@ -20,9 +20,11 @@ from .fields import (
 )
 from .forms import Message
 from .job import Begun, End
+from .output_format import output_of
 from .sampling_fields import most_tokens
-from .thinking import switch_of, template_of
+from .thinking import template_of
 from .tool_calls.schema import dumps
+from .tool_choice import openai_choice
 
 
 class ChatRequest(ChoicesRequest):
@@ -32,10 +34,10 @@ class ChatRequest(ChoicesRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, [], ["text"]):
             raise Refused("modalities: allowed is text", param="modalities")
-        tools, one_call = chosen_tools(body, items(body, "tools"), self.warnings)
+        tools = functions_of(items(body, "tools"), self.warnings)
+        choice = openai_choice(body, tools, strict_names(tools))
         top, logprobs = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not logprobs:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
@@ -43,7 +45,7 @@ class ChatRequest(ChoicesRequest):
             info,
             body,
             messages_of(items(body, "messages"), self.warnings),
-            tools,
+            choice,
             template_of(body, info, self.warnings),
             self.warnings,
             self.call_ids,
@@ -51,7 +53,7 @@ class ChatRequest(ChoicesRequest):
             choices=self.choices,
             stops=stops(body, "stop"),
             logprobs=(top or 0) if logprobs else None,
-            one_call=one_call,
+            output=output_of(self.api, body),
         )
         self._calls = [0] * self.choices
 
@@ -98,32 +100,10 @@ def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
 
-def check_format(given: Any, name: str) -> None:
-    """Raise Refused unless an output format is text, or None; the server cannot force JSON or a grammar."""
-    kind = given.get("type", "text") if isinstance(given, dict) else given or "text"
-    if kind != "text":
-        raise Refused(f"{name}: type {kind!r} is not supported; allowed is text", param=name)
-
-
-def chosen_tools(
-    body: dict[str, Any], tools: list[dict[str, Any]], warnings: list[str]
-) -> tuple[list[Any] | None, bool]:
-    """Return the offered functions in OpenAI's form, and whether at most one may be called.
-
-    The functions are None if there are none or tool_choice is none. Adds a warning for each tool of another type.
-    Raises Refused for a function without a name, as `functions_of`, and for a choice other than auto and none: a
-    model cannot be forced to call.
-    """
-    functions = functions_of(tools, warnings)
-    for tool in functions:
-        if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
-            raise Refused("tools: a function needs a name", param="tools")
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none", None):
-        shown = repr(choice)[:80]
-        raise Refused(f"tool_choice={shown}: allowed are auto and none, a call cannot be forced", param="tool_choice")
-    one = switch_of(body, "parallel_tool_calls") is False
-    return (None if choice == "none" else functions or None), one
+def strict_names(tools: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the strict tools. tools: as in a request, their fields at the top or in `function`."""
+    inner = [each if isinstance(each := tool.get("function"), dict) else tool for tool in tools]
+    return [each["name"] for each in inner if each.get("strict") is True and isinstance(each.get("name"), str)]
 
 
 def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "function") -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ from typing import Any
 from ..generate import encoded
 from .answer import Part, TextPart, TokenLogprob, logprobs_of, text_of
 from .api_request import Answer, ChoicesRequest
-from .chat import check_format
 from .fields import MOST_CHOICES, MOST_TOP, ModelInfo, Refused, integer, stops
 from .job import Begun, End
+from .output_format import output_of
 from .prompts import Prompt
 from .sampling_fields import decode_requests, most_tokens
+from .structured import constraint_of
 
 
 class CompletionRequest(ChoicesRequest):
@@ -21,7 +22,6 @@ class CompletionRequest(ChoicesRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        check_format(body.get("response_format"), "response_format")
         if (integer(body, "best_of", 1, MOST_CHOICES) or self.choices) != self.choices:
             raise Refused("best_of: allowed is only the value of n", param="best_of")
         prompts = _prompts(body.get("prompt"), info)
@@ -29,6 +29,8 @@ class CompletionRequest(ChoicesRequest):
             raise Refused(f"prompt: allowed are at most {MOST_CHOICES} choices, n for each prompt", param="prompt")
         options: dict[str, Any] = {"most": most_tokens(body, "max_tokens", "n_predict"), "stops": stops(body, "stop")}
         options |= {"logprobs": integer(body, "logprobs", 0, MOST_TOP), "choices": self.choices}
+        if output := output_of(self.api, body):
+            options["grammar"] = constraint_of(info, output)
         self.requests = [request for prompt in prompts for request in decode_requests(info, prompt, body, **options)]
 
     def begin(self, begun: Begun) -> Iterable[str]:

@@ -9,7 +9,8 @@ from .fields import Refused
 APIS = ("chat", "completions", "responses", "messages")
 TREATMENTS = {"h": "honoured", "i": "ignored hint", "r": "refused", "-": "unknown"}
 NEUTRAL = (None, False, [], {}, "")  # values that a refused field may have
-SCHEMA = "structured output is not supported"
+FORMATS = "type text, json_object or json_schema"
+SCHEMA = "use `response_format` or vLLM's `guided_json`, `guided_regex`, `guided_grammar`, `guided_choice`"
 STORED = "nothing is stored; send the whole conversation"
 
 
@@ -82,8 +83,12 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field("h-r-", "needs `logprobs`", (0,)),
     # Tools
     "tools": Field("h-hh", "functions; other types next to them are left out, with a warning"),
-    "tool_choice": Field("h-hh", "auto or none; a call cannot be forced"),
-    **_alike("---h", "tool_choice.type tool_choice.disable_parallel_tool_use tool_choice.name"),
+    "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; arguments fit its schema"),
+    "tool_choice.type": Field("h-hh"),
+    "tool_choice.name": Field("--hh"),
+    **_alike("h---", "tool_choice.function tool_choice.allowed_tools"),
+    **_alike("--h-", "tool_choice.mode tool_choice.tools"),
+    "tool_choice.disable_parallel_tool_use": Field("---h"),
     "parallel_tool_calls": Field("h-h-", "false: one call"),
     "max_tool_calls": Field("--i-", "limits built-in tools only"),
     **_alike("r---", "functions function_call", "use `tools`", ("auto", "none")),
@@ -107,17 +112,24 @@ FIELDS: dict[str, Field] = {
         "as `thinking.budget_tokens`",
     ),
     # Structured output
-    "response_format": Field("hhrr", "type text; " + SCHEMA, ({"type": "text"},)),
+    "response_format": Field(
+        "hhrr", FORMATS + "; responses: use `text.format`, messages: `output_config.format`", ({"type": "text"},)
+    ),
     "text": Field("--h-"),
-    "text.format": Field("--h-", "type text; " + SCHEMA),
+    "text.format": Field("--h-", FORMATS),
     "text.verbosity": Field("--i-"),
     "output_config": Field("---h"),
-    "output_config.format": Field("---r", SCHEMA),
+    "output_config.format": Field("---h", "type json_schema"),
     **_alike("---i", "output_config.effort output_config.task_budget"),
-    "output_format": Field("---r", SCHEMA),
-    **_alike("rrrr", "guided_json guided_regex guided_choice guided_grammar structured_outputs", SCHEMA),
+    "output_format": Field("---h", "as `output_config.format`"),
+    "guided_json": Field("hhhh", "a JSON schema, or its text"),
+    "guided_regex": Field("hhhh", "a regular expression in Rust's syntax"),
+    "guided_choice": Field("hhhh", "a list of texts, one of which is the answer"),
+    "guided_grammar": Field("hhhh", "a Lark grammar in llguidance's dialect"),
+    "structured_outputs": Field("hhhh", "an object with one of json, json_object, regex, choice, grammar"),
+    "guided_whitespace_pattern": Field("hhhh", "white space between the tokens of JSON; default: at most four"),
     **_alike("rrrr", "grammar json_schema regex ebnf structural_tag format guided_decoding", SCHEMA),
-    **_alike("iiii", "guided_decoding_backend guided_whitespace_pattern", "no effect by itself"),
+    "guided_decoding_backend": Field("iiii", "it is always llguidance"),
     # Other output, and state
     "modalities": Field("h---", "text"),
     "audio": Field("r---"),

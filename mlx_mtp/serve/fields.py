@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .frames import Frames
 from .prompts import Marks
+from .tool_calls.call_format import CallFormat
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
@@ -30,7 +32,8 @@ class ModelInfo:
     template: default variables of the chat template. turns: whether encoded prompts need `Prompt.turns`.
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: reason why tool calls may be returned as text; None if they are parsed.
-    adapters: names of adapters that requests can select.
+    adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
+    tool_format, frames: as in `Served`.
     """
 
     names: tuple[str, ...]
@@ -44,6 +47,9 @@ class ModelInfo:
     created: int
     unread_calls: str | None = None
     adapters: tuple[str, ...] = ()
+    vocab_size: int = 0
+    tool_format: CallFormat | None = None
+    frames: Frames | None = None
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
+from . import structured
 from .failures import dropped
 from .job import DecodeRequest, Job, Served, answer, prefill_next
 from .token_rules import TokenRules
@@ -18,16 +19,18 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
     """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
-        "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()]
+        "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()],
+        "grammar": structured.as_json(request.grammar),
     }
 
 
-def from_json(content: dict[str, Any]) -> DecodeRequest:
-    """Return the request that `as_json` wrote, without `follows`."""
+def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRequest:
+    """Return the request that `as_json` wrote, without `follows`, and without a grammar if `served` is None."""
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])
     tuples = {"turns": tuple(content["turns"]), "stops": tuple(content["stops"]), "rules": TokenRules(*rules)}
-    return DecodeRequest(**{**content, **tuples, "penalties": penalties})
+    grammar = served and structured.from_json(content["grammar"], served.tokenizer, served.model.vocab_size)
+    return DecodeRequest(**{**content, **tuples, "penalties": penalties, "grammar": grammar})
 
 
 def follow(served: Served) -> None:
@@ -38,7 +41,7 @@ def follow(served: Served) -> None:
         if action == "end":
             return
         if action == "begin":
-            job = Job(from_json(content), emit=lambda event: None)  # rank 0 has the clients
+            job = Job(from_json(content, served), emit=lambda event: None)  # rank 0 has the clients
             running[number] = answer(served, job, crowded=bool)
         elif action == "prefill":
             running[number] = prefill_next(served, content)

@@ -14,6 +14,7 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
 from ..generate import generate_step, stream_generate
+from ..grammar import Constraint
 from ..machine.errors import first_line
 from ..machine.stream import in_turns
 from .answer import Part, Splitter, TextPart
@@ -42,6 +43,7 @@ class DecodeRequest:
               result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     adapter:  name of the adapter to decode with; None for the server's default.
+    grammar:  constrains the answer; None for none.
     """
 
     prompt: list[int]
@@ -60,6 +62,7 @@ class DecodeRequest:
     follows: Callable[[list[Part]], list[int]] | None = None
     after_tool: bool = False
     adapter: str | None = None
+    grammar: Constraint | None = None
 
 
 class Begun(NamedTuple):
@@ -91,9 +94,10 @@ class End(NamedTuple):
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Numbers of verified and of accepted drafts, of the drafter and of prompt lookup together."""
+        """Numbers of verified and of accepted drafts, of the drafter, prompt lookup and a grammar together."""
         stats = self.stats
-        return sum(stats.drafted) + stats.lookup_drafted, sum(stats.accepted) + stats.lookup_accepted
+        drafted = sum(stats.drafted) + stats.lookup_drafted + stats.grammar_drafted
+        return drafted, sum(stats.accepted) + stats.lookup_accepted + stats.grammar_accepted
 
 
 class Failed(NamedTuple):
@@ -319,7 +323,7 @@ def _decode(
     splitter = _splitter_for(served, request)
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
-    options["logprobs"] = request.logprobs is not None
+    options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
     processors = request.rules.processors(served.tokenizer, len(request.prompt))
     if request.penalties:
         processors = [*make_logits_processors(**request.penalties), *processors]

@@ -17,14 +17,16 @@ from .api_request import (
     new_id,
     prompt_of,
 )  # fmt: skip
-from .chat import functions_of
+from .chat import functions_of, strict_names
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, fields_of, items, plain_text, stops, text, tool_text
+from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_text
 from .forms import Message
 from .history import parsed
 from .job import Begun, End, Failed
+from .output_format import output_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
+from .tool_choice import ToolChoice, anthropic_choice
 
 BILLING = "x-anthropic-billing-header:"  # Claude Code's first system line; it differs between requests
 KINDS = {
@@ -42,12 +44,13 @@ class MessagesRequest(ApiRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        fields_of(body, "output_config")
-        tools, one_call = _tools(body, self.warnings)
+        choice = _choice(body, self.warnings)
         found, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
-        more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
-        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
+        more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
+        self.requests = chat_decode_requests(
+            info, body, found, choice, template, self.warnings, self.call_ids, **more
+        )
         self.keep_alive = data({"type": "ping"})
         self._id, self._open, self._index, self._calls = new_id("msg_"), "", -1, 0
 
@@ -137,7 +140,7 @@ def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int],
     info.called(body)
     info.adapter_of(body)
     warnings = check_fields("messages", body)
-    tools, _ = _tools(body, warnings)
+    tools = _choice(body, warnings).offered
     messages, template = conversation_of(body, warnings), template_of(body, info, warnings)
     prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
@@ -148,24 +151,16 @@ def _reason(end: End) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": end.stop}
 
 
-def _tools(body: dict[str, Any], warnings: list[str]) -> tuple[list[Any] | None, bool]:
-    """Return the offered tools in OpenAI's form, and whether at most one may be called. Raises Refused.
-
-    The tools are None if there are none or tool_choice is none.
-    """
-    tools = []
-    for tool in functions_of(items(body, "tools"), warnings, "custom"):
+def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
+    """Return the offered tools, in OpenAI's form, and how they may be called. Raises Refused."""
+    tools, given = [], functions_of(items(body, "tools"), warnings, "custom")
+    for tool in given:
         if not text(tool, "name"):
             raise Refused("tools: a tool needs a name", param="tools")
         schema = tool.get("input_schema") or {"type": "object", "properties": {}}
         function = {"name": tool["name"], "description": text(tool, "description"), "parameters": schema}
         tools.append({"type": "function", "function": function})
-    choice = body.get("tool_choice") or {"type": "auto"}
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind not in ("auto", "none"):
-        refused = f"tool_choice={choice!r}: allowed are auto and none, a call cannot be forced"
-        raise Refused(refused, param="tool_choice")
-    return (None if kind == "none" else tools or None), bool(choice.get("disable_parallel_tool_use"))
+    return anthropic_choice(body, tools, strict_names(given))
 
 
 def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:

@@ -6,12 +6,14 @@ from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
-from .chat import check_format, chosen_tools, functions_of, messages_of
-from .fields import ModelInfo, Refused, fields_of, items, stops, text, tool_text
+from .chat import functions_of, messages_of, strict_names
+from .fields import ModelInfo, Refused, items, stops, text, tool_text
 from .forms import Message, joined
 from .job import Begun, End, Failed
+from .output_format import output_of
 from .sampling_fields import most_tokens
 from .thinking import template_of
+from .tool_choice import openai_choice
 
 
 class ResponsesRequest(ApiRequest):
@@ -21,15 +23,16 @@ class ResponsesRequest(ApiRequest):
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
-        check_format(fields_of(body, "text").get("format"), "text.format")
         _check_include(body.get("include"))
         functions = functions_of(items(body, "tools"), self.warnings)
-        tools, one_call = chosen_tools(body, [_tool(tool) for tool in functions], self.warnings)
+        choice = openai_choice(body, [_tool(tool) for tool in functions], strict_names(functions))
         template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
-        more: dict[str, Any] = {"most": most, "stops": ends, "one_call": one_call}
+        more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
         found = _messages(body, self.warnings)
-        self.requests = chat_decode_requests(info, body, found, tools, template, self.warnings, self.call_ids, **more)
+        self.requests = chat_decode_requests(
+            info, body, found, choice, template, self.warnings, self.call_ids, **more
+        )
         self._body, self._id, self._created = body, new_id("resp_"), int(time.time())
         self._items: list[dict[str, Any]] = []
         self._kind, self._text, self._number, self._calls = "", "", 0, 0

@@ -1,6 +1,7 @@
 """Run the HTTP server: listen while the engine's thread loads the model, and shut down in order."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -17,9 +18,11 @@ import uvicorn
 from ..cache.prompt_cache import make_prompt_cache
 from ..decoding.buffer_count import LEAST_CHUNK, count_buffers
 from ..decoding.options import default_chunk, default_draft_tokens
+from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
 from .engine import Engine, Limits
+from .failures import dropped
 from .fields import ModelInfo
 from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
@@ -28,7 +31,7 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
-from .tool_calls.table import format_of, unread_calls
+from .tool_calls.table import GENERIC, format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
 STORING = 20.0  # maximum seconds of writing the prefix cache to files at the end
@@ -154,7 +157,8 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
     add_reasoning_marks(tokenizer)
     files, frames = settings.cache_files, frames_of(tokenizer)
     apart: dict[str, Served] = {}
-    served = Served(model, tokenizer, tree, options, format_of(tokenizer), files, batch, frames, apart)
+    format = format_of(tokenizer) or GENERIC
+    served = Served(model, tokenizer, tree, options, format, files, batch, frames, apart)
     for name in adapters.names if adapters.selected is None else ():
         with adapters.using(name):
             own = PrefixTree(blank.like_new(), chunking, tree.limit, other=tree)
@@ -170,6 +174,8 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)
+    with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
+        vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     service.info = ModelInfo(
         names=settings.names,
@@ -181,8 +187,11 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         template=settings.template,
         turns=not served.tree.is_stateless,
         created=int(time.time()),
-        unread_calls=unread_calls(tokenizer, served.tool_format),
+        unread_calls=unread_calls(tokenizer, format_of(tokenizer)),
         adapters=model.runtime.adapters.names,
+        vocab_size=model.vocab_size,
+        tool_format=served.tool_format,
+        frames=served.frames,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

@@ -7,8 +7,10 @@ lose against plain decoding. It grows with every step and with what drafts gain,
 
 import copy
 import math
-from collections.abc import Mapping
-from itertools import chain, islice, repeat, zip_longest
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, islice, repeat, zip_longest
+from operator import mul
 from types import MappingProxyType
 
 from .costs import ALLOWANCE, DECAY, PRIOR_WEIGHT, Costs, Growth, dense
@@ -24,9 +26,9 @@ class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
     max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. others: maximum drafts of
-    further sources, which need the same rows. p_min: whether to try plans that read the drafter's confidence. known:
-    costs measured in earlier sequences; they are copied. growth: how the cost of a cycle grows with its drafts, for
-    lengths that were not measured.
+    further sources, which need the same rows. p_min: whether to try plans that read the drafter's confidence. masked:
+    whether to try plans that mask all drafts by a grammar. known: costs measured in earlier sequences; they are
+    copied. growth: how the cost of a cycle grows with its drafts, for lengths that were not measured.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Controller:
         max_drafts: int,
         max_lookup: int = 0,
         p_min: bool = False,
+        masked: bool = False,
         known: Costs | None = None,
         source: str = "heads",
         others: Mapping[str, int] = MappingProxyType({}),
@@ -44,6 +47,7 @@ class Controller:
         self.costs.growth = growth
         most = {source: max_drafts, **others}
         self.own = {name: [Plan(name, k) for k in ladder(longest)] for name, longest in most.items() if longest}
+        self.stepwise = [Plan(source, k, stepwise=True) for k in ladder(max_drafts) if k > 1 and masked]
         self.lookups = [Plan("lookup", k) for k in sorted({3, 7, max_lookup}) if 0 < k <= max_lookup]
         self.confident = {name: Plan(name, plans[-1].k, p_min=True) for name, plans in self.own.items() if p_min}
         self.paused = ""  # why the last planned cycle does not draft; empty if it drafts or measures
@@ -76,15 +80,16 @@ class Controller:
         self._risk, self._kind = best.risk, best.plan.kind(matched)
         return best.plan
 
-    def redraft(self, planned: Plan, forced: int) -> Plan:
-        """Return `planned`, the plan of the next cycle, or one that verifies up to `forced` drafts of a grammar.
+    def redraft(self, planned: Plan, forced: Sequence[int]) -> Plan:
+        """Return `planned`, the plan of the next cycle, or one that verifies drafts that grammars force.
 
-        It is called when the previous cycle has been read, and these drafts are known.
+        It is called when the previous cycle has been read, and these drafts are known. forced: their number in each
+        sequence; the drafter's plans verify them first.
         """
         if self._measures:
             return planned
-        choices = self._expect("grammar", [Plan("grammar", k) for k in ladder(forced)])
-        now = self._expect(self._kind, [planned])[0] if planned.k else Choice(PLAIN, 1.0, 1.0)
+        choices = [self._after_forced(Plan("grammar", k), forced) for k in ladder(max(forced))]
+        now = self._after_forced(planned, forced) if planned.k else Choice(PLAIN, 1.0, 1.0)
         best = max((now, *(c for c in choices if c.risk <= self._spare)), key=self._score)
         self._risk = best.risk
         return best.plan
@@ -93,7 +98,7 @@ class Controller:
         """Update costs, acceptance counts and the budget from a finished cycle."""
         costs, plan = self.costs, cycle.plan
         costs.reach(cycle.context)
-        did = Plan(plan.source, cycle.verified) if cycle.verified else PLAIN
+        did = replace(plan, k=cycle.verified, p_min=False) if cycle.verified else PLAIN
         seconds = cycle.seconds if self._began or cycle.prefilled or costs.pace is None else None
         self._began = True
         steps = costs.observe(did, seconds, cycle.prefilled, update=not plan.p_min)
@@ -109,6 +114,8 @@ class Controller:
             self._count(plan.kind(cycle.matched), *depths)
             for other in self.own.keys() - {plan.source} if plan.source in self.own else ():
                 self._count(other)  # its counts grow old, so that it is tried again
+            if any(seen for _, seen in cycle.forced):
+                self._count("grammar", *cycle.forced)
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS
@@ -136,7 +143,7 @@ class Controller:
         higher, and at least 3, for prompt lookup; it ends for the plan with p_min once 2 drafts are measured.
         """
         costs, rows = self.costs, self.costs.resume_steps(pending)
-        choices = []
+        choices = self._expect("stepwise", self.stepwise, rows)
         for source, plans in self.own.items():
             choices += (own := self._expect(source, plans, rows))
             if sure := self.confident.get(source):  # its rate is measured as a whole: its length depends on the text
@@ -157,13 +164,31 @@ class Controller:
         kind: of the acceptance counts; a depth without counts is accepted as often as the one before, the first one
         PRIOR_ACCEPTANCE of the times. rows: plain steps of resuming the drafter.
         """
-        prior = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE
-        counts, tokens, reached, p = self.costs.counts.get(kind, []), [1.0], 1.0, prior
-        for right, seen in islice(chain(counts, repeat((0.0, 0.0))), plans[-1].k if plans else 0):
-            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
-            reached *= p
-            tokens.append(tokens[-1] + reached)
+        rates = self._rates(kind, plans[-1].k) if plans else []
+        tokens = [*accumulate(accumulate(rates, mul), initial=1.0)]
         return [Choice(plan, tokens[plan.k], self.costs.steps(plan), rows) for plan in plans]
+
+    def _after_forced(self, plan: Plan, forced: Sequence[int]) -> Choice:
+        """Return a Choice of a plan in which each sequence's first drafts are those that its grammar forces.
+
+        A plan of the drafter has its own drafts after them, one of the grammar has none; one of a lookup has no
+        forced drafts.
+        """
+        tokens = 0.0
+        for most in forced:
+            first = 0 if plan.source == "lookup" else min(most, plan.k)
+            rest = 0 if plan.source == "grammar" else plan.k - first
+            rates = [*self._rates("grammar", first), *self._rates(self._kind, rest)]
+            tokens += 1 + sum(accumulate(rates, mul))
+        return Choice(plan, tokens / len(forced), self.costs.steps(plan))
+
+    def _rates(self, kind: str, depths: int) -> list[float]:
+        """Return the estimated share of accepted drafts of a kind at each depth, if all before were accepted."""
+        p, rates = PRIOR_FORCED if kind == "grammar" else PRIOR_ACCEPTANCE, []
+        for right, seen in islice(chain(self.costs.counts.get(kind, []), repeat((0.0, 0.0))), depths):
+            p = (PRIOR_WEIGHT * p + right) / (PRIOR_WEIGHT + seen)
+            rates.append(p)
+        return rates
 
     def _count(self, kind: str, *pairs: tuple[float, float]) -> None:
         """Add (accepted, verified) per depth to the counts of a kind of drafts; older counts decay.

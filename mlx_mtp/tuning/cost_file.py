@@ -65,7 +65,8 @@ def to_json(costs: Costs) -> dict[str, Any]:
 
 
 def _seconds(levels: dict[Plan, float], pace: float) -> list[list[Any]]:
-    return [[plan.source, plan.k, math.exp(level + pace)] for plan, level in levels.items()]
+    # A stepwise plan has a fourth value.
+    return [[p.source, p.k, math.exp(level + pace), *[1] * p.stepwise] for p, level in levels.items()]
 
 
 def from_json(kept: Any) -> Costs:
@@ -100,11 +101,11 @@ def from_json(kept: Any) -> Costs:
 
 
 def _levels(seconds: list[Any]) -> dict[Plan, float]:
-    """Return by plan the levels (logarithms of plain steps), from [source, k, seconds] of each plan.
+    """Return by plan the levels (logarithms of plain steps), from the values of `_seconds`.
 
     ValueError for seconds that are not positive or no entries, KeyError without the plain plan.
     """
-    spent = {Plan(source, k): value for source, k, value in seconds}
+    spent = {Plan(source, k, stepwise=bool(more)): value for source, k, value, *more in seconds}
     if min(spent.values()) <= 0:
         raise ValueError(f"seconds={seconds}")
     return {plan: math.log(value / spent[PLAIN]) for plan, value in spent.items()}

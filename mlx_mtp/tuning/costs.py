@@ -69,7 +69,8 @@ class Costs:
         """Estimate the cost of a plan's cycle in plain steps; more than 1 with drafts."""
         if not plan.k:
             return 1.0
-        near = min(self.levels, key=lambda p: (not p.k, p.source != plan.source, abs(p.k - plan.k)))
+        source, stepwise, k = plan.source, plan.stepwise, plan.k
+        near = min(self.levels, key=lambda p: (not p.k, p.source != source, p.stepwise != stepwise, abs(p.k - k)))
         near_steps = self._excess(near) if near.k else DRAFT_STEPS
         share = self.growth(plan.k) / self.growth(near.k or 1)
         return 1 + max(near_steps * share, ROW_STEPS)

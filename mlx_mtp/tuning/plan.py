@@ -1,5 +1,6 @@
 """Define a cycle's plan, its estimated cost and its outcome, and a control with a fixed plan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,17 +14,19 @@ class Plan:
 
     source: "lookup" for prompt lookup, "grammar" for a grammar's own drafts, else the name of the model's
     drafter. k: maximum number of drafts, 0 for a plain step. p_min: whether the drafter's confidence is read, and
-    only the leading confident drafts are verified.
+    only the leading confident drafts are verified. stepwise: with a grammar, the host reads each draft before the
+    next one is made, and all are masked; otherwise the first one is, and those that the grammar forces before it.
     """
 
     source: str = "heads"
     k: int = 0
     p_min: bool = False
+    stepwise: bool = False
 
     def kind(self, matched: int) -> str:
         """Return the name under which acceptance is counted; lookups are grouped by the length of the match."""
         if self.source != "lookup":
-            return f"confident {self.source}" if self.p_min else self.source
+            return f"confident {self.source}" if self.p_min else "stepwise" if self.stepwise else self.source
         return f"lookup {min(matched, 16).bit_length()}"
 
 
@@ -59,7 +62,8 @@ class Cycle:
     of accepted drafts, in a batch the mean. seconds: None if not measured. prefilled: pending rows that the drafter
     read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: in a batch, per depth the
     shares of sequences whose draft was accepted, and of those that could accept it, because their earlier drafts all
-    were. context: positions before it, in a batch of the longest sequence.
+    were. forced: the same of a drafter's first drafts that grammars force, which `depths` leaves out.
+    context: positions before it, in a batch of the longest sequence.
     """
 
     plan: Plan
@@ -69,7 +73,30 @@ class Cycle:
     prefilled: int = 0
     matched: int = 0
     depths: tuple[tuple[float, float], ...] = ()
+    forced: tuple[tuple[float, float], ...] = ()
     context: int = 0
+
+
+class Accepted(NamedTuple):
+    """Of one sequence's drafts in a cycle: the accepted ones, those it could accept, and those a grammar forces."""
+
+    accepted: int
+    most: int
+    forced: int = 0
+
+
+def by_depth(sequences: Sequence[Accepted], verified: int) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Return the `depths` and `forced` of a Cycle that verified a number of drafts of each sequence."""
+    n, found = len(sequences), {}
+    for name in ("depths", "forced"):
+        shares = []
+        for depth in range(verified):
+            at = [(s, depth + s.forced if name == "depths" else depth) for s in sequences]
+            at = [(s, i) for s, i in at if name == "depths" or i < s.forced]
+            right, seen = sum(s.accepted > i for s, i in at), sum(min(s.accepted + 1, s.most) > i for s, i in at)
+            shares.append((right / n, seen / n))
+        found[name] = tuple(shares)
+    return found
 
 
 class Fixed:

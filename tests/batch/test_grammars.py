@@ -84,10 +84,10 @@ def test_an_error_ends_its_own_sequence(tiny_models, monkeypatch, method):
     expected = alone(model, PROMPTS[2], PATTERNS[2])
     real = getattr(grammar.Matcher, method)
 
-    def failing(self, *args):
+    def failing(self, *args, **known):
         if self.size > 5 and self.start == len(PROMPTS[0]):
             raise grammar.GrammarError("grammar: too complex")
-        return real(self, *args)
+        return real(self, *args, **known)
 
     monkeypatch.setattr(grammar.Matcher, method, failing)
     batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False)

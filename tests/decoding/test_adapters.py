@@ -1,10 +1,13 @@
 """A generation has the text of the adapter that was selected when it began, whatever is selected meanwhile."""
 
+import grammars
 import lora
 import pytest
 
 import mlx_mtp
-from mlx_mtp.decoding.replay import Recorder
+from mlx_mtp import grammar
+from mlx_mtp.decoding import replay
+from mlx_mtp.decoding.replay import ChoiceKind, Kind, Recorder
 
 PROMPT, N = [1, 5, 6, 7, 9, 4, 12], 8
 
@@ -48,6 +51,23 @@ def test_generations_take_turns(models, k):
                 assert model.runtime.adapters.selected is None
         assert found == expected
     assert {kind.adapter for _, kind in model.runtime.recorder.cycles} == ({*alone} if k else set())
+
+
+def test_replayed_choices_under_a_grammar_are_those_of_the_adapter(models, monkeypatch):
+    """Passes and choices are recorded apart; both belong to the adapter that was selected when they were recorded."""
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    model, alone = models
+    made = grammar.regex("((a|b|c){3}ab)+", tokenizer=grammars.letters())
+    expected = {name: list(steps(alone[name], 1, grammar=made, max_tokens=20)) for name in alone}
+    assert len({*map(tuple, expected.values())}) == 3
+    model.runtime.recorder, found = Recorder(), {}
+    for name in (*alone, *alone):
+        with model.runtime.adapters.using(name):
+            found[name] = list(steps(model, 1, grammar=made, max_tokens=20, compile_cycles=True))
+        assert found[name] == expected[name]
+    kinds = [kind for _, kind in model.runtime.recorder.cycles]
+    for of in (Kind, ChoiceKind):
+        assert {kind.adapter for kind in kinds if isinstance(kind, of)} == {*alone}
 
 
 def test_batches_keep_their_adapter(models):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from draws import Draws, distribution
+from masked import PROMPT, SAMPLING, apply, of_letters, ours, reference
 from mlx_lm.sample_utils import make_logits_processors
 from plans import Listed, follow
 from stand_in import standing_in, switched_on
@@ -19,52 +20,12 @@ import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.masks import masked
-from mlx_mtp.decoding.sampling import Sampling, key_at, random_key
+from mlx_mtp.decoding.sampling import Sampling
 from mlx_mtp.tuning.plan import Plan
 
-PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
+EACH = Plan("heads", 3, stepwise=True)
 PATTERNS = {"free": "(a|b|c)+", "forced": "((a|b)abcabc)+", "words": "(cab{1,3}|aa|bc)*", "short": "c(a|bb)c{2,3}"}
 PENALTIES = {"repetition_penalty": 1.8, "logit_bias": {0: 3.0, 4: -2.0}}
-SAMPLING = {
-    "greedy": {},
-    "seeded": {"temp": 1.2, "seed": 5},
-    "filtered": {"temp": 1.0, "top_p": 0.9, "min_p": 0.05, "top_k": 3, "seed": 1},
-    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1, "seed": 2},
-}
-
-
-def of_letters(pattern):
-    return grammar.regex(pattern, tokenizer=grammars.letters())
-
-
-def apply(constraint, answer, logits):
-    """Return logits [1, V] with those of forbidden tokens set to -infinity, by numpy."""
-    bits = np.unpackbits(grammars.mask(constraint, answer).view(np.uint8), bitorder="little")
-    return mx.array(np.where(bits[: logits.shape[-1]] == 1, np.array(logits.astype(mx.float32)), -np.inf))
-
-
-def reference(plain, prompt, n, made, processors=(), seed=None, **options):
-    """Decode by cacheless forwards: processors, the mask, normalising, filters, the draw of the position."""
-    vocab_size = plain(mx.array(prompt)[None]).shape[-1]
-    sampling, constraint = Sampling(**options), grammars.constraint(made, vocab_size)
-    key, answer = None if seed is None else random_key(seed), []
-    while len(answer) < n and answer[-1:] != [grammars.END]:
-        tokens = mx.array([*prompt, *answer])
-        logits = plain(tokens[None])[:, -1]
-        for process in processors:
-            logits = process(tokens, logits)
-        logits = apply(constraint, answer, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        noise = mx.zeros(2, mx.uint32) if key is None else key_at(key, len(tokens))
-        answer.append(int(sampling.draw(logprobs, noise).item()))
-    return answer
-
-
-def ours(model, n, made, k=3, prompt=PROMPT, **options):
-    stats = mlx_mtp.Stats()
-    options = {"adaptive": False, "num_draft_tokens": k, "max_tokens": n, **options}
-    steps = mlx_mtp.generate_step(prompt, model, grammar=made, stats=stats, **options)
-    return [token for token, *_ in steps], stats
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +71,7 @@ def test_every_plan_after_every_other(tiny_models, monkeypatch, how):
     model, plain = tiny_models(2)
     made, rng = of_letters("((a|b)abcabc)+"), random.Random(how)
     expected = reference(plain, PROMPT, 30, made, **SAMPLING[how])
-    plans = [Plan("heads", 3), Plan("lookup", 5), Plan(), Plan("heads", 1), Plan("heads", 2, p_min=True)]
+    plans = [Plan("heads", 3), EACH, Plan("lookup", 5), Plan(), Plan("heads", 1), Plan("heads", 2, p_min=True)]
     for replay in (False, True):
         follow(monkeypatch, Listed([rng.choice(plans) for _ in range(60)]))
         options = {"adaptive": True, "prompt_lookup": True, "draft_p_min": 0.3, "compile_cycles": replay}
@@ -186,14 +147,18 @@ def test_an_answer_ends_at_the_end_of_text(tiny_models):
         assert text in {"caccc", "cbbccc", "cacc", "cbbcc"}
 
 
-def test_caches_are_as_after_any_other_stop(tiny_models):
+@pytest.mark.parametrize("plan", sampled([None, EACH], [None, EACH, Plan("heads", 2, p_min=True), Plan()]))
+def test_caches_are_as_after_any_other_stop(tiny_models, monkeypatch, plan):
     """A stop at each token; the conversation continues with another grammar."""
     model, plain = tiny_models(2)
-    made, other = of_letters("((a|b)abcabc){9}"), of_letters("(b|ca)+")
+    made, other = of_letters("((a|b|c){2}abc){9}"), of_letters("(b|ca)+")
     truth = reference(plain, PROMPT, 14, made)
     for n in range(1, 14, 1 if SWEEP else 3):
-        cache = mlx_mtp.make_prompt_cache(model)
-        steps = mlx_mtp.generate_step(PROMPT, model, grammar=made, prompt_cache=cache, adaptive=False)
+        if plan:
+            follow(monkeypatch, Listed([plan]))
+        cache, replayed = mlx_mtp.make_prompt_cache(model), n % 2 == 0
+        how = {"prompt_cache": cache, "adaptive": plan is not None, "compile_cycles": replayed, "draft_p_min": 0.01}
+        steps = mlx_mtp.generate_step(PROMPT, model, grammar=made, **how)
         tokens = [next(steps)[0] for _ in range(n)]
         steps.close()
         assert tokens == truth[:n]
@@ -208,10 +173,10 @@ class Late(grammar.Matcher):
 
     fails_at = 7
 
-    def fill(self, masks, drafts=()):
+    def fill(self, *rows, **known):
         if self.size >= self.fails_at:
             raise grammar.GrammarError(f"grammar: too complex (after {self.size} tokens)")
-        super().fill(masks, drafts)
+        return super().fill(*rows, **known)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -36,7 +36,11 @@ def test_masks_depend_on_the_answer_alone(made):
                 break
         used.follow(answer)
         assert used.drafts(7) == _fresh(constraint, answer).drafts(7)
-        used.fill(masks, drafts)
+        fits = used.fill(masks, drafts)
+        again = masks.copy()
+        again[fits + 1 :] = -1
+        assert used.fill(again, drafts, known=rng.randrange(fits + 2)) == fits  # rows that are known already
+        assert (again == masks).all()
         right = 0
         while right < len(drafts) and grammar.matcher.allows(masks[right], drafts[right]):
             assert (masks[right] == grammars.mask(constraint, [*answer, *drafts[:right]])).all()
@@ -45,6 +49,7 @@ def test_masks_depend_on_the_answer_alone(made):
             right += 1
         assert (masks[right] == grammars.mask(constraint, [*answer, *drafts[:right]])).all()
         assert (masks[right + 1 :] == -1).all()
+        assert fits == right + (right < len(drafts) and grammar.matcher.allows(masks[right], drafts[right]))
         possible = [t for t in grammars.allowed(masks[0]) if t not in constraint.eos]
         if not possible:
             used.restart()
@@ -119,4 +124,15 @@ def test_a_matcher_in_error_is_an_error_not_an_end(monkeypatch):
     tokens = grammars.demo_tokenizer().encode("abcdefghijklmnop", add_special_tokens=False)
     with pytest.raises(grammar.GrammarError, match=r"grammar: .*tokens") as e:
         _walk(constraint, tokens)
+    assert "\n" not in str(e.value)
+
+
+def test_a_slow_mask_is_an_error_that_states_the_limit(monkeypatch):
+    matcher = letters("abc").matcher()
+    matcher.follow([3])
+    monkeypatch.setattr("mlx_mtp.grammar.matcher.MASK_SECONDS", -1.0)
+    with pytest.raises(
+        grammar.GrammarError, match=r"grammar: a mask took \d\.\d s; the limit is -1.0 s \(after 1 tok"
+    ) as e:
+        matcher.fill(np.full((1, 1), -1, np.int32))
     assert "\n" not in str(e.value)

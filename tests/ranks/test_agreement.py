@@ -37,19 +37,19 @@ class Two:
 
 
 def test_the_plans_and_the_end_are_rank_0s():
-    plans = [Plan("lookup", 7), Plan("heads", 3, p_min=True), Plan()]
+    plans = [Plan("lookup", 7), Plan("heads", 3, p_min=True), Plan("heads", 2, stepwise=True), Plan()]
     first = Two(0)
     lead = Agreement(first, Control(*plans), SOURCES)
     second = Two(1)
     control = Control()
     follower = Agreement(second, control, SOURCES)
     for i, plan in enumerate(plans):
-        first.stopping = i == 2
+        first.stopping = i == 3
         lead.meet(TokenHistory([1, 2, 3, i]), 0)
         second.others = first.sent
         follower.meet(TokenHistory([1, 2, 3, i]), 0)
         assert lead.plan() == follower.plan() == plan
-        assert lead.stopping == follower.stopping == (i == 2)
+        assert lead.stopping == follower.stopping == (i == 3)
     follower.observe(Cycle(Plan(), 0, 0, 0.1))
     lead.observe(Cycle(Plan(), 0, 0, 0.1))
     assert not control.cycles

@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import grammars
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ from mlx_mtp.serve.history import linked
 from mlx_mtp.serve.prompts import ESCAPED, Chat, marks_of
 from mlx_mtp.serve.template_probes import renders_tools
 from mlx_mtp.serve.template_traits import traits_of
+from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar
+from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import format_of
 
 MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
@@ -100,6 +103,30 @@ def test_calls_are_read_back_as_the_template_renders_them(name, data):
     parts += splitter.end(cut=False)
     assert [(call.name, json.loads(call.arguments)) for call in calls_of(parts)] == calls, written
     assert name not in OWN or text_of(parts).strip() == ""
+
+
+@pytest.mark.parametrize("name", PRINTED)
+@given(st.data())
+@settings(max_examples=2000 if SWEEP else 3, deadline=None)
+def test_a_grammar_of_calls_accepts_them_as_the_template_renders_them(name, data):
+    rendered = found(name)
+    if rendered.format is None or not rendered.chat.traits.calls:
+        pytest.skip("prints no calls")
+    text = st.lists(st.sampled_from(["a", " ", "\n", "é", "'", '"', "0", "<x>", "</y>", "{"]), max_size=8).map(
+        "".join
+    )
+    one = st.tuples(text, st.none() | st.integers()).map(
+        lambda given: {"text": given[0], **({} if given[1] is None else {"count": given[1]})}
+    )
+    calls = data.draw(st.lists(st.tuples(st.sampled_from(["write", "run"]), one), min_size=1, max_size=2))
+    if (written := rendered.answer(calls)) is not None:
+        made = call_grammar(
+            rendered.chat.tokenizer, rendered.format, Offer(Tools(OFFERED), True, False, ["write", "run"])
+        )
+        begin = rendered.format.opening(Tools(OFFERED)).search(written).start()
+        reading = rendered.format.read(written[begin:], Tools(OFFERED), complete=True)
+        assert len(reading.calls) == len(calls)
+        assert grammars.accepted(made, written[begin:][: reading.end].strip()) is None, written
 
 
 def test_a_template_without_tools_is_detected_even_if_it_refuses_system_prompts():

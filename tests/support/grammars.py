@@ -1,6 +1,7 @@
 """Tokenizers for tests of grammars: one of five tokens, and the demo's without its model."""
 
 import functools
+import re
 
 import numpy as np
 
@@ -41,6 +42,50 @@ def demo_tokenizer():
     from mlx_lm.tokenizer_utils import load
 
     return load(demo_path())
+
+
+class _Bytes:
+    """Every byte as a token, the end of text, and special tokens."""
+
+    eos_token_id, bos_token_id = 256, None
+
+    def __init__(self, special):
+        self.tokens = (*(bytes([byte]) for byte in range(256)), b"<end>", *(mark.encode() for mark in special))
+        self.special_token_ids = tuple(range(256, len(self.tokens)))
+
+    def __call__(self, text):
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@functools.cache
+def byte_tokenizer(*special):
+    """Return llguidance's tokenizer of single bytes and these special tokens, whose ids start at 257."""
+    from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes(special)))
+
+
+def compiled_bytes(made: grammar.Grammar, *special: str):
+    """Return llguidance's matcher of a grammar, of single bytes and these special tokens."""
+    return grammar.compiled(made, byte_tokenizer(*special), 257 + len(special)).parser.deep_copy()
+
+
+def accepted(made: grammar.Grammar, text: str, *special: str, spelled: bool = False) -> str | None:
+    """Return None if a text is complete in a grammar of single bytes, else the part that was consumed.
+
+    spelled: special tokens are in the text as their letters.
+    """
+    tokens: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special and not spelled else [text]:
+        tokens += [257 + special.index(part)] if part in special else part.encode()
+    parser = compiled_bytes(made, *special)
+    taken = parser.try_consume_tokens(tokens)
+    return (
+        None
+        if taken == len(tokens) and parser.is_accepting()
+        else byte_tokenizer(*special).decode_str(tokens[:taken])
+    )
 
 
 def constraint(made: grammar.Grammar, vocab_size: int = 2048) -> grammar.Constraint:

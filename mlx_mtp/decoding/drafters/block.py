@@ -55,7 +55,8 @@ class Block(Drafter):
         if k:
             rows = self.rows(model, cache.heads, run.newest(), k, context, run.last)
             first, sure = cache.layers[0].offset + 1, bool(frame.plan.p_min)
-            drafts = BlockChoice(model, self.net, frame.members, run.newest(), first, confidence=sure)(rows)
+            given = frame.members, run.newest(), first, frame.allowed
+            drafts = BlockChoice(model, self.net, *given, confidence=sure)(rows)
             cache.heads_follow()
         return drafts
 

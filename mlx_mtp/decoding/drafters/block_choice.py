@@ -1,55 +1,21 @@
 """Choose a block's drafts from its output rows: each by itself, along a Markov chain, or among a few candidates."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from ...layers.block_drafter import BlockNetwork
 from ...layers.lm_head import Rows, head_on, logits_of
-from ..draft_sampling import Choice, Choosers, joined
+from ..draft_sampling import Choice, Choosers, LogitRow, joined
 from ..members import Members
 from ..run import Drafts
-from ..sampling import whole_row
-
-
-class LogitRow(NamedTuple):
-    """One row of logits [n, m] of each sequence, from which a `DraftChooser` chooses a token.
-
-    tokens: the token ids of the m logits, int32 [m] or [n, m]; None for the ids 0..m-1.
-    """
-
-    scores: mx.array
-    tokens: mx.array | None
-    vocab: int
-
-    def of(self, sequence: int) -> "LogitRow":
-        one = slice(sequence, sequence + 1)
-        tokens = self.tokens if self.tokens is None or self.tokens.ndim == 1 else self.tokens[one]
-        return self._replace(scores=self.scores[one], tokens=tokens)
-
-    def likeliest(self) -> mx.array:
-        """Return the likeliest tokens, int32 [n, 1]."""
-        best = mx.argmax(self.scores, axis=-1, keepdims=True)
-        if self.tokens is None:
-            return best.astype(mx.int32)
-        tokens = mx.broadcast_to(self.tokens, self.scores.shape)
-        return mx.take_along_axis(tokens, best, axis=-1).astype(mx.int32)
-
-    def choice(self) -> None:
-        """Return None: no kernel chooses, the logits are computed already."""
-
-    def logits(self) -> mx.array:
-        """Return the logits [1, vocab] of this row, of one sequence (`of`); -infinity for tokens that have none."""
-        if self.tokens is None:
-            return self.scores
-        return whole_row(self.scores, self.tokens.reshape(1, -1), self.vocab)
 
 
 class BlockChoice:
     """Chooses the drafts of n sequences from a block's output rows.
 
-    newest: their newest tokens, int32 [n, 1]. first: positions [n] of the first drafts. confidence: whether each
-    draft's probability is needed; a network with a confidence head estimates it there.
+    newest: their newest tokens, int32 [n, 1]. first: positions [n] of the first drafts. allowed: as in `Choosers`.
+    confidence: whether each draft's probability is needed; a network with a confidence head estimates it there.
     """
 
     def __init__(
@@ -59,13 +25,14 @@ class BlockChoice:
         members: Members,
         newest: mx.array,
         first: mx.array,
+        allowed: mx.array | None = None,
         *,
         confidence: bool,
     ):
         self.model, self.net, self.newest, self.first = model, net, newest, first
         self.confidence = confidence
         self.by_head = confidence and net.shape.confidence
-        self.choose = Choosers(members, confidence=confidence and not self.by_head)
+        self.choose = Choosers(members, allowed, confidence=confidence and not self.by_head)
 
     def __call__(self, rows: mx.array) -> Drafts:
         """Return the drafts, one token for each output row [n, k, H], with their confidence if needed."""
@@ -79,11 +46,11 @@ class BlockChoice:
     def _without_logits(self, rows: mx.array) -> mx.array | None:
         """Return tokens [n, k] chosen by the kernel of the target's LM head; None if it is off or cannot choose them.
 
-        It cannot with confidence, with a head, Markov head, selector, scale or cap of the network, or unless all
-        sequences are greedy or all draw coupled without filters.
+        It cannot with confidence, with masks, with a head, Markov head, selector, scale or cap of the network, or
+        unless all sequences are greedy or all draw coupled without filters.
         """
         shape, head = self.net.shape, head_on(self.model.unembedding())
-        plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net)
+        plain = not (shape.selector or shape.markov or shape.softcap or "head" in self.net or self.choose.masked)
         if not plain or head is None or self.confidence or shape.scale != 1:
             return None
         rows, own = rows.astype(self.model.no_hidden().dtype), self.choose.drawn
@@ -109,7 +76,7 @@ class BlockChoice:
         net: Any = self.net
         tokens = net.token(mx.arange(logits.shape[-1])) if "d2t" in net else None
         before, state, choices = self.newest, None, list[Choice]()
-        if not self.choose.drawn and not net.shape.markov and not self.by_head:
+        if not (self.choose.drawn or self.choose.masked or net.shape.markov or self.by_head):
             best = mx.argmax(logits, axis=-1).astype(mx.int32)
             return Drafts(net.token(best).astype(mx.int32))
         for i in range(rows.shape[1]):
@@ -118,12 +85,12 @@ class BlockChoice:
                 embedded = net.markov_head.markov_w1(before)[:, 0]
                 bias, state = net.markov_head(embedded, rows[:, i], state)
                 scores = scores + bias
-            choice = self.choose(LogitRow(scores, tokens, self.model.vocab_size), self.first + i)
+            choice = self.choose(LogitRow(scores, tokens, self.model.vocab_size), self.first + i, i)
             if self.by_head:
                 choice = choice._replace(confidence=net.confidence_head(rows[:, i], embedded))
             choices.append(choice)
             before = choice.token
-        return Drafts(*joined(choices))
+        return joined(choices)
 
     def _among_candidates(self, rows: mx.array, logits: mx.array) -> Drafts:
         """Return drafts chosen row by row among each row's likeliest tokens, scored with the draft before it."""
@@ -134,6 +101,6 @@ class BlockChoice:
         for i in range(rows.shape[1]):
             scores = values[:, i] + selector.edges(projected[:, i], before, tokens[:, i])
             row = LogitRow(scores, tokens[:, i], self.model.vocab_size)
-            choices.append(self.choose(row, self.first + i))
+            choices.append(self.choose(row, self.first + i, i))
             before = choices[-1].token
-        return Drafts(*joined(choices))
+        return joined(choices)

@@ -15,12 +15,13 @@ from ..run import Drafts, Run
 
 
 class Frame(NamedTuple):
-    """The inputs of a step that are not arrays.
+    """The inputs of a step besides the arrays that steps pass on.
 
     cache:   contains the arrays during the step. plan: the drafter's name and the number of drafts.
     drafter: the drafter that reads the previous run's rows in this step, and drafts if the plan names it; or None.
     members: the sequences, by row.
     base:    position of the first row of the previous run, or an upper bound of it.
+    allowed: of the drafts that grammars mask, int32 [k, n, words] (`CycleMasks`); None if any token may be drafted.
     """
 
     model: Target
@@ -29,6 +30,7 @@ class Frame(NamedTuple):
     drafter: "Drafter | None"
     members: Members
     base: int
+    allowed: mx.array | None = None
 
     @property
     def asked(self) -> int:

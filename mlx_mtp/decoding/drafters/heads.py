@@ -38,7 +38,8 @@ class Heads(Drafter):
         its row `last` + depth. Depths from k on read the rows but draft nothing. A recycled head drafts the remaining
         tokens from its own output. The heads' offset ends at the target's: the next call overwrites rejected rows.
         """
-        model, cache, choose = frame.model, frame.cache, Choosers(frame.members, confidence=frame.plan.p_min)
+        model, cache = frame.model, frame.cache
+        choose = Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min)
         rows, accepted, choices = run.size, run.last, list[Choice]()
         tokens, hidden, kept = run.tokens, model.capture(run.hidden), []
         first, row = cache.layers[0].offset + 1, hidden
@@ -49,7 +50,7 @@ class Heads(Drafter):
             if depth < k:
                 answer = accepted + depth
                 row = rows_at(output, answer)
-                choices.append(choose(HeadOutput(model, depth, row), first + depth))
+                choices.append(choose(HeadOutput(model, depth, row), first + depth, depth))
                 if depth + 1 < min(k, len(cache.heads)):
                     tokens = _put(tokens, answer + 1, choices[-1].token)
             if depth + 1 < len(cache.heads):
@@ -59,7 +60,7 @@ class Heads(Drafter):
         if k > len(choices):
             choices += _recycled(model, cache, row, choices[0], k, choose)
         cache.heads_follow()
-        return Drafts(*joined(choices))
+        return joined(choices)
 
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the heads' caches, which then read `rows` rows from position `first` on.
@@ -101,7 +102,7 @@ def _recycled(model: Target, cache: StepCache, row: mx.array, last: Choice, k: i
     for depth in range(1, k):
         hidden = head.feedback(row, row)
         row = head(model.embed(last.token, 0), hidden, kv)
-        last = choose(HeadOutput(model, 0, row), offset + 1 + depth)
+        last = choose(HeadOutput(model, 0, row), offset + 1 + depth, depth)
         more.append(last)
     return more
 

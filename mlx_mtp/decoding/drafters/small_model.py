@@ -46,17 +46,17 @@ class SmallModel(Drafter):
         cache.kept = [newest[:, None]]
         choices = self._drafts(frame, rows_at(rows, run.last + 1), k) if k else []
         cache.heads_follow()
-        return Drafts(*joined(choices)) if k else NO_DRAFTS
+        return joined(choices) if k else NO_DRAFTS
 
     def _drafts(self, frame: Frame, row: mx.array, k: int) -> list[Choice]:
         """Return k drafts, the first from the output row [n, 1, H]; recurrent states end as they were before."""
-        cache, choose = frame.cache, Choosers(frame.members, confidence=frame.plan.p_min > 0)
+        cache, choose = frame.cache, Choosers(frame.members, frame.allowed, confidence=frame.plan.p_min > 0)
         states, offset = [(c, c.parts) for c in cache.heads if c.is_state], cache.layers[0].offset
         seek(cache.heads, offset + 1, cache.heads[0].limit)  # after the newest token
-        choices = [choose(SmallModelOutput(self, row), offset + 1)]
+        choices = [choose(SmallModelOutput(self, row), offset + 1, 0)]
         for depth in range(1, k):
             row = self.outputs(choices[-1].token, cache.heads)
-            choices.append(choose(SmallModelOutput(self, row), offset + 1 + depth))
+            choices.append(choose(SmallModelOutput(self, row), offset + 1 + depth, depth))
         for state, parts in states:
             state.parts = parts
         return choices

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import regex
 
 from .call_format import Reading, ToolCall, any_of, skip_space
-from .schema import Tools, dumps, strict
+from .schema import PYTHON_CONSTANTS, Tools, dumps, strict
 
 KEY = regex.compile(r"\s*(?P<key>[^\s:{}\[\],]++(?: ++[^\s:{}\[\],]++)*+)\s*:\s*")
 SCALAR = regex.compile(r"[^,{}\[\]<]+")
@@ -131,7 +131,8 @@ class ValueReader:
         elif text.startswith(("{", "["), at):
             yield from self.members(at + 1, "", "}" if text[at] == "{" else "]", depth + 1)
         elif scalar := SCALAR.match(text, at):
+            written = scalar[0].strip()
             try:
-                yield Value(strict(scalar[0].strip()), scalar.end())
+                yield Value(strict(PYTHON_CONSTANTS.get(written, written)), scalar.end())
             except ValueError:
-                yield Value(dumps(scalar[0].strip()), scalar.end())
+                yield Value(dumps(written), scalar.end())

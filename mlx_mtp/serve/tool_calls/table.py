@@ -60,6 +60,7 @@ DSML = TaggedCalls(
 )  # fmt: skip
 DSML_TOOLS = dataclasses.replace(DSML, start="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
+GENERIC = JsonCalls("<tool_call>", "</tool_call>")  # of models whose format is unknown; the prompt describes it
 LLAMA = JsonCalls("<|python_tag|>", "<|eom_id|>")
 MISTRAL = JsonCalls("[TOOL_CALLS]", head=r"{name}\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*")
 KIMI_K2 = JsonCalls(
@@ -87,7 +88,7 @@ HARMONY = JsonCalls(
     foot=r"<\|(?:call|end|return)\|>",
 )  # fmt: skip
 FUNCTIONARY = JsonCalls("<function=", head=r"{name}>\s*", foot="</function>")
-FUNCTIONARY_3_2 = JsonCalls(">>>", head=r"{name}\n")
+FUNCTIONARY_3_2 = JsonCalls(">>>", head=r"{name}\n", shared=True)
 # Other models that write a list or a line of JSON between marks.
 PLAIN_JSON = (
     HERMES,

@@ -69,6 +69,11 @@ class TaggedCalls:
                 return reading
         return None
 
+    def parameters(self, text: str, at: int) -> Iterator[tuple[regex.Match[str], str, str | None]]:
+        """Yield the start of each argument after `at`, its key, and the type that the model wrote or None."""
+        for match in regex.finditer(self.parameter, text, pos=at):
+            yield match, match["key"], match.groupdict().get("type")
+
     def as_json(self, tools: Tools, name: str, key: str, text: str) -> str:
         """Return the JSON of argument `key` of the offered function `name`."""
         if not self.nested:

@@ -1,0 +1,103 @@
+"""Write the masks of a cycle: of its rows, and of the drafts that a drafter makes within the step.
+
+A drafter's graph is built before the previous cycle is read, but the masks of its drafts depend on that cycle's
+tokens. So they are an array that the graph has as an input, and whose memory the host writes later, before the
+drafts are computed. The first draft's mask, and those of tokens that the grammar forces, need no draft to be read.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from operator import eq
+
+import mlx.core as mx
+import numpy as np
+
+from ..grammar import GrammarError
+from .masks import Masks
+from .members import Member, Members
+
+
+class CycleMasks:
+    """The masks of a cycle with k drafts per sequence; a bit that is not written allows its token.
+
+    rows:    int32 [n, k + 1, words]: the tokens that may be chosen in each row.
+    allowed: int32 [k, n, words]: the tokens that may be drafted, an input of the drafter's graph; None if no drafter
+             in the step makes the drafts.
+    forced:  per sequence, the number of first drafts that its grammar forces, and that `allowed` prescribes.
+
+    An error of a sequence's grammar goes to the member's `fail`.
+    """
+
+    def __init__(self, members: Members, k: int, *, drafted: bool):
+        self.members = members
+        words = next(member.picker.matcher.words for _, member in self._guided(finished=True))  # type: ignore[union-attr]
+        self.rows = np.full((len(members), k + 1, words), -1, np.int32)
+        self.allowed = mx.array(np.full((k, len(members), words), -1, np.int32)) if drafted else None
+        self.forced = [0] * len(members)
+        self._known: list[list[int]] = [[] for _ in members]  # drafts after which rows are written
+
+    def _guided(self, *, finished: bool = False) -> Iterator[tuple[int, Member]]:
+        for i, member in enumerate(self.members):
+            if member is not None and member.picker.matcher is not None and (finished or not member.finished):
+                yield i, member
+
+    def begin(self) -> None:
+        """Write the masks after all tokens that were read, and after forced ones; prescribe these as drafts."""
+        k, allowed = self.rows.shape[1] - 1, self._writable()
+        for i, member in self._guided():
+            matcher = member.picker.matcher
+            assert matcher
+            try:
+                matcher.follow(member.history.tokens)
+                forced = matcher.drafts(min(k, matcher.most)) if allowed is not None else []
+                fits = matcher.fill(self.rows[i, : len(forced) + 1], forced)
+            except GrammarError as e:
+                member.fail(e)
+                continue
+            self._known[i], self.forced[i] = forced[:fits], fits
+            if allowed is None:
+                continue
+            for depth, token in enumerate(forced[:fits]):
+                allowed[depth, i] = 0
+                allowed[depth, i, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
+            if fits < k:
+                allowed[fits, i] = self.rows[i, fits]
+
+    def _writable(self) -> np.ndarray | None:
+        """Return the memory of `allowed`, which no computation may be reading."""
+        return None if self.allowed is None else np.array(self.allowed, copy=False)
+
+    @property
+    def first_unknown(self) -> int:
+        """The first depth at which a draft must be read so that the next one can be masked."""
+        return min((self.forced[i] for i, _ in self._guided()), default=self.rows.shape[1])
+
+    def read(self, drafts: Sequence[Sequence[int]]) -> int:
+        """Write the masks after the given first drafts of each sequence, and of the draft after them.
+
+        Returns the maximum, over sequences, of first drafts that are allowed.
+        """
+        most, allowed = 0, self._writable()
+        for i, member in self._guided():
+            matcher, new, known = member.picker.matcher, [*drafts[i]], self._known[i]
+            assert matcher
+            fits = sum(1 for _ in takewhile(bool, map(eq, new, known)))
+            if fits < len(new):
+                self.forced[i] = min(self.forced[i], fits)
+                try:
+                    fits = matcher.fill(self.rows[i, : len(new) + 1], new, known=fits + 1)
+                except GrammarError as e:
+                    member.fail(e)
+                    continue
+                self._known[i] = new[:fits]
+            if allowed is not None and self.forced[i] <= fits == len(new) < len(allowed):
+                allowed[fits, i] = self.rows[i, fits]
+            most = max(most, fits)
+        return most
+
+    def of_rows(self, count: int) -> Masks:
+        """Return the masks of the first `count` rows of each sequence; None for a sequence without a grammar."""
+        found: list[mx.array | None] = [None] * len(self.members)
+        for i, _ in self._guided(finished=True):
+            found[i] = mx.array(self.rows[i, :count])
+        return found

@@ -1,0 +1,31 @@
+"""Describe tools, and a generic format of calls, in the system prompt of a model whose own format is unknown."""
+
+from typing import Any
+
+from .fields import ModelInfo
+from .forms import Message
+from .template_probes import renders_tools
+from .tool_calls.schema import dumps
+from .tool_calls.table import GENERIC
+
+CALL = """\
+To call a tool, answer with its name and its arguments in this form:
+<tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call>"""
+
+
+def with_tools(
+    info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any]
+) -> tuple[list[Message], list[Any] | None]:
+    """Return messages and tools for the chat template; the generic format of calls is added to the system prompt.
+
+    That is for a model without a format of its own; tools that its template does not print are added, too.
+    """
+    if not tools or info.tool_format is not GENERIC:
+        return messages, tools
+    listed = "" if renders_tools(info.tokenizer, template) else "\n".join(["Tools:", *map(dumps, tools), "", ""])
+    first = messages[0] if messages and messages[0]["role"] == "system" else None
+    before = f"{first['content']}\n\n" if first and first["content"] else ""
+    system = {"role": "system", "content": before + listed + CALL}
+    return [system, *messages[1 if first else 0 :]], tools

@@ -1,0 +1,132 @@
+"""Read the request fields that require structured output: JSON, a JSON schema, a regular expression or a grammar."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..grammar import Grammar
+from ..grammar.forms import MOST_SPACES, json_schema, lark, parsed, regex
+from ..grammar.kept import Kept
+from .fields import Refused, field_of, fields_of
+from .grammar_limits import check_schema, check_text, compiled_within
+from .schema_paths import path_in
+from .structured import Output
+
+OBJECT = {"type": "object"}
+MAX_CHOICES = 1000  # of guided_choice
+MADE: dict[str, Callable[..., Grammar]] = {
+    "json": json_schema,
+    "regex": lambda pattern, whitespace: regex(pattern),
+    "grammar": lambda grammar, whitespace: lark(grammar),
+    "choice": lambda choices, whitespace: lark("start: " + " | ".join(json.dumps(each) for each in choices)),
+    "json_object": lambda _, whitespace: json_schema(OBJECT, whitespace=whitespace),
+}
+GRAMMARS = Kept()
+TEXT_KINDS = ("regex", "grammar")
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
+
+
+def output_of(api: str, body: dict[str, Any]) -> Output | None:
+    """Return the grammar that a request requires for its answer; None for free text.
+
+    Raises Refused, naming the field, for an unknown format, several formats, and a grammar that cannot be enforced.
+    """
+    found = [*_formats(api, body), *_guided(body)]
+    if len(found) > 1:
+        raise Refused(f"{found[1][0]}: contradicts {found[0][0]}; send one", param=found[1][0].partition(".")[0])
+    return _output(*found[0]) if found else None
+
+
+Wanted = tuple[str, str, Any, Any]  # field path, key of MADE, its value, white space
+
+
+def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
+    """Return the format of an API's own field; [] for text."""
+    if api == "responses":
+        given = {"text.format": fields_of(body, "text").get("format")}
+    elif api == "messages":
+        given = {"output_config.format": fields_of(body, "output_config").get("format")}
+        given["output_format"] = body.get("output_format")
+    else:
+        given = {"response_format": body.get("response_format")}
+    found = (_format(name, value, flat=name != "response_format") for name, value in given.items())
+    return [each for each in found if each]
+
+
+def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
+    """Return a format {type, ...}. flat: the schema is its member, not that of its member json_schema."""
+    param = name if name.startswith("text") else name.partition(".")[0]
+    given = {"type": given} if isinstance(given, str) else given
+    if not isinstance(given, dict | None):
+        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a type", param=param)
+    kind = (given or {}).get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object" and "schema" not in (given or {}):
+        return name, kind, None, MOST_SPACES
+    if kind not in ("json_object", "json_schema"):
+        allowed = "json_schema" if flat and not name.startswith("text") else "text, json_object and json_schema"
+        raise Refused(f"{name}: type {repr(kind)[:80]} is not supported; allowed are {allowed}", param=param)
+    assert given
+    if not flat and isinstance(inner := given.get("json_schema"), dict):
+        name, given = f"{name}.json_schema", inner
+    if given.get("schema") is None:
+        raise Refused(f"{name}.schema: missing; allowed is a JSON schema", param=param)
+    return f"{name}.schema", "json", given["schema"], MOST_SPACES
+
+
+def _guided(body: dict[str, Any]) -> list[Wanted]:
+    """Return the formats of vLLM's fields."""
+    inner = fields_of(body, "structured_outputs")
+    given = {f"structured_outputs.{key}": (key, value) for key, value in inner.items()}
+    given |= {name: (key, body.get(name)) for name, key in GUIDED.items()}
+    spaces = field_of(body, "guided_whitespace_pattern", "a text", lambda v: isinstance(v, str))
+    spaces = spaces or field_of(inner, "whitespace_pattern", "a text", lambda v: isinstance(v, str)) or MOST_SPACES
+    spaces = None if inner.get("disable_any_whitespace") is True else spaces
+    found: list[Wanted] = []
+    for name, (key, value) in given.items():
+        if key in ("whitespace_pattern", "disable_any_whitespace") or value in (None, False):
+            continue
+        if key not in MADE:
+            raise Refused(f"{name}: not supported; allowed are {', '.join(MADE)}", param=name.partition(".")[0])
+        found.append((name, key, value, spaces))
+    return found
+
+
+def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
+    """Return the grammar of a field. Raises Refused."""
+    param = "text.format" if name.startswith("text") else name.partition(".")[0]
+    allowed, fits = _allowed(key, value)
+    if not fits:
+        raise Refused(f"{name}={repr(value)[:80]}: allowed is {allowed}", param=param)
+    try:
+        value = parsed(value) if key == "json" else value
+        text = json.dumps([key, value, whitespace])
+        if (grammar := GRAMMARS.get(text)) is None:
+            GRAMMARS.put(text, grammar := compiled_within(partial(_made, key, value, whitespace), name, param))
+    except Refused:
+        raise
+    except ValueError as e:
+        reason = str(e).removeprefix("json_schema: ")
+        raise Refused(f"{name}{path_in(value, reason) if key == 'json' else ''}: {reason}", param=param) from e
+    return Output(grammar, name, param)
+
+
+def _made(key: str, value: Any, whitespace: Any) -> Grammar:
+    """Return the grammar of a field. Raises ValueError if it is too large, or cannot be enforced."""
+    if key in TEXT_KINDS:
+        check_text(value)
+    else:
+        check_schema(value)
+    return MADE[key](value, whitespace=whitespace)
+
+
+def _allowed(key: str, value: Any) -> tuple[str, bool]:
+    """Return the allowed values of a field in words, and whether a value is one."""
+    if key == "choice":
+        texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
+        return f"a list of 1 to {MAX_CHOICES} texts, none empty", texts and 0 < len(value) <= MAX_CHOICES
+    if key in TEXT_KINDS:
+        return "a text", isinstance(value, str)
+    return ("true", value is True or value is None) if key == "json_object" else ("a JSON schema", True)

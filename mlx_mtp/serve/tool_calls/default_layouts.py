@@ -1,0 +1,163 @@
+"""List the layouts of formats whose calls a chat template does not render, as their models write them."""
+
+from typing import Any
+
+from ..frames import frames_of
+from .call_format import CallFormat
+from .layouts import Layout, Parameter, rendered_layouts
+from .table import (
+    CODER,
+    DEEPSEEK,
+    DSML,
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GLM,
+    HARMONY,
+    HERMES,
+    KIMI_K2,
+    KIMI_K3,
+    LLAMA,
+    LONGCAT,
+    MINICPM,
+    MINIMAX,
+    MINIMAX_M3,
+    MISTRAL,
+    MUSE,
+    NAMESPACE,
+    PLAIN_JSON,
+    PYTHONIC,
+    SOLAR,
+)  # fmt: skip
+
+NAME, ARGUMENTS, PARAMETERS, ID = '{"name": "', '", "arguments": ', '", "parameters": ', ', "id": "call00000"}'
+BETWEEN = "}, " + NAME
+# fmt: off
+TAGS: dict[CallFormat, tuple[Layout, ...]] = {
+    CODER: (Layout(
+        "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>\n<tool_call>\n<function=",
+        "</function>\n</tool_call>", parameter=Parameter("<parameter=", ">\n", "\n</parameter>\n"),
+    ),),
+    GLM: (
+        Layout(
+            "<tool_call>", "\n", "</tool_call>\n<tool_call>", "</tool_call>",
+            parameter=Parameter("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+        Layout(
+            "<tool_call>", "", "</tool_call><tool_call>", "</tool_call>",
+            parameter=Parameter("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        ),
+    ),
+    LONGCAT: (Layout(
+        "<longcat_tool_call>", "\n", "</longcat_tool_call>\n<longcat_tool_call>", "</longcat_tool_call>",
+        parameter=Parameter(
+            "<longcat_arg_key>", "</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n",
+        ),
+    ),),
+    MINIMAX: (Layout(
+        '<minimax:tool_call>\n<invoke name="', '">\n', '</invoke>\n<invoke name="', "</invoke>\n</minimax:tool_call>",
+        parameter=Parameter('<parameter name="', '">', "</parameter>\n"),
+    ),),
+    MINIMAX_M3: (Layout(
+        f'{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="', '">',
+        f'{NAMESPACE}</invoke>\n{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>",
+        parameter=Parameter(f"{NAMESPACE}<", ">", NAMESPACE + "</{key}>"),
+    ),),
+    MINICPM: (Layout(
+        '<function name="', '">', '</function>\n<function name="', "</function>", python=True,
+        parameter=Parameter('<param name="', '">', "</param>"),
+    ),),
+    MUSE: (Layout(
+        '<atem:function_calls>\n<atem:invoke name="', '">\n', '</atem:invoke>\n<atem:invoke name="',
+        "</atem:invoke>\n</atem:function_calls>",
+        parameter=Parameter('<atem:parameter name="', '">', "</atem:parameter>\n"),
+    ),),
+    KIMI_K3: tuple(
+        Layout(
+            '<|open|>tools<|sep|><|open|>call tool="', '" index="1"<|sep|>',
+            '<|close|>call<|sep|><|open|>call tool="', "<|close|>call<|sep|><|close|>tools<|sep|>",
+            parameter=Parameter(
+                '<|open|>argument key="', '" type="{type}"<|sep|>', "<|close|>argument<|sep|>", ("string", other),
+            ),
+        )
+        for other in ("", "json")
+    ),
+    DSML: (Layout(
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="', '">\n', '</｜DSML｜invoke>\n<｜DSML｜invoke name="',
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>", parameter=Parameter(
+            '<｜DSML｜parameter name="', '" string="{type}">', "</｜DSML｜parameter>\n", ("true", "false"),
+        ),
+    ),),
+}
+JSON: dict[CallFormat, tuple[Layout, ...]] = {
+    HERMES: (
+        Layout(f"<tool_call>\n{NAME}", ARGUMENTS, f"}}\n</tool_call>\n<tool_call>\n{NAME}", "}\n</tool_call>"),
+        Layout(f"<tool_call>{NAME}", ARGUMENTS, f"}}</tool_call><tool_call>{NAME}", "}</tool_call>"),
+    ),
+    LLAMA: (
+        Layout(f"<|python_tag|>{NAME}", PARAMETERS, "}; " + NAME, "}<|eom_id|>", first="<|python_tag|>" + NAME),
+        Layout(NAME, PARAMETERS, None, "}"),
+    ),
+    MISTRAL: (
+        Layout("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+        Layout(f"[TOOL_CALLS][{NAME}", ARGUMENTS, f"{ID}, {NAME}", f"{ID}]"),
+    ),
+    KIMI_K2: (Layout(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_call_begin|>functions.", "<|tool_call_end|><|tool_calls_section_end|>",
+    ),),
+    DEEPSEEK: (
+        Layout(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
+            "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        Layout(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+    ),
+    **{
+        marks: (Layout(f"{marks.start}[{NAME}", ARGUMENTS, BETWEEN, "}]" + marks.end),)
+        for marks in PLAIN_JSON if marks is not HERMES
+    },
+}
+# A call is in a channel of its own. The start of the message is missing where the prompt ends with it.
+HARMONY_LAYOUTS = tuple(
+    Layout(f"{start}to=functions.", head, None, "<|call|>", first="to=functions.")
+    for start, head in (
+        ("<|start|>assistant ", "<|channel|>commentary json<|message|>"),
+        (" ", "<|channel|>commentary json<|message|>"),
+        ("<|start|>assistant<|channel|>commentary ", " <|constrain|>json<|message|>"),
+    )
+)
+# What may precede the calls of an answer that has no content.
+LEADS: dict[CallFormat, tuple[str, ...]] = {
+    SOLAR: ("<|begin|>assistant",),
+    MUSE: ("<|start|>assistant to={name}<|message|>",),
+    KIMI_K3: ("<|open|>response<|sep|><|close|>response<|sep|>",),
+}
+DEFAULTS: dict[CallFormat, tuple[Layout, ...]] = {
+    **TAGS,
+    **JSON,
+    HARMONY: HARMONY_LAYOUTS,
+    GEMMA_4: (Layout("<|tool_call>call:", "{", "}<tool_call|><|tool_call>call:", "}<tool_call|>", separator=","),),
+    FUNCTION_GEMMA: (Layout(
+        "<start_function_call>call:", "{", "}<end_function_call><start_function_call>call:", "}<end_function_call>",
+        separator=",",
+    ),),
+    PYTHONIC: (Layout("<|tool_call_start|>[", "(", "), ", ")]<|tool_call_end|>", separator=", ", python=True),),
+}
+# fmt: on
+
+
+def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
+    """Return the layouts in which a model may write calls: its chat template's, else the format's defaults.
+
+    Raises ValueError if neither is known.
+    """
+    found = () if format == HARMONY else rendered_layouts(tokenizer, format)
+    found = found or DEFAULTS.get(format)
+    if not found:
+        raise ValueError("the chat template renders no tool calls, so their format is not known well enough")
+    leads = LEADS.get(format, ()) if frames_of(tokenizer) else ()
+    return tuple(layout._replace(leads=leads) for layout in found)

@@ -1,0 +1,203 @@
+"""Make grammars of tool calls: the text of a model's format around arguments that fit the tools' schemas."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
+from ..schema_paths import path_in
+from .branches import Document
+from .call_format import CallFormat
+from .default_layouts import layouts_of
+from .gemma import GemmaCalls
+from .json_calls import JsonCalls
+from .lark import Rules, pattern
+from .layouts import Layout
+from .schema import Schema, Tools, dumps
+from .structures import Structures, Style, check_key, sequence
+from .tagged import TaggedCalls
+from .tagged_values import TaggedValues
+
+# What varies in a rendered call: ids, and numbers of calls.
+VARIES = re.compile(r"(?P<long>call_[0-9a-f]{24})|(?P<short>call0000[0-9])|(?<!\w)[0-9]+(?!\w)")
+PATTERNS = {"long": "/[A-Za-z0-9_-]{1,40}/", "short": "/[A-Za-z0-9]{9}/", None: "/0|[1-9][0-9]{0,2}/"}
+SPREAD = 40  # maximum white space between the tokens of JSON, if the template writes it in lines
+
+
+class Offer(NamedTuple):
+    """The tools that an answer may call. forced: it must call one. one: it has at most one call.
+
+    strict: names of the tools whose arguments must fit their schemas.
+    """
+
+    tools: Tools
+    forced: bool
+    one: bool
+    strict: Collection[str]
+
+
+def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
+    """Return the grammar of a text of tool calls, as the model's chat template writes them.
+
+    The text is an answer if a call is forced; otherwise it begins with one of `call_starts` in an answer. Raises
+    ValueError, with the tool and the keyword, for a schema that cannot be honoured.
+    """
+    layouts = layouts_of(tokenizer, format)
+    special, ends = special_tokens(tokenizer), {*tokenizer.eos_token_ids}
+    for name in offer.strict:
+        schema = object_schema(offer.tools.parameters(name))
+        try:
+            json_schema(schema)
+        except ValueError as e:
+            reason = str(e).removeprefix("json_schema: ")
+            raise ValueError(f"tool {name!r}{path_in(schema, reason)}: {reason}") from None
+    spread, ascii = (any(getattr(layout, name) for layout in layouts) for name in ("spread", "ascii"))
+
+    def write(spaces: Mapping[str, Any]) -> str:
+        spaces = {**spaces, "json_allow_general_unicode_escapes": ascii}
+        return CallWriter(Rules(special, spaces), format, offer, ends).text(layouts)
+
+    return composed(write, "tools", whitespace=SPREAD if spread else MOST_SPACES)
+
+
+def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bool]:
+    """Return the text behind which the grammar of a call begins in an answer, and whether it is no pattern.
+
+    A call without a mark begins only at the start of an answer.
+    """
+    found = [_mark(layout, format) for layout in layouts_of(tokenizer, format)]
+    if len(set(found)) == 1 and found[0] in format.marks:
+        return found[0], True
+    marked = ("to=functions.", *format.marks)
+    texts = [pattern(mark) if mark.startswith(marked) else rf"\A\s*{pattern(mark)}" for mark in found]
+    return "|".join(dict.fromkeys(texts)), False
+
+
+def _mark(layout: Layout, format: CallFormat) -> str:
+    """Return the first mark of a call of this layout, or all text before its name if that has no mark."""
+    marks = sorted(format.marks, key=len, reverse=True)
+    fixed = VARIES.split(layout.start)[0]
+    return layout.first or next((mark for mark in marks if layout.start.startswith(mark)), fixed)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the tokens that llguidance does not accept as text, by token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): id for id, token in added.items() if getattr(token, "special", False)}
+
+
+def object_schema(parameters: Schema) -> Schema:
+    """Return the schema of a function's arguments: an object, without undeclared members unless it states them.
+
+    Without this limit a model could add parameters without end.
+    """
+    stated = {"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "unevaluatedProperties"}
+    closed = {} if stated & set(parameters) else {"additionalProperties": False}
+    return {"properties": {}, **closed, **parameters, "type": "object"}
+
+
+class CallWriter:
+    """Writes the grammar of calls. ends: ids of the tokens that end an answer, which no grammar contains."""
+
+    def __init__(self, rules: Rules, format: CallFormat, offer: Offer, ends: set[int]):
+        self._rules, self._format, self._offer, self._ends = rules, format, offer, ends
+
+    def text(self, layouts: tuple[Layout, ...]) -> str:
+        return self._rules.text(self._rules.either(self._answer(layout) for layout in layouts))
+
+    def _answer(self, layout: Layout) -> str:
+        """Return the body of an answer that consists of calls, or of one block of them behind its mark."""
+        start, offer, mark = layout.start, self._offer, _mark(layout, self._format)
+        space, between = "", layout.between or ""
+        further = bool(between) and not offer.one and not self._ends_in(between)
+        if not offer.forced:
+            start = start[start.index(mark) + len(mark) :]
+            further = further and mark not in between
+        else:
+            space = self._before(layout)
+        calls = [self._call(layout, name) for name in offer.tools.names]
+        if getattr(self._format, "shared", False) and not offer.forced:
+            calls.append(self._rules.literal("all\n") + " " + self._rules.free(mark))
+        call = self._rules.either(calls)
+        body = f"{space}{self._varied(start)} {call}"
+        if further:
+            body += f" ({self._varied(between)} {call})*"
+        return f"{body} {self._varied(self._without_end(layout.end))}"
+
+    def _before(self, layout: Layout) -> str:
+        """Return the body of what may precede the calls of an answer: white space, or a lead of the layout."""
+        names = self._offer.tools.names
+        leads = [self._rules.literal(lead.format(name=name)) for lead in layout.leads for name in names]
+        spaces = [] if layout.start[:1].isspace() else ["/[ \\n]{1,2}/"]
+        return f"({' | '.join([*spaces, *dict.fromkeys(leads)])})? " if spaces or leads else ""
+
+    def _call(self, layout: Layout, name: str) -> str:
+        """Return the body of a call, from its name to its arguments."""
+        quoted = isinstance(self._format, JsonCalls) and layout.start.endswith('"')
+        written = dumps(name)[1:-1] if quoted else name
+        arguments, empty = self._arguments(layout, name)
+        if layout.empty is None or not empty:
+            return f"{self._varied(layout.head, written)} {arguments}"
+        without = self._varied(layout.empty, written)
+        return self._rules.either((f"{self._varied(layout.head, written)} {arguments}", without))
+
+    def _arguments(self, layout: Layout, name: str) -> tuple[str, bool]:
+        """Return the body of a function's arguments, and whether there may be none."""
+        tools, strict = self._offer.tools, name in self._offer.strict
+        if isinstance(self._format, JsonCalls):
+            return self._rules.json(object_schema(tools.parameters(name)) if strict else {"type": "object"}), True
+        parameters = tools.parameters(name) if strict else {}
+        try:
+            return self._written(layout, name, strict), not parameters.get("required")
+        except ValueError as e:
+            raise ValueError(f"tool {name!r}: {e}") from None
+
+    def _written(self, layout: Layout, name: str, strict: bool) -> str:
+        """Return the body of arguments that are not one JSON object."""
+        tools, format = self._offer.tools, self._format
+        properties, required = tools.properties(name), set(tools.parameters(name).get("required", ()))
+        if strict and (missing := required - set(properties)):
+            raise ValueError(f"required: {sorted(missing)[0]!r} is not among its properties")
+        ordered = sorted(properties, key=str.lower) if layout.by_key else list(properties)
+        if isinstance(format, TaggedCalls):
+            values = TaggedValues(self._rules, format, layout, tools, name)
+            if not strict:
+                return f"({self._rules.either(map(values.any_argument, ordered))})*" if ordered else ""
+            members = [(values.argument(key, properties[key]), key in required) for key in ordered]
+            return sequence(self._rules, members, layout.separator and dumps(layout.separator))
+        document = Document(tools.parameters(name) if strict else {})
+        bodies = [self._member(layout, document, key, properties[key] if strict else {}) for key in ordered]
+        if strict:
+            members = [(body, key in required) for key, body in zip(ordered, bodies, strict=True)]
+            return sequence(self._rules, members, dumps(layout.separator))
+        member = self._rules.either(bodies) if bodies else ""
+        return f"({member} ({dumps(layout.separator)} {member})*)?" if member else ""
+
+    def _member(self, layout: Layout, document: Document, key: str, schema: Any) -> str:
+        """Return the body of one argument of a format without tags."""
+        rules, format = self._rules, self._format
+        if isinstance(format, GemmaCalls):
+            check_key(key, r"[^\s:{}\[\],]+")
+            values = Structures(rules, document, Style("gemma", format.quote), by_key=layout.by_key)
+            return f"{rules.literal(key + ':')} {values.value(schema)}"
+        check_key(key, r"[\w.$-]+(?: +[\w.$-]+)*")
+        quote = "" if getattr(format, "escaped", True) else layout.quote
+        values = Structures(rules, document, Style("python", ""), quote=quote)
+        return f"{rules.literal(key + '=')} {values.value(schema)}"
+
+    def _varied(self, text: str, name: str = "") -> str:
+        """Return the body of a text, after a name; what varies in the text is a pattern."""
+        bodies, at, before = [], 0, name
+        for match in VARIES.finditer(text):
+            bodies += [self._rules.literal(before + text[at : match.start()]), PATTERNS[match.lastgroup]]
+            at, before = match.end(), ""
+        return " ".join(filter(None, [*bodies, self._rules.literal(before + text[at:])]))
+
+    def _ends_in(self, text: str) -> bool:
+        return any(id in self._ends for id in self._rules.special_ids(text))
+
+    def _without_end(self, text: str) -> str:
+        """Return a text without the tokens at its end that end an answer: they need no rule."""
+        while (mark := self._rules.last_mark(text)) and mark[1] in self._ends:
+            text = text.removesuffix(mark[0])
+        return text

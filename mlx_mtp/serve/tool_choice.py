@@ -1,0 +1,138 @@
+"""Read which tools a request offers, and how the answer may call them: `tool_choice`, `strict`, parallel calls."""
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from ..grammar import Gate, Grammar
+from .fields import ModelInfo, Refused, text
+from .grammar_limits import check_schema, compiled_within
+from .structured import Output
+from .thinking import switch_of
+from .tool_calls.call_format import CallFormat
+from .tool_calls.grammars import Offer, call_grammar, call_mark
+from .tool_calls.schema import Tools
+from .tool_calls.table import GENERIC
+
+
+class ToolChoice(NamedTuple):
+    """The tools of a request and how the answer may call them.
+
+    offered: those in the prompt, in OpenAI's form, None if there are none. names: those that may be called; None:
+    all. forced: the answer must be a call. one: it has at most one. strict: names of tools whose arguments must fit
+    their schemas even if no call is forced.
+    """
+
+    offered: list[Any] | None = None
+    names: tuple[Any, ...] | None = None
+    forced: bool = False
+    one: bool = False
+    strict: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> list[Any] | None:
+        """The offered tools that may be called; None if there are none."""
+        return [each for each in self.offered or () if self.names is None or _name(each) in self.names] or None
+
+
+def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
+    """Return the choice in a body of OpenAI's APIs. tools: the offered functions, in the form of chat completions.
+
+    Raises Refused for a function without a name, and for a choice of a tool that is not offered.
+    """
+    for tool in tools:
+        if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
+            raise Refused("tools: a function needs a name", param="tools")
+    given, one = body.get("tool_choice"), switch_of(body, "parallel_tool_calls") is False
+    kind = given.get("type") if isinstance(given, dict) else given or "auto"
+    choice = ToolChoice(tools or None, one=one, strict=tuple(strict))
+    if kind == "none" and isinstance(given, str):
+        return ToolChoice(one=one)
+    if kind in ("auto", "required") and not isinstance(given, dict):
+        return _checked(choice._replace(forced=kind == "required"), given)
+    if kind == "function" and isinstance(given, dict):
+        inner = given.get("function")
+        name = inner.get("name") if isinstance(inner, dict) else given.get("name")
+        return _checked(choice._replace(names=(name,), forced=True, one=True), given)
+    if kind == "allowed_tools" and isinstance(given, dict):
+        inner = given["allowed_tools"] if isinstance(given.get("allowed_tools"), dict) else given
+        if inner.get("mode", "auto") in ("auto", "required") and isinstance(inner.get("tools"), list):
+            names = tuple(_name(each) for each in inner["tools"])
+            return _checked(choice._replace(names=names, forced=inner.get("mode") == "required"), given)
+    allowed = "auto, none, required, a function and allowed_tools"
+    raise Refused(f"tool_choice={repr(given)[:80]}: allowed are {allowed}", param="tool_choice")
+
+
+def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
+    """Return the choice in a body of Anthropic's API. tools: in the form of OpenAI's chat completions."""
+    given = body.get("tool_choice") or {"type": "auto"}
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or kind not in ("auto", "any", "tool", "none"):
+        raise Refused(f"tool_choice={repr(given)[:80]}: allowed are auto, any, tool and none", param="tool_choice")
+    one = switch_of(given, "disable_parallel_tool_use") is True
+    if kind == "none":
+        return ToolChoice(one=one)
+    names = (given.get("name"),) if kind == "tool" else None
+    choice = ToolChoice(tools or None, names, kind in ("any", "tool"), one or kind == "tool", tuple(strict))
+    return _checked(choice, given)
+
+
+def _checked(choice: ToolChoice, given: Any) -> ToolChoice:
+    """Return a choice whose tools are all offered. Raises Refused for another."""
+    offered = [_name(each) for each in choice.offered or ()]
+    if choice.forced and not offered:
+        raise Refused(f"tool_choice={repr(given)[:80]}: the request offers no tools", param="tool_choice")
+    for name in choice.names or ():
+        if name not in offered:
+            raise Refused(f"tool_choice: {repr(name)[:80]} is not among the tools", param="tool_choice")
+    return choice
+
+
+def _name(tool: Any) -> Any:
+    inner = tool.get("function") if isinstance(tool, dict) else None
+    return inner.get("name") if isinstance(inner, dict) else tool.get("name") if isinstance(tool, dict) else None
+
+
+def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> Output | None:
+    """Return the grammar of an answer with tools: that of a forced call or of strict tools, else `output`.
+
+    With a grammar of the content a call may begin instead of it. Raises Refused for a schema that cannot be honoured.
+    """
+    allowed, format = choice.allowed, info.tool_format
+    if not allowed or format is None:
+        return output
+    tools = Tools(allowed)
+    strict = set(tools.names if choice.forced else choice.strict) & set(tools.names)
+    # A model that was not trained to call tools may repeat its call without end.
+    one = choice.one or format is GENERIC
+    try:
+        if output and not choice.forced:
+            mark, literal = call_mark(info.tokenizer, format, tools)
+            return output._replace(gate=Gate(instead=(mark,) if literal else ()))
+        if not choice.forced and not strict:
+            return None
+        how = json.dumps(allowed), choice.forced, one, tuple(sorted(strict))
+        grammar = compiled_within(partial(_grammar, info.tokenizer, format, *how), "tools", "tools")
+        if choice.forced:
+            return Output(grammar, "tools", "tools", calls=True)
+        mark, literal = call_mark(info.tokenizer, format, tools)
+        gate = Gate(after=(mark,), patterns=not literal, optional=True, repeats=not one)
+        return Output(grammar, "tools", "tools", gate, calls=True)
+    except Refused:
+        raise
+    except ValueError as e:
+        raise Refused(f"tools: {e}", param="tools") from e
+
+
+@lru_cache(maxsize=32)
+def _grammar(
+    tokenizer: Any, format: CallFormat, tools: str, forced: bool, one: bool, strict: tuple[str, ...]
+) -> Grammar:
+    """Return `call_grammar` of tools as JSON text; cached, since clients send the same tools again.
+
+    Raises ValueError for a schema that is too large, too.
+    """
+    offer = Offer(Tools(json.loads(tools)), forced, one, strict)
+    check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})
+    return call_grammar(tokenizer, format, offer)

@@ -1,0 +1,68 @@
+"""`bench decode --grammar`: the loops write one text per grammar, with drafts counted by their source."""
+
+import json
+
+import pytest
+from command_line import call
+
+from mlx_mtp.bench import decode, grammars, result
+from mlx_mtp.bench.decode import FREE, PLAIN
+from mlx_mtp.bench.decode_tables import overall, rows
+from mlx_mtp.bench.subject import open_subject
+
+LOOPS = [FREE, PLAIN, "heads", "forced", "both"]
+
+
+@pytest.fixture(autouse=True)
+def one_warm_up(monkeypatch):
+    monkeypatch.setattr(decode, "WARMUPS", 1)
+
+
+def test_the_five_schemas_can_be_honoured_and_each_has_a_prompt():
+    prompts = grammars.guided_prompts(open_subject(), grammars.BUILT_IN)
+    assert len({prompt.category for prompt in prompts}) == len(prompts) == 5
+    assert len({tuple(prompt.tokens) for prompt in prompts}) == 5
+    assert all(prompt.grammar is not None for prompt in prompts)
+
+
+def test_loops_under_a_schema(tmp_path):
+    schema, out = tmp_path / "flags.json", tmp_path / "out.json"
+    keys = ["enable_dark_mode", "enable_offline_storage"]
+    properties = {key: {"type": "boolean"} for key in keys}
+    schema.write_text(json.dumps({"type": "object", "properties": properties, "required": keys}))
+    call("bench", "decode", "--grammar", str(schema), "--rounds", 1, "-m", 24, "--cooldown", 0, "--out", str(out))
+    found = result.read(out, "decode")
+    entries = {entry["contender"]: entry for entry in found["entries"]}
+    assert [*entries] == found["options"]["contenders"] == LOOPS
+    assert {entry["category"] for entry in found["entries"]} == {"flags"}
+    texts = {name: entry["text"] for name, entry in entries.items()}
+    assert {texts[name] for name in LOOPS[1:]} == {texts[PLAIN]} != {texts[FREE]}
+    assert not found["differences"]
+    for name, entry in entries.items():
+        assert (sum(entry["grammar_drafted"]) > 0) == (name in ("forced", "both"))
+        assert (sum(map(sum, entry["drafted"])) > 0) <= (name in ("heads", "both"))
+    row = {row.contender: row for row in rows(found, (0, None, None))}["forced"]
+    assert row.tokens_per_cycle == 1 + entries["forced"]["grammar_accepted"][0] / entries["forced"]["cycles"][0]
+    assert row.accepted == entries["forced"]["grammar_accepted"][0]
+    assert overall(found, (0, None, None)).row_count == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        (("--drafts", "1"), "--drafts"),
+        (("--contexts", "64"), "--contexts"),
+        (("--categories", "translation"), "--categories"),
+        (("--prompts", 1), "--prompts"),
+        (("--preset", "documents", "--quick"), "--preset"),
+    ],
+)
+def test_options_that_do_not_fit(more, word):
+    assert word in call("bench", "decode", "--grammar", "builtin", *more).stderr
+
+
+def test_a_grammar_that_cannot_be_read_or_honoured_is_one_line(tmp_path):
+    wrong = tmp_path / "x.lark"
+    wrong.write_text("start: missing")
+    for name, word in ((tmp_path / "none.json", "none.json"), (wrong, "lark: ")):
+        assert word in call("bench", "decode", "--grammar", str(name)).stderr

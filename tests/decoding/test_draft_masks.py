@@ -1,0 +1,160 @@
+"""Drafts under a grammar are masked, counted apart from forced ones, and never change the text."""
+
+import grammars
+import mlx.core as mx
+import numpy as np
+import pytest
+from masked import PROMPT, SAMPLING, of_letters, ours, reference
+from plans import Listed, follow
+from sweep import sampled
+
+import mlx_mtp
+from mlx_mtp.batch.control import Controls
+from mlx_mtp.decoding import replay as replay_module
+from mlx_mtp.decoding.cycle_masks import CycleMasks
+from mlx_mtp.decoding.draft_sampling import HeadOutput
+from mlx_mtp.decoding.sampling import whole_rows
+from mlx_mtp.tuning.plan import Accepted, Plan, by_depth
+
+FREE, WORDS = "(a|b|c)+", "(cab{1,3}|aa|bc|ca)+"
+HEADS, EACH = Plan("heads", 3), Plan("heads", 3, stepwise=True)
+PROMPTS = [PROMPT, [2, 2, 1, 3, 0, 1, 2, 0], [3, 1]]
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch, tmp_path):
+    """Separate costs, and recording at the first occurrence."""
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """Of each sequence with a grammar in each cycle, (its drafts, the number of first ones that are allowed)."""
+    found, real = [], CycleMasks.read
+
+    def read(self, drafts):
+        most = real(self, drafts)
+        k = self.rows.shape[1] - 1
+        found.extend(([*drafts[i]], len(self._known[i])) for i, _ in self._guided() if len(drafts[i]) == k)
+        return most
+
+    monkeypatch.setattr(CycleMasks, "read", read)
+    return found
+
+
+CASES = [(how, replay) for how in SAMPLING for replay in (False, True)]
+
+
+@pytest.mark.parametrize(("how", "replay"), sampled([("greedy", True), ("filtered", False)], CASES))
+@pytest.mark.parametrize("plan", [HEADS, EACH, Plan("heads", 2, p_min=True)])
+def test_the_first_draft_is_allowed_and_stepwise_all_are(tiny_models, monkeypatch, walks, plan, how, replay):
+    model, plain = tiny_models(2)
+    made, n = of_letters(WORDS), 24
+    follow(monkeypatch, Listed([plan]))
+    how = {"adaptive": True, "draft_p_min": 0.001, "compile_cycles": replay, "grammar_drafts": 0, **SAMPLING[how]}
+    tokens, stats = ours(model, n, made, 3, **how)
+    sampling = {name: how[name] for name in how if name in ("temp", "seed", "top_p", "min_p", "top_k")}
+    if "xtc_probability" not in how:
+        assert tokens == reference(plain, PROMPT, n, made, **sampling)
+    assert len(walks) > 3
+    for drafts, fits in walks:
+        most = drafts.index(grammars.END) + 1 if grammars.END in drafts else len(drafts)
+        assert fits >= (most if plan.stepwise else 1), drafts
+    if not plan.stepwise:
+        assert any(fits < len(drafts) for drafts, fits in walks)  # else the test shows nothing
+    assert stats.grammar_drafted == 0
+    assert not plan.p_min or sum(stats.drafted) < plan.k * stats.cycles  # cut at forbidden drafts
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("sampling", sampled([{"temp": 1.0, "seed": 4}], [{}, {"temp": 1.0, "seed": 4}]))
+def test_sequences_of_a_batch_are_masked_each_by_its_own_grammar(tiny_models, monkeypatch, walks, sampling, replay):
+    """Forced drafts of one sequence, drafts of the heads in another and in one without a grammar, in each cycle."""
+    model, _ = tiny_models(2)
+    patterns = ["((a|b)abcabc){9}", FREE, None]
+    each = [pattern and of_letters(pattern) for pattern in patterns]
+    expected = [ours(model, 18, made, 0, prompt, **sampling)[0] for made, prompt in zip(each, PROMPTS, strict=True)]
+    control = Listed([HEADS, EACH])
+    monkeypatch.setattr(Controls, "control", lambda *_: control)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=18, num_draft_tokens=3, compile_cycles=replay, **sampling)
+    stats = [mlx_mtp.Stats() for _ in PROMPTS]
+    uids, tokens = batch.insert(PROMPTS, grammars=each, stats=stats), {}
+    del walks[:]
+    while responses := batch.next_generated():
+        for response in responses:
+            tokens.setdefault(response.uid, []).append(response.token)
+    assert [tokens[uid] for uid in uids] == expected
+    assert all(fits for _, fits in walks)
+    for own, made in zip(stats, each, strict=True):
+        assert (own.grammar_drafted > 0) == (made is each[0])
+        assert own.grammar_accepted >= 0.9 * own.grammar_drafted
+    assert all(sum(own.drafted) for own in stats)
+
+
+def test_forced_tokens_and_drafts_of_the_heads_share_a_cycle(tiny_models, monkeypatch):
+    """Two forced tokens and one of the heads after them: each is counted as what it is."""
+    model, plain = tiny_models(2)
+    made = of_letters("((a|b)cc){9}")
+    for plan in (HEADS, EACH):
+        follow(monkeypatch, Listed([plan]))
+        tokens, stats = ours(model, 24, made, 3, adaptive=True)
+        assert tokens == reference(plain, PROMPT, 24, made)
+        assert stats.grammar_accepted == stats.grammar_drafted > 0
+        assert stats.drafted[2] > 0
+        assert stats.grammar_drafted + sum(stats.drafted) == 3 * stats.cycles
+        assert stats.tokens_per_cycle == 1 + (stats.grammar_accepted + sum(stats.accepted)) / stats.cycles
+
+
+def test_waits_are_counted_and_needed_only_after_free_tokens(tiny_models, monkeypatch):
+    model, _ = tiny_models(2)
+    follow(monkeypatch, Listed([EACH]))
+    stats = ours(model, 24, of_letters("(a|b|c){60}"), 3, adaptive=True, grammar_drafts=0)[1]
+    assert stats.waits == (1 + 3) * stats.cycles
+    stats = ours(model, 24, of_letters("a{60}"), 3, adaptive=True, grammar_drafts=3)[1]
+    assert stats.grammar_drafted == 3 * stats.cycles
+    assert stats.waits == (1 + 1) * stats.cycles
+
+
+def test_masks_of_other_drafts_than_the_prescribed_ones():
+    """A drafter that ignores its masks: the rows' masks are those of what it drafts."""
+    constraint = grammars.constraint(of_letters("abc(a|b)c(ab)?"), 5)
+
+    class Member:
+        finished, fail = False, None
+        history = type("History", (), {"tokens": np.array([], np.int32)})
+        picker = type("Picker", (), {"matcher": constraint.matcher(0, 7)})
+
+    for drafts in ([3, 2, 0], [3, 1, 0], [3, 2], [3, 2, 2], [1, 2, 0]):
+        masks = CycleMasks([Member], 3, drafted=True)
+        masks.begin()
+        assert masks.forced == [2]
+        assert grammars.allowed(np.array(masks.allowed[2, 0])) == [0, 1]
+        fits = masks.read([drafts])
+        right = next((i for i, token in enumerate(drafts) if token not in ([3], [2], [0, 1])[i]), len(drafts))
+        assert (fits, masks.forced[0]) == (right, min(right, 2))
+        for i in range(right + 1):
+            assert (masks.rows[0, i] == grammars.mask(constraint, drafts[:i])).all()
+
+
+def test_counts_by_depth():
+    each = [Accepted(3, 3, 2), Accepted(1, 3, 2), Accepted(1, 3), Accepted(0, 0)]
+    counts = by_depth(each, 3)
+    assert counts["forced"] == ((0.5, 0.5), (0.25, 0.5), (0, 0))
+    assert counts["depths"] == ((0.5, 0.5), (0, 0.25), (0, 0))
+
+
+def test_a_drafter_without_the_allowed_tokens(tiny_models, monkeypatch):
+    """A head whose vocabulary lacks the forced token: its draft is wrong, and the text the same."""
+    model, plain = tiny_models(2)
+    real = HeadOutput.logits
+
+    def without_c(self):
+        return whole_rows(real(self)[:, :2], mx.arange(2), 5)
+
+    monkeypatch.setattr(HeadOutput, "logits", without_c)
+    made = of_letters("((a|b)cc){9}")
+    for how in ("greedy", "seeded"):
+        tokens, stats = ours(model, 12, made, 2, grammar_drafts=1, **SAMPLING[how])
+        assert tokens == reference(plain, PROMPT, 12, made, **SAMPLING[how])
+        assert stats.grammar_drafted < stats.cycles
