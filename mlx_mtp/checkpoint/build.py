@@ -42,7 +42,7 @@ from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import drafting_bytes, lm_heads, make_report
 from .separate_heads import is_split
-from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors
+from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors, without_broken_heads
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
 NO_MODEL = "the model cannot be built from it"
@@ -66,7 +66,7 @@ def load_port(
     reads and checks the heads' weights. ranks: split the target over them. ValueError if the checkpoint is damaged or
     too large.
     """
-    model, contents, raw = read_port(port, path, config, drafting)
+    model, contents, raw = without_broken_heads(partial(read_port, port, path, config), drafting)
     if ranks:
         split(model, ranks.group, config["model_type"])
         model.runtime.ranks = ranks

@@ -1,18 +1,21 @@
 """Sort a checkpoint's tensors into the trunk's, the MTP heads', and those that text decoding does not use."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..layers.mtp_spec import MTPSpec
+from ..machine.errors import first_line
 from .files import FLOATS, FP8_SCALES, Header
 from .quant_methods import method_of
 from .separate_heads import read_separate_heads
 from .weight_files import Stored, read_stored
 
+T = TypeVar("T")
 NUMBER = re.compile(r"\.(\d+)\.")  # of a layer, in a tensor's name
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
@@ -52,6 +55,21 @@ class Drafting:
                 raise ValueError(f"{name}={value}: not together with mtp=False")
         if self.draft_model is not None and self.mtp_path is not None and not self.joins:
             raise ValueError(f"draft_model={self.draft_model}: not together with mtp_path={self.mtp_path}")
+
+
+def without_broken_heads(read: Callable[[Drafting], T], drafting: Drafting) -> T:
+    """Return read(drafting); if a checkpoint's heads are broken, without them, where a block drafter can draft alone.
+
+    A warning then names what is wrong. ValueError if reading fails for another reason, or heads are not optional.
+    """
+    try:
+        return read(drafting)
+    except ValueError as e:
+        if not (drafting.joins and drafting.heads) or drafting.mtp_path is not None:
+            raise
+        found = read(replace(drafting, mtp=False))
+        warnings.warn(f"{first_line(e)}; the block drafter drafts without MTP heads", stacklevel=5)
+        return found
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .plan import PLAIN, SHORTEST, Choice, Cycle, Plan, ladder
 EARNED = 0.013  # plain steps that each plain step adds to the budget
 PRIOR_ACCEPTANCE = 0.6  # share of accepted drafts before any was verified
 PRIOR_FORCED = 0.95  # the same of a grammar's drafts
+UNLIKELY, FORGET = 0.01, 0.3  # probability of misses that show a change, and the factor of the counts before them
 DRAFT_BONUS, PLAIN_BONUS = 0.25, 0.7  # shares of the rate that are added without measurements
 
 
@@ -54,6 +55,7 @@ class Controller:
         self._began = False  # whether the first cycle has finished, which is always slow
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
         self._spare = 0.0  # of the budget when it was planned
+        self._missed: dict[str, int] = {}  # by source: the last cycles in a row that accepted none of its drafts
         self._kind, self._measures = "", False  # of its drafts; whether it is a plain step that measures
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
@@ -112,10 +114,21 @@ class Controller:
             reached = range(int(min(cycle.accepted + 1, cycle.verified)))
             depths = cycle.depths or [(float(depth < cycle.accepted), 1.0) for depth in reached]
             self._count(plan.kind(cycle.matched), *depths)
-            for other in self.own.keys() - {plan.source} if plan.source in self.own else ():
-                self._count(other)  # its counts grow old, so that it is tried again
             if any(seen for _, seen in cycle.forced):
                 self._count("grammar", *cycle.forced)
+            if len(self.own) > 1 and plan.source in self.own and cycle.verified:
+                self._compete(plan.source, cycle.accepted)
+
+    def _compete(self, source: str, accepted: float) -> None:
+        """Let counts grow old after a cycle with drafts of `source`, while other own sources could draft instead.
+
+        Those of the others, so that these are tried again; its own if several cycles accepted none, unlike before.
+        """
+        for other in self.own.keys() - {source}:
+            self._count(other)
+        counts, self._missed[source] = self.costs.counts[source], 0 if accepted else self._missed.get(source, 0) + 1
+        if self._missed[source] and (1 - counts[0][0] / counts[0][1]) ** self._missed[source] < UNLIKELY:
+            self.costs.counts[source] = [[FORGET * right, FORGET * seen] for right, seen in counts]
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS

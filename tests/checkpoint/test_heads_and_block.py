@@ -1,11 +1,14 @@
 """Load a block drafter next to MTP heads: what is loaded, reported, counted and refused."""
 
+import json
 import re
 import warnings
 
 import block_drafters
 import families
+import mlx.core as mx
 import pytest
+import tiny
 from mlx.utils import tree_flatten
 
 import mlx_mtp
@@ -69,6 +72,23 @@ def test_a_checkpoint_without_heads_has_the_block_drafter_alone(tmp_path):
         warnings.simplefilter("error")
         model = load_model(target, draft_model=drafter)
     assert type(model.drafter) is Block
+
+
+def test_broken_heads_leave_the_block_drafter_alone(glm, tmp_path):
+    """With a line that states what is wrong; in a file that the user names they are an error."""
+    directory, drafter = glm
+    config, name = json.loads((directory / "config.json").read_text()), "model.layers.2.eh_proj.weight"
+    weights = mx.load(str(directory / "model.safetensors"))
+    broken = tiny.save(tmp_path, config, {n: w for n, w in weights.items() if n != name})
+    with pytest.warns(UserWarning, match=rf"tensor {re.escape(name)} is missing.*; the block drafter drafts without"):
+        model = load_model(broken, draft_model=drafter)
+    assert type(model.drafter) is Block
+    for options in ({}, {"draft_model": drafter, "mtp_path": broken}):
+        with pytest.raises(ValueError, match=rf"tensor {re.escape(name)} is missing"):
+            load_model(directory if options else broken, **options)
+    trunk = {n: w for n, w in weights.items() if n != "model.norm.weight"}
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
+        load_model(tiny.save(tmp_path / "trunk", config, trunk), draft_model=drafter)
 
 
 def test_heads_of_another_file(glm, tmp_path):
