@@ -1,7 +1,6 @@
 """Load a family without a port as mlx-lm's own model, which decodes without drafts."""
 
 import importlib
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class Plain(HasRuntime):
 
 
 def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Return mlx-lm's own model with its report, and warn that it decodes without drafts, unless mtp=False.
+    """Return mlx-lm's own model with its report; it decodes without drafts.
 
     lazy: neither the memory nor the weights are checked, nor are weights read. ValueError for options of drafters, an
     unknown model_type, a damaged checkpoint or too little memory.
@@ -86,8 +85,6 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
             check_codes(model, lambda name: (path, name), heads=False)
     source = f"model_type {name!r} has no MTP port"
     model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
-    if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
     return model
 
 

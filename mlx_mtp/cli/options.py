@@ -280,9 +280,8 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
     from ..checkpoint.files import resolve
     from ..checkpoint.gguf.cached import is_gguf
 
-    if model is not None and is_gguf(model):
-        return transcoded(model, flags or {})
-    return resolve(demo_path() if model is None else model, code=code)
+    found = demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code)
+    return transcoded(str(found), flags or {}) if is_gguf(found) else Path(found)
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
