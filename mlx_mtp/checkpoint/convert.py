@@ -305,8 +305,8 @@ def extract_heads(
     parameters and errors are those of `convert`.
     """
     new = Path(mtp_path).expanduser().resolve()
-    beside = new.is_dir() and is_quantized(new)
-    precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=beside), dtype=dtype)
+    quantized = new.is_dir() and is_quantized(new)
+    precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantized), dtype=dtype)
     new = new / SIDECAR if new.is_dir() else new
     if new.suffix != ".safetensors":
         raise ValueError(f"mtp_path={mtp_path}: allowed are an existing directory, or a new file *.safetensors")

@@ -8,6 +8,10 @@ BASE = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?['\"]?([\w.-]+/[\w.-]+)['\"]?\s
 UNKNOWN = "RELEASED"  # the name of the released checkpoint in a command, if the model card does not state it
 
 
+class NeverDrafts(UserWarning):
+    """A model of a family that is never released with heads decodes plainly; commands do not show this warning."""
+
+
 def base_model(path: Path) -> str:
     """Return the hub name of the model that a checkpoint's model card states as its base, else UNKNOWN."""
     try:

@@ -1,4 +1,4 @@
-"""Find the models on this machine: in the download cache, in the folders of LM Studio and of mlx_mtp, and in others."""
+"""Find the models on this machine: in the download cache, LM Studio's and mlx_mtp's folders, and given ones."""
 
 import contextlib
 import os

@@ -31,7 +31,7 @@ from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
 from .build import load_port
-from .cure import adding_heads
+from .cure import NeverDrafts, adding_heads
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
@@ -217,9 +217,10 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         number_rows(model.modules())
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
-        if drafting.heads and not model.mtp and model.SPEC.tensors:  # other families never have heads
+        if drafting.heads and not model.mtp:
             found = f"{path}: no MTP heads found ({model.report.source}); decoding plainly"
-            warnings.warn(f"{found}; to add them: {adding_heads(path)}", stacklevel=4)
+            cure = f"; to add them: {adding_heads(path)}" if model.SPEC.tensors else ""
+            warnings.warn(found + cure, UserWarning if cure else NeverDrafts, stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
 

@@ -1,6 +1,7 @@
 """Load a family without a port as mlx-lm's own model, which decodes without drafts."""
 
 import importlib
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
+from .cure import NeverDrafts
 from .files import fill_model, read_tensors
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
@@ -64,7 +66,7 @@ class Plain(HasRuntime):
 
 
 def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, lazy: bool) -> Any:
-    """Return mlx-lm's own model with its report; it decodes without drafts.
+    """Return mlx-lm's own model with its report, and warn that it decodes without drafts, unless mtp=False.
 
     lazy: neither the memory nor the weights are checked, nor are weights read. ValueError for options of drafters, an
     unknown model_type, a damaged checkpoint or too little memory.
@@ -85,6 +87,8 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
             check_codes(model, lambda name: (path, name), heads=False)
     source = f"model_type {name!r} has no MTP port"
     model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
+    if drafting.mtp:
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", NeverDrafts, stacklevel=4)
     return model
 
 

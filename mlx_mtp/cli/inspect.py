@@ -17,9 +17,9 @@ from .terminal import printable
 def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     """List a checkpoint's contents and whether it loads.
 
-    PATH is a directory, a GGUF file, a Hugging Face repository or a short name; by default it is the demo. Only headers and the values of norms are read; no
-    weights are downloaded. With --ranks, memory is that of each of this number of machines. Exit code 1 if it does
-    not load.
+    PATH is a directory, a GGUF file, a Hugging Face repository or a short name; by default it is the demo. Only
+    headers and the values of norms are read; no weights are downloaded. With --ranks, memory is that of each of this
+    number of machines. Exit code 1 if it does not load.
     """
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.gguf.cached import is_gguf

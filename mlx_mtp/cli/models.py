@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from .progress import bar, shows_progress
 from .terminal import printable
 
 HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
@@ -18,15 +17,17 @@ HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON list.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
-    """List the models on this machine, and what each of them lacks.
+    """List the models on this machine.
 
-    They are looked for in the download cache of Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in
-    FOLDERS. The last part of a name, in any case, can be given to --model unless several models have it.
+    Each has a line, and below it the command that supplies what is missing, or why it does not load. They are looked
+    for in the download cache of Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in FOLDERS. The last
+    part of a name, in any case, can be given to --model unless several models have it.
     """
     from rich.progress import MofNCompleteColumn, TextColumn
 
     from ..checkpoint.describe import describe
     from ..checkpoint.library import places
+    from .progress import bar, shows_progress
 
     found, listed = places(folders), []
     columns: Any = TextColumn("{task.description}"), MofNCompleteColumn()

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
@@ -298,10 +299,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
+        from ..checkpoint.cure import NeverDrafts
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
         from ..decoding.options import max_chunk
         from ..machine.memory import cache_limit
+    warnings.filterwarnings("ignore", category=NeverDrafts)
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     code = bool(flags.get("trust_remote_code"))
     path = checkpoint_path(flags["model"], code=code, flags=flags)  # a download shows its own progress

