@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from ..machine.errors import one_line
 from ..models import find_port, port_names
 from . import convert_writer as writer
 from .build import check_norms, is_drafter, open_drafter, read_args, read_port
+from .convert_plain import check_no_heads, convert_plain
 from .convert_precision import Precision, format_of, format_of_heads, formats, listed
 from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors, resolve
@@ -248,6 +250,11 @@ def convert(
     if new.is_relative_to(path.resolve()):
         raise ValueError(f"mlx_path={mlx_path}: at or inside the directory to convert, {path}")
     atomic.check_new(new)
+    if not is_drafter(path) and find_port(read_config(path)) is None:
+        check_no_heads(path, mtp_q_bits=mtp_q_bits, mtp_q_group_size=mtp_q_group_size)
+        options = {"quantize": quantize, "q_group_size": q_group_size, "q_bits": q_bits, "q_mode": q_mode}
+        options |= {"quant_predicate": quant_predicate, "dtype": dtype, "dequantize": dequantize}
+        return Converted(new, *convert_plain(path, new, **options))
     source = open_source(path)
     if is_head := not source.contents.trunk:  # a drafter
         form = heads[0] if heads[1] or q_bits is None else target
@@ -294,10 +301,12 @@ def extract_heads(
 
     `load` finds mtp.safetensors in the directory of a conversion; give another place to it as `mtp_path`. If there is
     a shard index, only those of the model's files that `files_of_heads` returns are downloaded or needed. mtp_q_bits:
-    None, without mtp_q_group_size, does not quantize. Other parameters and errors are those of `convert`.
+    None, without mtp_q_group_size, is 8 in the directory of quantized weights, and else does not quantize. Other
+    parameters and errors are those of `convert`.
     """
-    precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits), dtype=dtype)
     new = Path(mtp_path).expanduser().resolve()
+    quantized = new.is_dir() and is_quantized(new)
+    precision = Precision(None, None, *format_of_heads(mtp_q_group_size, mtp_q_bits, quantize=quantized), dtype=dtype)
     new = new / SIDECAR if new.is_dir() else new
     if new.suffix != ".safetensors":
         raise ValueError(f"mtp_path={mtp_path}: allowed are an existing directory, or a new file *.safetensors")
@@ -316,6 +325,14 @@ def extract_heads(
     with atomic.file(new) as work:
         total = writer.write({work: heads}, source.compute, progress)
     return Converted(new, total, facts)
+
+
+def is_quantized(path: Path) -> bool:
+    """Return whether config.json in a directory states a quantization; False if it cannot be read."""
+    with suppress(ValueError):
+        config = read_config(path)
+        return any(config.get(name) for name in ("quantization", "quantization_config"))
+    return False
 
 
 def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from ..demo import NAMED
 from ..machine.errors import first_line, naming, one_line
 from ..models.config.normalize import normalize, with_overrides
+from .library import called
 from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
@@ -39,6 +40,7 @@ CONVERTED = {"format": "mlx", "norms": "converted"}  # metadata of files that `m
 SMALL = ("config.json", "generation_config.json", "hf_quant_config.json", INDEX, INDEXES)
 TRANSPORTS = ("httpx", "httpx2", "requests")  # modules of connection errors; huggingface_hub's version decides
 CONCURRENT_FETCHES = 8
+SHORT = re.compile(r"[\w.-]+")  # a name without a folder
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def resolve(
     try:
         path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
     except Exception as e:
-        raise ValueError(_not_fetched(path_or_repo, e, "not on the hub")) from e
+        raise ValueError(not_fetched(path_or_repo, e, "not on the hub")) from e
     if files is None and (more := _other_weights(str(path_or_repo), revision, path)):
         with contextlib.suppress(Exception):  # the loader names a needed file that is missing
             path = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=more))
@@ -102,7 +104,7 @@ def _other_weights(repo: str, revision: str | None, path: Path) -> list[str]:
     return [glob.escape(name) for name in weight_names(names, listed) if not (path / name).exists()]
 
 
-def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
+def not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
     """Return a message with the cause of a failed download: the connection, the disk, or else `otherwise`."""
     cause = e.__cause__ if isinstance(e, LocalEntryNotFoundError) and isinstance(e.__cause__, Exception) else e
     why, copy = first_line(cause), "no whole copy in the download cache"
@@ -117,7 +119,10 @@ def _not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """Return the local directory of this name, with "~" expanded, else the shipped one of this name, else None.
+    """Return the local path of a checkpoint: of this path, with "~" expanded, else of this short name, else None.
+
+    Short names are those of NAMED, and of the models on this machine, as `called` finds them: a directory, or a GGUF
+    file.
 
     ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device.
     """
@@ -132,7 +137,8 @@ def local(path_or_repo: str | Path) -> Path | None:
             raise ValueError(f"{path}: not a directory; a checkpoint is a directory with config.json")
     except (OSError, RuntimeError) as e:
         raise ValueError(f"{path_or_repo}: cannot be read ({e})") from None
-    return NAMED.get(str(path_or_repo))
+    name = str(path_or_repo)
+    return NAMED.get(name) or (called(name) if SHORT.fullmatch(name) else None)
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -283,7 +289,7 @@ def headers_only(repo: str, revision: str | None = None) -> Iterator[Path]:
         try:
             _fetch(HfApi(), repo, revision, Path(name))
         except Exception as e:
-            raise ValueError(_not_fetched(repo, e, "no headers from the hub")) from e
+            raise ValueError(not_fetched(repo, e, "no headers from the hub")) from e
         yield Path(name)
 
 

@@ -31,6 +31,7 @@ from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
 from .build import joins_heads, load_port
+from .cure import NeverDrafts, adding_heads
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
@@ -219,7 +220,9 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         if small:
             attach_small_model(model, small, budget, lazy=lazy)
         if drafting.heads and not model.mtp and not model.drafter:
-            warnings.warn(f"{path}: no MTP heads found ({model.report.source}); decoding plainly", stacklevel=4)
+            found = f"{path}: no MTP heads found ({model.report.source}); decoding plainly"
+            cure = f"; to add them: {adding_heads(path)}" if model.SPEC.tensors else ""
+            warnings.warn(found + cure, UserWarning if cure else NeverDrafts, stacklevel=4)
     return model if options.adapter_path is None else _adapted(model, options.adapter_path)
 
 

@@ -19,6 +19,7 @@ from ..machine.errors import one_line
 from ..models import port_names
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
+from .cure import NeverDrafts
 from .files import fill_model, read_tensors
 from .packed.arrays import read_arrays
 from .packed.contents import recognize
@@ -87,7 +88,7 @@ def load_plain(path: Path, config: dict, drafting: Drafting, budget: Budget, *, 
     source = f"model_type {name!r} has no MTP port"
     model.runtime.report = make_report(model, config, source=source, norms="mlx-lm's", ignored=tuple(ignored))
     if drafting.mtp:
-        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", stacklevel=4)
+        warnings.warn(f"{path}: {source}; decoding plainly, with mlx-lm's own model", NeverDrafts, stacklevel=4)
     return model
 
 

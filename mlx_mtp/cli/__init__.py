@@ -22,6 +22,8 @@ from .draft_vocab import draft_vocab
 from .emulate import emulate
 from .generate import generate
 from .inspect import inspect
+from .models import models
+from .pull import pull
 from .serve import serve
 from .terminal import printable
 from .together import as_rank, check_command, error_line, follows
@@ -134,6 +136,20 @@ def main(ctx: click.Context) -> None:
     check_command(ctx.invoked_subcommand)
 
 
-COMMANDS = generate, chat, cache_prompt, convert, draft_vocab, emulate, bench, doctor, inspect, serve, verify_lossless
+COMMANDS = (
+    generate,
+    chat,
+    cache_prompt,
+    convert,
+    draft_vocab,
+    emulate,
+    bench,
+    doctor,
+    inspect,
+    models,
+    pull,
+    serve,
+    verify_lossless,
+)
 for command in COMMANDS:
     main.add_command(command)

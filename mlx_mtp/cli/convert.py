@@ -40,7 +40,7 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 @option(
     "--mtp-q-bits",
     type=Choice([*BITS.choices, "16"]),
-    help="Bits of the heads; 16 leaves them unchanged.  [default: 8 with -q, else unchanged]",
+    help="Bits of the heads; 16 leaves them unchanged.  [default: 8 if the target is quantized, else unchanged]",
 )
 @option("--mtp-q-group-size", type=Choice(["32", "64", "128"]), help="Group size of the heads.  [default: 64]")
 @option(

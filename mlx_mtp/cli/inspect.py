@@ -10,24 +10,24 @@ from .terminal import printable
 
 
 @click.command("inspect")
-@click.argument("path")
+@click.argument("path", default="demo")
 @click.option("--revision", help="Branch, tag or commit of a Hugging Face repository.")
 @click.option("--ranks", type=click.IntRange(1), default=1, help="Number of machines that share the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON object.")
 def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     """List a checkpoint's contents and whether it loads.
 
-    PATH is a directory, a GGUF file or a Hugging Face repository. Only headers and the values of norms are read; no
-    weights are downloaded. With --ranks, memory is that of each of this number of machines. Exit code 1 if it does
-    not load.
+    PATH is a directory, a GGUF file, a Hugging Face repository or a short name; by default it is the demo. Only
+    headers and the values of norms are read; no weights are downloaded. With --ranks, memory is that of each of this
+    number of machines. Exit code 1 if it does not load.
     """
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.gguf.cached import is_gguf
     from ..checkpoint.inspect import as_text, inspect_checkpoint
 
-    if is_gguf(path):
-        return _inspect_gguf(path, ranks, as_json=as_json)
-    directory = local(path) or downloaded(path, revision)
+    directory = None if is_gguf(path) else local(path) or downloaded(path, revision)
+    if is_gguf(directory or path):
+        return _inspect_gguf(str(directory or path), ranks, as_json=as_json)
     gc.disable()  # collecting among 100,000 live tensor entries is slow
     try:
         if directory is None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
@@ -284,9 +285,8 @@ def checkpoint_path(model: str | None, *, code: bool = False, flags: dict[str, A
     from ..checkpoint.files import resolve
     from ..checkpoint.gguf.cached import is_gguf
 
-    if model is not None and is_gguf(model):
-        return transcoded(model, flags or {})
-    return resolve(demo_path() if model is None else model, code=code)
+    found = demo_path() if model is None else model if is_gguf(model) else resolve(model, code=code)
+    return transcoded(str(found), flags or {}) if is_gguf(found) else Path(found)
 
 
 def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
@@ -303,10 +303,12 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
 
     shown = shows_progress(quiet=flags["quiet"])
     with loading(shown=shown):
+        from ..checkpoint.cure import NeverDrafts
         from ..checkpoint.load import load
         from ..decoding.memory_needs import UNCHECKED, Budget
         from ..decoding.options import max_chunk
         from ..machine.memory import cache_limit
+    warnings.filterwarnings("ignore", category=NeverDrafts)
     click.get_current_context().with_resource(cache_limit(flags.get("cache_limit")))
     code = bool(flags.get("trust_remote_code"))
     path = checkpoint_path(flags["model"], code=code, flags=flags)  # a download shows its own progress

