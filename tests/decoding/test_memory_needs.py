@@ -155,6 +155,8 @@ def test_the_largest_context_that_fits(tiny_models, layout):
         assert found % memory_needs.GRAIN == 0
         assert needs(model, found, chunk=chunk, **layout).total <= size
         assert needs(model, found * 5 // 4 + 512, chunk=chunk, **layout).total > size
+        for longest, expected in ((found - 100, found - 100), (2 * found + 1024, found)):
+            assert memory_needs.largest_context(model, size, chunk=chunk, longest=longest, **layout) == expected
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(built, machine):

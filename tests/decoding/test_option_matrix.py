@@ -10,7 +10,7 @@ from draws import Draws, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import Listed, follow
-from sweep import sweep
+from sweep import SWEEP, sweep
 
 import mlx_mtp
 from mlx_mtp.decoding.clock import Clock
@@ -69,7 +69,7 @@ class Subjects:
             {"kv_bits": kv_bits, "sampling": sampling, "draft_vocab": False, "num_draft_tokens": 0}, Stats()
         )
 
-    def text(self, case: dict, stats: Stats, n: int = 14) -> list[int]:
+    def text(self, case: dict, stats: Stats, n: int = 14 if SWEEP else 10) -> list[int]:
         options = {
             **case,
             **TEMPERATURES[case["sampling"]],

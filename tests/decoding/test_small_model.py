@@ -9,7 +9,7 @@ import prefix_requests
 import pytest
 from letters import Letters
 from plans import Listed, follow
-from sweep import paired, sampled, sweep
+from sweep import SWEEP, paired, sampled, sweep
 
 import mlx_mtp
 from mlx_mtp.cache.pieces import checkpoint_of, cut, join
@@ -20,6 +20,7 @@ PROMPTS = [[1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2], [3, 3, 1], [2]]  # the last: nothi
 TARGETS = ["qwen3_5", "llama_sliding", "nemotron_h"]
 SMALL = ["nemotron_h", "qwen3_5", "llama_sliding"]
 EVERY = sorted({*families.FAMILIES, *drafters.HEADLESS})
+TOKENS = 14 if SWEEP else 10
 PAIRS = paired(sampled(TARGETS, EVERY), sampled(SMALL, EVERY))
 
 
@@ -80,13 +81,13 @@ def made(tmp_path_factory):
     return make
 
 
-def alone(model, prompt, k, n=14, **options):
+def alone(model, prompt, k, n=TOKENS, **options):
     options = {"adaptive": False, **options}
     steps = mlx_mtp.generate_step(prompt, model, max_tokens=n, num_draft_tokens=k, **options)
     return [token for token, _, _ in steps]
 
 
-def together(model, k, n=14, prompts=PROMPTS, **options):
+def together(model, k, n=TOKENS, prompts=PROMPTS, **options):
     texts = [[] for _ in prompts]
     batch = mlx_mtp.BatchGenerator(model, num_draft_tokens=k, adaptive=False, **options)
     batch.insert(prompts, [n] * len(prompts), seeds=list(range(len(prompts))))

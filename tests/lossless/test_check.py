@@ -186,7 +186,8 @@ def test_wrong_plain_output_is_found(model, monkeypatch):
     monkeypatch.setattr(Ring, "mask_of_one", lambda ring, positions, n: real(ring, positions[1:], n))
     comparison = Comparison("one pass")
     for seed in range(3):
-        compare_one_pass(Reference(model, Prompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()), comparison)
+        if not comparison.diverged:
+            compare_one_pass(Reference(model, Prompt("p", [1, 2, 3, 4, seed], stops=False), NEW, ()), comparison)
     assert comparison.diverged
 
 

@@ -28,7 +28,7 @@ EVERY = [
     {"max_kv_size": 65},
 ]
 FLAGS = sampled(FEW, EVERY)
-SYSTEM = "You answer in one word, whatever the question is, and never explain a word of it to your reader. " * 2
+SYSTEM = "You answer in one word, whatever the question is, and never explain a word of it to your reader. "
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_servers_with_different_flags_share_a_directory(demo, tmp_path):
         assert first == fresh[:1], flags
         (text, cached), again = session(demo, flags, tmp_path, "And a tuple?", "What is a list?")
         assert text == fresh[1][0]
-        assert cached >= 64
+        assert cached >= 32  # the chunks of the system prompt
         assert again[0] == fresh[0][0]
 
 
