@@ -125,9 +125,8 @@ class SlidingKVCache(LinearKVCache):
         if not isinstance(self.offset, int):
             index = ring.index(self.offset, rows)
             pairs = zip(self.parts, new, strict=True)
-            self.parts = tuple(
-                mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs
-            )
+            whole = [mx.put_along_axis(part, mx.broadcast_to(index, r.shape), r, axis=2) for part, r in pairs]
+            self.parts = tuple(whole)  # a generator is slower
             return
         if rows == 1:
             return self._assign(ring.slot(self.offset), new)
@@ -144,8 +143,8 @@ class SlidingKVCache(LinearKVCache):
     def _visible(self, rows: int) -> slice:
         if isinstance(self.offset, int) and self.offset < self.window:
             return slice(min(self.start, self.offset), self.offset + rows)
-        slots, stop = self.ring.slots, self.limit + rows
-        return slice(0, slots if stop >= slots else min(slots, round_up(stop)))
+        slots, stop = self.ring.slots, round_up(self.limit + rows)
+        return slice(0, stop if stop < slots else slots)
 
     def used(self) -> Parts:
         return self.parts

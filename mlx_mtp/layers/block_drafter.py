@@ -72,13 +72,13 @@ class BlockPlace(NamedTuple):
 
     context: context rows [n, R, H] that are appended before it, or None. order: the row that each position from the
     first of these on gets, of the context's followed by the block's, int32 [n, R + b, 1]: the block's rows replace
-    rejected ones. masks: those of this pass, by reach and number of slots.
+    rejected ones. masks: those of this pass, by reach: layers of one reach have caches of one kind.
     """
 
     position: mx.array
     context: mx.array | None
     order: mx.array | None
-    masks: dict[tuple, mx.array]
+    masks: dict[Reach, mx.array]
 
     @classmethod
     def of(cls, first: mx.array, block: int, context: mx.array | None, last: mx.array | None) -> "BlockPlace":
@@ -114,19 +114,19 @@ class BlockAttention(nn.Module):
 
         Returns the pair that `kv.update_and_fetch` returns. rope: rotates the keys to their positions.
         """
-        keys = rope(self.k_norm(self._by_head(self.k_proj(x))), offset=kv.offset)
-        return kv.update_and_fetch(keys, self._by_head(self.v_proj(x)))
+        keys = rope(self["k_norm"](self._by_head(self["k_proj"](x))), kv.offset)
+        return kv.update_and_fetch(keys, self._by_head(self["v_proj"](x)))
 
     def __call__(self, x: mx.array, kv: Any, rope: Any, place: BlockPlace) -> mx.array:
         """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`."""
-        queries = rope(self.q_norm(self._by_head(self.q_proj(x))), offset=place.position)
+        queries = rope(self["q_norm"](self._by_head(self["q_proj"](x))), place.position)
         keys, values = self.append(place.after_context(x), kv, rope)
-        slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
-        key = self.reach, slots
-        if key not in place.masks:
-            place.masks[key] = block_mask(kv, place.position, x.shape[1], slots, self.reach)
-        out = scaled_dot_product_attention(queries, keys, values, kv, self.scale, place.masks[key])
-        return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+        reach = self["reach"]
+        if reach not in place.masks:
+            slots = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
+            place.masks[reach] = block_mask(kv, place.position, x.shape[1], slots, reach)
+        out = scaled_dot_product_attention(queries, keys, values, kv, self.scale, place.masks[reach])
+        return self["o_proj"](out.swapaxes(1, 2).flatten(-2))
 
     def _by_head(self, x: mx.array) -> mx.array:
         return mx.unflatten(x, -1, (-1, self.head_dim)).swapaxes(1, 2)
@@ -141,7 +141,7 @@ class BlockMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
 
 
 class BlockLayer(nn.Module):
@@ -157,11 +157,11 @@ class BlockLayer(nn.Module):
             self.attention_conv, self.mlp_conv = (DynamicConv(width, *shape.conv) for _ in range(2))
 
     def __call__(self, x: mx.array, kv: Any, rope: Any, place: BlockPlace) -> mx.array:
-        attend = partial(self.self_attn, kv=kv, rope=rope, place=place)
-        normed = self.input_layernorm(x)
-        x = x + (self.attention_conv(normed, attend) if "attention_conv" in self else attend(normed))
-        normed = self.post_attention_layernorm(x)
-        return x + (self.mlp_conv(normed, self.mlp) if "mlp_conv" in self else self.mlp(normed))
+        attend = partial(self["self_attn"], kv=kv, rope=rope, place=place)
+        normed = self["input_layernorm"](x)
+        x = x + (self["attention_conv"](normed, attend) if "attention_conv" in self else attend(normed))
+        normed = self["post_attention_layernorm"](x)
+        return x + (self["mlp_conv"](normed, self["mlp"]) if "mlp_conv" in self else self["mlp"](normed))
 
 
 class BlockNetwork(nn.Module):
@@ -199,11 +199,11 @@ class BlockNetwork(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The type of its activations."""
-        return self.norm.weight.dtype
+        return self["norm"]["weight"].dtype
 
     def fused(self, taps: mx.array) -> mx.array:
         """Fuse the target's states after layers `taps`, concatenated [n, L, taps * captured], to rows [n, L, H]."""
-        return self.hidden_norm(self.fc(taps.astype(self.dtype)))
+        return self["hidden_norm"](self["fc"](taps.astype(self.dtype)))
 
     def append(self, context: mx.array, caches: list[Any]) -> None:
         """Write keys and values of context rows [n, L, H] to each layer's cache; its position advances by L."""
@@ -224,10 +224,10 @@ class BlockNetwork(nn.Module):
         """
         x = embeddings.astype(self.dtype)
         x = x if self.shape.embed_scale == 1 else x * self.shape.embed_scale
-        place = BlockPlace.of(caches[0].offset, x.shape[1], context, last)
+        place, rope = BlockPlace.of(caches[0].offset, x.shape[1], context, last), self.rope
         for layer, kv in zip(self.layers, caches, strict=True):
-            x = layer(x, kv, self.rope, place)
-        return self.norm(x)
+            x = layer(x, kv, rope, place)
+        return self["norm"](x)
 
     def token(self: Any, row: mx.array) -> mx.array:
         """Translate row indices of its LM head to the target's tokens; unchanged if it has no `d2t`."""

@@ -25,19 +25,16 @@ class DynamicConv(nn.Module):
 
     def __call__(self, x: mx.array, inner: Callable[[mx.array], mx.array]) -> mx.array:
         """Return the convolved output of `inner` for the convolved normed rows x [n, b, H]."""
-        base = self.base_kernel
-        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], *base.shape[:2], -1, 1)
+        base = self["base_kernel"]
+        dynamic = self["kernel_projection"](x).reshape(*x.shape[:2], *base.shape[:2], -1, 1)
         kernels = (base.reshape(*dynamic.shape[2:-1], self.group) + dynamic).flatten(-2)
-        return _convolved(inner(_convolved(x, kernels[:, :, 0])), kernels[:, :, 1])
-
-
-def _convolved(x: mx.array, kernels: mx.array) -> mx.array:
-    """Return the sum over taps of kernels [n, b, taps, H] times rows x [n, b, H] that many rows earlier."""
-    found = x * kernels[:, :, 0]
-    for tap in range(1, kernels.shape[2]):
-        # Rows before the block are zeros.
-        found = found + mx.pad(x, [(0, 0), (tap, 0), (0, 0)])[:, :-tap] * kernels[:, :, tap]
-    return found
+        for place in range(2):
+            found = x * kernels[:, :, place, 0]
+            for tap in range(1, base.shape[1]):
+                # Rows before the block are zeros.
+                found = found + mx.pad(x, [(0, 0), (tap, 0), (0, 0)])[:, :-tap] * kernels[:, :, place, tap]
+            x = found if place else inner(found)
+        return x
 
 
 class CandidateSelector(nn.Module):
@@ -68,8 +65,8 @@ class CandidateSelector(nn.Module):
 
         projected: `hidden_projection` of the row [n, r].
         """
-        context = (self.predecessor_codebook[before[:, 0]] * projected)[:, None]
-        return (context * self.successor_codebook[tokens]).sum(axis=-1).astype(mx.float32)
+        context = (self["predecessor_codebook"][before[:, 0]] * projected)[:, None]
+        return (context * self["successor_codebook"][tokens]).sum(axis=-1).astype(mx.float32)
 
 
 class MarkovHead(nn.Module):

@@ -28,8 +28,8 @@ class CompileChoice:
         """
         if self.verdict is not None or seconds is None:
             return
-        self._done += 1
-        if self._done % BLOCK > MIXED and replayed == self.on:
+        place, self._done = self._done % BLOCK, self._done + 1
+        if place >= MIXED and replayed == self.on:
             times = self._times.setdefault(like, ([], []))
             times[replayed].append(seconds)
             if min(map(len, times)) >= 2 * BLOCK:

@@ -103,11 +103,14 @@ def drafted(path: str, group, drafter: str) -> dict:
 
 
 def blocks(path: str, group, drafter: str) -> dict:
-    """Texts with a block drafter, plain, drafted and seeded; and the drafter's bytes."""
+    """Return texts with a block drafter, plain, drafted, replayed and seeded; and the drafter's bytes."""
     model = mlx_mtp.load_model(path, tensor_group=group, draft_model=drafter)
     stats, found = mlx_mtp.Stats(), []
     for options in ({}, {"temp": 1.0, "seed": 7}):
-        found.append([generated(model, num_draft_tokens=k, stats=stats, **options) for k in (0, 3, 15)])
+        ways = [(k, replay) for k in (0, 3, 15) for replay in (False, True)]
+        found.append(
+            [generated(model, num_draft_tokens=k, stats=stats, compile_cycles=r, **options) for k, r in ways]
+        )
     sizes = [array.nbytes for _, array in tree_flatten(model["drafter"].parameters())]
     return {"texts": found, "bytes": sum(sizes), "accepted": sum(stats.accepted)}
 

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_mtp.decoding.replay import Compiled, Recorder
 from mlx_mtp.tuning.plan import Plan
-from mlx_mtp.tuning.replay_choice import BLOCK, CompileChoice
+from mlx_mtp.tuning.replay_choice import BLOCK, MIXED, CompileChoice
 
 
 def feed(choice, n, seconds, like="a"):
@@ -22,6 +22,18 @@ def test_a_trial(replayed, verdict):
     assert choice.verdict is None
     feed(choice, 5 * BLOCK, (1.0, replayed))
     assert choice.verdict is choice.on is verdict
+
+
+def test_all_but_the_first_cycles_of_a_block_are_compared():
+    """The first ones overlap with the last block; here they would decide otherwise."""
+    choice, cycles = CompileChoice(None), 0
+    while choice.verdict is None:
+        seconds = {True: 1.0, False: 2.0} if cycles % BLOCK >= MIXED else {True: 9.0, False: 0.1}
+        feed(choice, 1, seconds)
+        cycles += 1
+    assert choice.verdict
+    missing = 2 * BLOCK - 2 * (BLOCK - MIXED)  # of each kind after two blocks
+    assert cycles == 5 * BLOCK + MIXED + missing
 
 
 def test_cycles_of_another_kind_are_not_compared():

@@ -53,9 +53,10 @@ class Block(Drafter):
             cache.heads_follow()
             context = None
         if k:
-            rows = self.rows(model, cache.heads, run.newest(), k, context, run.last)
+            newest = run.newest()
+            rows = self.rows(model, cache.heads, newest, k, context, run.last)
             first, sure = cache.layers[0].offset + 1, bool(frame.plan.p_min)
-            given = frame.members, run.newest(), first, frame.allowed
+            given = frame.members, newest, first, frame.allowed
             drafts = BlockChoice(model, self.net, *given, confidence=sure)(rows)
             cache.heads_follow()
         return drafts
