@@ -29,7 +29,8 @@ def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
     if not COMPILERS.acquire(timeout=MAX_SECONDS):
         raise Refused(f"{field}: other grammars are being compiled; try again later", status=503, param=param)
     found: Future[T] = Future()
-    threading.Thread(target=_run, args=(make, found), name="mlx-mtp grammar", daemon=True).start()
+    # No daemon: if the process ended while Rust compiles, it would crash.
+    threading.Thread(target=_run, args=(make, found), name="mlx-mtp grammar").start()
     try:
         return found.result(MAX_SECONDS)
     except TimeoutError:
