@@ -354,3 +354,12 @@ def test_a_grammar_that_compiles_too_long_is_refused_while_others_are_answered(s
     while not grammar_limits.COMPILERS.acquire(timeout=0.1):  # the abandoned threads end
         pass
     grammar_limits.COMPILERS.release()
+
+
+LENGTHS = {"^abc$": 5, "a{1000}": 1000, "a{3,5}b+": 4, "(ab{3}){2}": 8, "((a{100}){100}){100}": 10**6, "a?b*": 0}
+LENGTHS |= {"a{7}?": 7, "ab|cde|f": 3, "x(?:ab|cde){4}": 13, r"[a-z\]]{5}\d{4}": 9, "[]a]{6}": 6, "((": 0, ")){5}": 6}
+
+
+@pytest.mark.parametrize(("pattern", "length"), LENGTHS.items())
+def test_the_shortest_match_of_a_pattern_is_estimated(pattern, length):
+    assert grammar_limits.least_length(pattern) == length
