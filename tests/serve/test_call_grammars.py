@@ -235,3 +235,34 @@ def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):
     with pytest.raises(ValueError, match=re.escape(named)) as raised:
         call_grammar(PLAIN, format_named("qwen3_coder"), offer({"type": "object", **schema}))
     assert "'write'" in str(raised.value)
+
+
+def coder(value):
+    return f"<tool_call>\n<function=write>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+LISTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"type": "string"}, ["", "null", "5", " <x>\n", "</param", "</function>"], ["</parameter>", "</parameter>b"]),
+        ({"type": "string", "nullable": True}, ["", "nul", "true"], ["null", " None\n", "NaN"]),
+        ({"type": ["string", "integer"]}, ["5", "-5", "five", "null", "[5]"], ["5.5", "5 a", " -5"]),
+        (LISTED, ["a", '["a"]', '["</x>"]'], ["[5]", "[a", '["</parameter>"]', " [x"]),
+        ({"type": "array", "items": {"type": "string"}}, ['["</parameter>"]', "[]"], ["", "a", "[5]"]),
+        ({"enum": ["a", "null", 5, None]}, ["a", "5", "null", "None"], ["b", "6", ""]),
+        ({"type": "boolean"}, ["true", "False"], ["TRUE", "0", '"true"']),
+        ({"type": "string", "pattern": "b|^a/$", "minLength": 2}, ["a/", "xby"], ["b", "xa/", "a/c"]),
+        ({"type": "string", "format": "date"}, ["2024-02-28", "2023-12-31"], ["2024-02-30", "2024-2-1"]),
+        ({}, ["a", "5", '{"a": [null]}', "true"], ['"a"', "[5", "{"]),
+    ],
+)  # fmt: skip
+def test_raw_values_are_those_that_are_read_back(schema, accepted, refused):
+    made = call_grammar(PLAIN, format_named("qwen3_coder"), offer({"properties": {"a": schema}, "required": ["a"]}))
+    assert [each for each in accepted if grammars.accepted(made, coder(each)) is not None] == []
+    assert [each for each in refused if grammars.accepted(made, coder(each)) is None] == []
+    undeclared = coder("x").replace("=a>", "=b>")
+    assert grammars.accepted(made, undeclared) is not None
+    assert grammars.accepted(made, re.sub("<param.*ter>\n", "", coder("x"), flags=re.DOTALL)) is not None

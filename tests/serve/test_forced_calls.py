@@ -5,6 +5,8 @@ import json
 import pytest
 from dictated import Dictated, dictated
 
+from mlx_mtp.serve.api_request import prompt_of
+
 CITY = {"type": "string", "enum": ["Bonn", "Köln"]}
 SCHEMA = {
     "type": "object", "properties": {"city": CITY, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -94,15 +96,22 @@ def test_the_demo_calls_if_it_must(served, path, choice, name):
     assert streamed_calls(path, streamed.text) == (found, reason)
 
 
-def test_a_forced_call_is_part_of_the_prompt_of_the_next_turn(served):
+def test_the_prompt_describes_tools_and_has_earlier_calls_in_the_same_format(served):
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     turns = [
+        {"role": "system", "content": "Be brief."},
         *HI,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    body = body_of(CHAT, messages=turns, tool_choice="required")
-    assert calls_in(CHAT, served.post(CHAT, json=body).json())[1] == "tool_calls"
+    turns, tools = [*turns, {"role": "tool", "tool_call_id": "c", "content": "noon"}], body_of(CHAT)["tools"]
+    info = served.service.info
+    text = info.tokenizer.decode(prompt_of(info, turns, tools, {}, turns=False).tokens)
+    assert text.index("Be brief.") < text.index("Report the weather.") < text.index("<tool_call>")
+    assert (
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'.replace("\n\n", "\n")
+        in text
+    )
+    assert "Report" not in info.tokenizer.decode(prompt_of(info, turns, None, {}, turns=False).tokens)
 
 
 @pytest.mark.parametrize(
