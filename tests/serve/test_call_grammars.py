@@ -247,7 +247,7 @@ LISTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
 @pytest.mark.parametrize(
     ("schema", "accepted", "refused"),
     [
-        ({"type": "string"}, ["", "null", "5", " <x>\n", "</param", "</function>"], ["</parameter>", "</parameter>b"]),
+        ({"type": "string"}, ["", "null", "5", " <x>\n", "</function>"], ["</parameter>", "</parameter>b"]),
         ({"type": "string", "nullable": True}, ["", "nul", "true"], ["null", " None\n", "NaN"]),
         ({"type": ["string", "integer"]}, ["5", "-5", "five", "null", "[5]"], ["5.5", "5 a", " -5"]),
         (LISTED, ["a", '["a"]', '["</x>"]'], ["[5]", "[a", '["</parameter>"]', " [x"]),
