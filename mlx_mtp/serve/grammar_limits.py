@@ -18,7 +18,7 @@ MAX_PROPERTIES = 2000  # of all objects together: the time to compile them grows
 MAX_FIXED = 4000  # characters of a const, a value of enum, a name, and of the shortest match of a pattern
 MAX_SECONDS = 5.0  # to compile a grammar
 COMPILERS = threading.Semaphore(2)  # at most so many grammars are compiled at once
-REPEATED = re.compile(r"\{(\d+)(?:,\d*)?\}")
+ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
@@ -29,7 +29,8 @@ def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
     if not COMPILERS.acquire(timeout=MAX_SECONDS):
         raise Refused(f"{field}: other grammars are being compiled; try again later", status=503, param=param)
     found: Future[T] = Future()
-    threading.Thread(target=_run, args=(make, found), name="mlx-mtp grammar", daemon=True).start()
+    # No daemon: if the process ended while Rust compiles, it would crash.
+    threading.Thread(target=_run, args=(make, found), name="mlx-mtp grammar").start()
     try:
         return found.result(MAX_SECONDS)
     except TimeoutError:
@@ -79,22 +80,22 @@ def check_text(text: str) -> None:
 
 
 def least_length(pattern: str) -> int:
-    """Estimate the length of a regular expression's shortest match, from above."""
-    lengths, last, at = [0], [0], 0  # of each open group, and of its last item
-    while at < len(pattern):
-        sign, size = pattern[at], 1
-        if repeated := REPEATED.match(pattern, at):
-            lengths[-1] += last[-1] * (int(repeated[1]) - 1)
-            last[-1], size = last[-1] * int(repeated[1]), len(repeated[0])
+    """Estimate the length of a regular expression's shortest match; of alternatives the longest counts."""
+    groups, repeated = [[0, 0, 0]], False  # per open group: its length, that of alternatives before, of its last item
+    for found in ITEM.finditer(pattern):
+        sign, group = found[0], groups[-1]
+        repeats = found["count"] is not None or sign in "?*+"
+        if repeats and not repeated:
+            count = int(found["count"] or sign == "+")
+            group[0], group[2] = group[0] + group[2] * (count - 1), group[2] * count
         elif sign == "(":
-            lengths.append(0)
-            last.append(0)
-        elif sign == ")" and len(lengths) > 1:
-            last.pop()
-            last[-1] = lengths.pop()
-            lengths[-1] += last[-1]
-        else:
-            last[-1], size = 1, 2 if sign == "\\" else 1
-            lengths[-1] += 1
-        at += size
-    return sum(lengths)
+            groups.append([0, 0, 0])
+        elif sign == "|":
+            groups[-1] = [0, max(group[:2]), 0]
+        elif sign == ")" and len(groups) > 1:
+            length = max(groups.pop()[:2])
+            groups[-1][0], groups[-1][2] = groups[-1][0] + length, length
+        elif not repeats:
+            group[0], group[2] = group[0] + 1, 1
+        repeated = repeats
+    return sum(max(group[:2]) for group in groups)

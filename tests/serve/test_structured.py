@@ -298,6 +298,14 @@ def test_a_grammar_in_error_ends_its_answer_with_an_error_and_no_other(served, m
     assert other.result().json()["choices"] == served.post(CHAT, json=free).json()["choices"]
 
 
+LIMITED = {  # hostile schemas that are refused without being compiled
+    "3000 names": f"{CHATTED}.properties: ",
+    "3000 required names": f"{CHATTED}: the schema has ",
+    "long value": f"{CHATTED}.enum: ",
+    "fixed repetition": f"{CHATTED}.pattern: ",
+}
+
+
 def test_hostile_schemas_are_refused_or_answered_while_others_are_answered(served):
     """Each is a 400 that names the field, or the start of an answer; in bounded memory, without a fetch."""
     free = {"messages": [QUESTION], "max_tokens": 8, "temperature": 1.0, "seed": 5}
@@ -314,7 +322,8 @@ def test_hostile_schemas_are_refused_or_answered_while_others_are_answered(serve
                 continue
             assert response.status_code == 400, name
             message = response.json()["error"]["message"]
-            assert message.startswith((CHATTED, "the body is nested")), (name, message)
+            words = LIMITED.get(name, "the body is nested" if message.startswith("the body") else CHATTED)
+            assert message.startswith(words), (name, message)
     assert len(HOSTILE) == 48
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 300_000 * (1024 if sys.platform == "darwin" else 1)
@@ -345,3 +354,12 @@ def test_a_grammar_that_compiles_too_long_is_refused_while_others_are_answered(s
     while not grammar_limits.COMPILERS.acquire(timeout=0.1):  # the abandoned threads end
         pass
     grammar_limits.COMPILERS.release()
+
+
+LENGTHS = {"^abc$": 5, "a{1000}": 1000, "a{3,5}b+": 4, "(ab{3}){2}": 8, "((a{100}){100}){100}": 10**6, "a?b*": 0}
+LENGTHS |= {"a{7}?": 7, "ab|cde|f": 3, "x(?:ab|cde){4}": 13, r"[a-z\]]{5}\d{4}": 9, "[]a]{6}": 6, "((": 0, ")){5}": 6}
+
+
+@pytest.mark.parametrize(("pattern", "length"), LENGTHS.items())
+def test_the_shortest_match_of_a_pattern_is_estimated(pattern, length):
+    assert grammar_limits.least_length(pattern) == length

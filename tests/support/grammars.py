@@ -88,8 +88,10 @@ def accepted(made: grammar.Grammar, text: str, *special: str, spelled: bool = Fa
     )
 
 
-def constraint(made: grammar.Grammar, vocab_size: int = 2048) -> grammar.Constraint:
+def constraint(made: grammar.Grammar | grammar.Constraint, vocab_size: int = 2048) -> grammar.Constraint:
     """Return a grammar compiled for the demo's tokenizer, or its own."""
+    if isinstance(made, grammar.Constraint):
+        return made
     return grammar.compiled(made, None if made.tokenizer is not None else demo_tokenizer(), vocab_size)
 
 
