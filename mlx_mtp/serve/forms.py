@@ -164,8 +164,8 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
     """Return the conversation with tool calls, tool results or both as text.
 
-    calls: move calls, as JSON, into the content of their answers. results: turn messages of role `tool` into user
-    messages, and merge adjacent user messages.
+    calls: move calls, in the generic format, into the content of their answers. results: turn messages of role `tool`
+    into user messages, and merge adjacent user messages.
     """
     messages = conversation.messages
     if calls:
@@ -186,7 +186,7 @@ def _with_calls_in_content(message: Message) -> Message:
 def _call_as_text(call: dict[str, Any]) -> str:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     written = arguments if isinstance(arguments, str) else dumps(arguments)
-    return f'{{"name": {dumps(name)}, "arguments": {written}}}'
+    return f'<tool_call>\n{{"name": {dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
 # The changes that alter a prompt least come first.

@@ -17,15 +17,27 @@ from mlx_mtp import grammar
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
 from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, call_mark, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
-from mlx_mtp.serve.tool_calls.table import BY_PARSER, format_of
+from mlx_mtp.serve.tool_calls.table import BY_PARSER, PYTHONIC_PLAIN, format_of
 
 EXAMPLES = 2000 if SWEEP else 4
 PLAIN = SimpleNamespace(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
-RENDERED = sorted(RENDERERS, key=lambda renderer: renderer.__name__)
+
+
+def pythonic_plain(name, arguments):
+    """A call in Python's syntax, with strings as they are."""
+    written = (f"'{value}'" if isinstance(value, str) else repr(value) for value in arguments.values())
+    inside = ", ".join(f"{key}={value}" for key, value in zip(arguments, written, strict=True))
+    return f"<|tool_call_start|>[{name}({inside})]<|tool_call_end|>"
+
+
+NAMES = {**RENDERERS, pythonic_plain: "pythonic_plain"}
+RENDERED = sorted(NAMES, key=lambda renderer: renderer.__name__)
 MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 
 
 def format_named(name):
+    if name == "pythonic_plain":
+        return PYTHONIC_PLAIN
     plain = SimpleNamespace(has_tool_calling=False, chat_template=name, get_vocab=dict)
     return BY_PARSER.get(name) or BY_PARSER.get(name.rpartition("_")[2]) or format_of(plain)
 
@@ -87,6 +99,9 @@ def parameters(draw, pieces, nulls=True):
 
 def unwritable(format, value):
     """Whether a value has a string that the format's grammar leaves out, as it could not be read back for certain."""
+    texts = [each for each in value.values() if isinstance(each, str)]
+    if format is PYTHONIC_PLAIN and any(re.search(r"'\s*[,)]", each) for each in texts):
+        return True
     marks = [getattr(format, name) for name in ("close", "nested", "quote") if getattr(format, name, "")]
     written = json.dumps(value, ensure_ascii=False)
     return any(mark.split("{")[0] in written.replace('\\"', '"') for mark in marks) or "]]>" in written
@@ -96,9 +111,9 @@ def unwritable(format, value):
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_a_rendered_call_is_accepted(renderer, data):
-    format = format_named(RENDERERS[renderer])
+    format = format_named(NAMES[renderer])
     pieces = sorted({*MARKS.findall(renderer("write", {"text": "x"}))})
-    schema, arguments = data.draw(parameters(pieces, nulls=RENDERERS[renderer] != M3))
+    schema, arguments = data.draw(parameters(pieces, nulls=NAMES[renderer] != M3))
     if "gemma" in renderer.__name__ or renderer.__name__ == "minicpm":  # strings that their templates do not escape
         assume(not unwritable(format, arguments))
     text = renderer("write", arguments)
@@ -137,7 +152,7 @@ ALL = [chr(byte) for byte in range(32, 127)] + ["\n", "é"]
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
-    format = format_named(RENDERERS[renderer])
+    format = format_named(NAMES[renderer])
     rendered = renderer("write", {"text": "\0"}).replace("\\u0000", "\0").replace("\\x00", "\0")
     closing = [rendered.partition("\0")[2], '"', "'", "}", "]", ")", *MARKS.findall(rendered)[::-1]]
     pieces = sorted(
@@ -171,9 +186,9 @@ SPECIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("renderer", [each for each in RENDERED if RENDERERS[each] in SPECIAL])
+@pytest.mark.parametrize("renderer", [each for each in RENDERED if NAMES[each] in SPECIAL])
 def test_a_mark_that_is_a_special_token_is_that_token_not_its_text(renderer):
-    name, schema = RENDERERS[renderer], {"type": "object", "properties": {"text": {"type": "string"}}}
+    name, schema = NAMES[renderer], {"type": "object", "properties": {"text": {"type": "string"}}}
     added = {257 + i: AddedToken(mark, special=True) for i, mark in enumerate(SPECIAL[name])}
     tokenizer = SimpleNamespace(chat_template=None, eos_token_ids=[256], added_tokens_decoder=added)
     made = call_grammar(tokenizer, format_named(name), offer(schema, schema))
@@ -194,7 +209,7 @@ def test_a_token_that_ends_the_answer_is_no_part_of_a_grammar():
 def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
     """The mark is that of `call_mark`; arguments of a tool that is not strict are free."""
     format, schema = (
-        format_named(RENDERERS[renderer]),
+        format_named(NAMES[renderer]),
         {"type": "object", "properties": {"text": {"type": "integer"}}},
     )
     for strict in ((), ("write",)):
@@ -220,3 +235,34 @@ def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):
     with pytest.raises(ValueError, match=re.escape(named)) as raised:
         call_grammar(PLAIN, format_named("qwen3_coder"), offer({"type": "object", **schema}))
     assert "'write'" in str(raised.value)
+
+
+def coder(value):
+    return f"<tool_call>\n<function=write>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+LISTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"type": "string"}, ["", "null", "5", " <x>\n", "</function>"], ["</parameter>", "</parameter>b"]),
+        ({"type": "string", "nullable": True}, ["", "nul", "true"], ["null", " None\n", "NaN"]),
+        ({"type": ["string", "integer"]}, ["5", "-5", "five", "null", "[5]"], ["5.5", "5 a", " -5"]),
+        (LISTED, ["a", '["a"]', '["</x>"]'], ["[5]", "[a", '["</parameter>"]', " [x"]),
+        ({"type": "array", "items": {"type": "string"}}, ['["</parameter>"]', "[]"], ["", "a", "[5]"]),
+        ({"enum": ["a", "null", 5, None]}, ["a", "5", "null", "None"], ["b", "6", ""]),
+        ({"type": "boolean"}, ["true", "False"], ["TRUE", "0", '"true"']),
+        ({"type": "string", "pattern": "b|^a/$", "minLength": 2}, ["a/", "xby"], ["b", "xa/", "a/c"]),
+        ({"type": "string", "format": "date"}, ["2024-02-28", "2023-12-31"], ["2024-02-30", "2024-2-1"]),
+        ({}, ["a", "5", '{"a": [null]}', "true"], ['"a"', "[5", "{"]),
+    ],
+)  # fmt: skip
+def test_raw_values_are_those_that_are_read_back(schema, accepted, refused):
+    made = call_grammar(PLAIN, format_named("qwen3_coder"), offer({"properties": {"a": schema}, "required": ["a"]}))
+    assert [each for each in accepted if grammars.accepted(made, coder(each)) is not None] == []
+    assert [each for each in refused if grammars.accepted(made, coder(each)) is None] == []
+    undeclared = coder("x").replace("=a>", "=b>")
+    assert grammars.accepted(made, undeclared) is not None
+    assert grammars.accepted(made, re.sub("<param.*ter>\n", "", coder("x"), flags=re.DOTALL)) is not None

@@ -129,6 +129,18 @@ def test_a_grammar_of_calls_accepts_them_as_the_template_renders_them(name, data
         assert grammars.accepted(made, written[begin:][: reading.end].strip()) is None, written
 
 
+SPREAD = '{\n    "text": "a"}'
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("json in ASCII", r'{"text": "\u00e9"}'), ("json, spread", SPREAD)])
+def test_a_grammar_has_the_letters_and_spaces_of_the_templates_json(name, arguments):
+    for own in (name, "json"):
+        rendered = found(own)
+        made = call_grammar(rendered.chat.tokenizer, rendered.format, Offer(Tools(OFFERED), True, True, ["write"]))
+        written = f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+        assert (grammars.accepted(made, written) is None) is (own == name)
+
+
 def test_a_template_without_tools_is_detected_even_if_it_refuses_system_prompts():
     for name, with_tools in (("json", True), ("no system", True), ("described", True)):
         template = OWN[name]

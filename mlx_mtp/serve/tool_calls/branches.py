@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .lark import ANY
-from .schema import Schema, _kind, _target
+from .schema import Schema, kind_of, target_of
 
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "strict"),
@@ -65,7 +65,7 @@ class Branch(NamedTuple):
 
 def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
     """Yield the alternatives of a schema, each of one type. Raises ValueError, with the keyword, for others."""
-    schema = {} if schema is True else _target(schema, root)
+    schema = {} if schema is True else target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
         raise ValueError("a schema that is false, or an invalid or long chain of $ref")
     keys = set(schema) - ANNOTATIONS
@@ -94,8 +94,8 @@ def _typed(schema: Schema, keys: set[str]) -> Iterator[Branch]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
         for value in values:
-            if not types or _kind(value) in types or (_kind(value) == "integer" and "number" in types):
-                yield Branch(_kind(value), schema, (value,))
+            if not types or kind_of(value) in types or (kind_of(value) == "integer" and "number" in types):
+                yield Branch(kind_of(value), schema, (value,))
         if others := keys - {"type", "const", "enum"}:
             raise ValueError(f"enum with {sorted(others)[0]} is not supported with this model's tool calls")
         return
@@ -148,7 +148,7 @@ class Document:
 
 
 def rerooted(schema: Any, *, data: bool = False) -> Any:
-    """Return a schema with `$ref` to `#/$defs/root` in place of `#`. data: it is no schema, but data or names."""
+    """Return a schema with `$ref` to `#/$defs/root` instead of `#`. data: it is no schema, but data or names."""
     if isinstance(schema, list):
         return [rerooted(each) for each in schema]
     if not isinstance(schema, dict):

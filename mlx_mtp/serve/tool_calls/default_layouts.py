@@ -26,6 +26,7 @@ from .table import (
     NAMESPACE,
     PLAIN_JSON,
     PYTHONIC,
+    PYTHONIC_PLAIN,
     SOLAR,
 )  # fmt: skip
 
@@ -145,7 +146,9 @@ DEFAULTS: dict[CallFormat, tuple[Layout, ...]] = {
         "<start_function_call>call:", "{", "}<end_function_call><start_function_call>call:", "}<end_function_call>",
         separator=",",
     ),),
-    PYTHONIC: (Layout("<|tool_call_start|>[", "(", "), ", ")]<|tool_call_end|>", separator=", ", python=True),),
+    **dict.fromkeys((PYTHONIC, PYTHONIC_PLAIN), (
+        Layout("<|tool_call_start|>[", "(", "), ", ")]<|tool_call_end|>", separator=", ", python=True),
+    )),
 }
 # fmt: on
 

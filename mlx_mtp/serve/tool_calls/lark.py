@@ -25,7 +25,7 @@ def containing(text: str) -> str:
 class Rules:
     """The rules of one grammar. special: ids of the special tokens, which no text matches. spaces: options of JSON.
 
-    tight: options of JSON that allows white space beside its separators only: such JSON can stand where raw text is
+    tight: options of JSON that allows white space next to its separators only: such JSON can stand where raw text is
     allowed too, because its white space is no lexeme of its own.
     """
 

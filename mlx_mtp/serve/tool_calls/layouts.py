@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .tagged import TaggedCalls
 SECOND = "secondname"
 ARGUMENTS = {"text": "probedx", "more": "probedy"}
 CONTAINER = {"text": [True], "more": "é"}
-Calls = list[tuple[str, dict[str, Any]]]
+Calls = Sequence[tuple[str, dict[str, Any]]]
 FIRST = (NAME, ARGUMENTS)
 
 
@@ -111,7 +112,7 @@ def _block(text: str, format: CallFormat, calls: Calls) -> str | None:
     tools = Tools([{"function": {"name": name, "parameters": parameters}} for name in (NAME, SECOND)])
     for match in format.opening(tools).finditer(text):
         reading = format.read(text[match.start() :], tools, complete=False)
-        if reading and _given(reading) == calls:
+        if reading and _given(reading) == list(calls):
             return text[match.start() : match.start() + reading.end].strip()
     return None
 

@@ -1,8 +1,10 @@
 """Read tool calls in Python's syntax, as LFM2 and others write them: `[weather(city="Bonn", days=2), ...]`."""
 
 import ast
+import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -138,17 +140,30 @@ class UnescapedReader:
         if not (key := KEY.match(self._text, position.at)):
             return
         (name, given), start = position.calls[-1], key.end()
+        for end in itertools.chain(self._container_end(start), self._ends(start)):
+            value = self._text[start:end].rstrip()
+            if value[:1] in ("'", '"') and (len(value) < 2 or value[-1] != value[0]):
+                continue
+            calls = (*position.calls[:-1], (name, (*given, (key["key"], value))))
+            yield ListPosition(end, calls, True)
+            if value[:1] not in ("'", '"', "{", "["):
+                return
+
+    def _ends(self, start: int) -> Iterator[int]:
+        """Yield the indices at which the value at `start` may end."""
         for found in VALUE_END.finditer(self._text, start + 1):
             self._steps += 1
             if self._steps > MOST_STEPS:
                 return
-            value = self._text[start : found.start()].rstrip()
-            if value[:1] in ("'", '"') and (len(value) < 2 or value[-1] != value[0]):
-                continue
-            calls = (*position.calls[:-1], (name, (*given, (key["key"], value))))
-            yield ListPosition(found.start(), calls, True)
-            if value[:1] not in ("'", '"', "{", "["):
-                return
+            yield found.start()
+
+    def _container_end(self, start: int) -> Iterator[int]:
+        """Yield the end of a list or dict at `start`, if it is a literal: its strings may contain any text."""
+        end = _literal_end(self._text, start) if self._text[start : start + 1] in ("{", "[") else None
+        if end is not None:
+            with suppress(ValueError):
+                _parsed(self._text[start:end].strip())
+                yield end
 
 
 def _unescaped(text: str) -> Any:

@@ -50,7 +50,7 @@ class Tools:
         properties, types = self.properties(name), self.types(name, key)
         if key not in properties or not types or "string" in types:
             return key in properties
-        kind = _kind(json.loads(as_json(name, key, text)))
+        kind = kind_of(json.loads(as_json(name, key, text)))
         return kind in types or (kind == "integer" and "number" in types)
 
     def as_json(self, name: str, key: str, text: str) -> str:
@@ -75,7 +75,7 @@ def untyped_as_json(text: str, types: set[str] = frozenset()) -> str:  # type: i
         written = strict(written)
     except ValueError:
         return dumps(text) if "string" in types else _from_python(text)
-    kind = _kind(json.loads(written))
+    kind = kind_of(json.loads(written))
     if kind == "string":  # the model wrote quotes that the format does not use
         return dumps(text) if "string" in types or not types else written
     if kind == "number" and "integer" in types and "number" not in types and float(written).is_integer():
@@ -97,14 +97,14 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
 
     Values of `enum` and `const` name their types if there is no `type`. root: where `$ref` is resolved.
     """
-    schema = _target(schema, root)
+    schema = target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
         return set()
     named = schema.get("type")
     types = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     values = [*values, schema["const"]] if "const" in schema else values
-    types = types or {_kind(value) for value in values}
+    types = types or {kind_of(value) for value in values}
     for choice in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(choice), list):
             types = types.union(*(types_of(each, root, depth - 1) for each in schema[choice]))
@@ -113,7 +113,7 @@ def types_of(schema: Any, root: Schema, depth: int = 8) -> set[str]:
 
 def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
     """Yield a schema, with its `$ref` resolved, and the schemas in its `anyOf`, `oneOf` and `allOf`."""
-    schema = _target(schema, root)
+    schema = target_of(schema, root)
     if isinstance(schema, dict) and depth:
         yield schema
         for choice in ("anyOf", "oneOf", "allOf"):
@@ -121,7 +121,7 @@ def alternatives(schema: Any, root: Schema, depth: int = 8) -> Iterator[Schema]:
                 yield from alternatives(each, root, depth - 1)
 
 
-def _target(schema: Any, root: Schema, depth: int = 8) -> Any:
+def target_of(schema: Any, root: Schema, depth: int = 8) -> Any:
     """Return a schema with its `$ref` resolved; None if that does not exist, or references form a long chain."""
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
         schema, depth = _resolved(reference, root) if depth else None, depth - 1
@@ -141,7 +141,7 @@ def _resolved(reference: str, root: Schema) -> Any:
     return found
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     if value is None:
         return "null"
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}

@@ -22,6 +22,12 @@ READ_AS = {
     "array": rf"{WHITE}\[{ANY}",
     "object": rf"{WHITE}\{{{ANY}",
 }
+# Numbers that Python reads as finite ones.
+PYTHON_NUMBERS = {
+    "integer": "/-?(?:0|[1-9][0-9]{0,299})/",
+    "number": r"/-?(?:0|[1-9][0-9]{0,199})(?:\.[0-9]{1,200})?(?:[eE](?:\+?[0-9]{1,2}|-[0-9]{1,3}))?"
+    r"|-?[0-9](?:\.[0-9]{1,200})?[eE]\+?(?:[12][0-9]{2}|30[0-7])/",
+}
 CONSTANTS = {None: "None", True: "True", False: "False"}
 
 
@@ -76,6 +82,8 @@ class Structures:
         elif branch.kind in ("null", "boolean"):
             values = (None,) if branch.kind == "null" else (True, False)
             yield from (literal(text + close) for value in values for text in self.texts(value, types))
+        elif self.style.is_python and branch.kind in PYTHON_NUMBERS and not branch.schema:
+            yield f"{self.rules.rule(PYTHON_NUMBERS[branch.kind], terminal=True)} {literal(close)}"
         elif branch.kind in ("integer", "number"):
             yield f"{self.rules.json({'type': branch.kind, **branch.schema}, tight=True)} {literal(close)}"
         else:
@@ -115,7 +123,10 @@ class Structures:
             yield f"{rules.json({'type': 'string', **branch.schema}, tight=True)} {rules.literal(close)}"
             if style.is_python:
                 plain = " & ".join(f"/{each}/" for each in [*patterns, r"[^'\\\x00-\x1f]*"])
-                single = f'"\'" ({plain}) "\'"' if patterns else r"""/'(?:[^'\\\x00-\x1f]|\\['\\nrt])*'/"""
+                least, most = branch.schema.get("minLength", 0), branch.schema.get("maxLength", "")
+                escaped = rf"/'(?:[^'\\\x00-\x1f]|\\['\\nrt]){{{least},{most}}}'/"
+                simple = {*branch.schema} <= {"minLength", "maxLength"}
+                single = escaped if simple else f'"\'" ({plain}) "\'"'
                 yield f"{rules.rule(single, terminal=True)} {rules.literal(close)}"
         else:
             text = rf'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/ & ~/{containing(style.mark)}/'

@@ -106,12 +106,13 @@ TAGGED = (CODER, SEED, GLM, LONGCAT, HY, MINIMAX, MINIMAX_M3, MINICPM, MUSE, KIM
 GEMMA_4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
 PYTHONIC = PythonicCalls("<|tool_call_start|>", "<|tool_call_end|>")
+PYTHONIC_PLAIN = dataclasses.replace(PYTHONIC, escaped=False)
 FORMATS: tuple[CallFormat, ...] = (
     *(dataclasses.replace(tags, pad=pad) for tags in TAGGED for pad in ("", "\n")),
     *JSON,
     GEMMA_4,
     FUNCTION_GEMMA,
-    dataclasses.replace(PYTHONIC, escaped=False),
+    PYTHONIC_PLAIN,
     PYTHONIC,
     LLAMA,  # last, because its calls need no mark
 )
