@@ -16,7 +16,7 @@ from .consent import agree, disable_kernels
 from .cycle_masks import CycleMasks
 from .decoder import PROMPT, Decoder, Flight
 from .drafters.drafter import Frame
-from .guided import choose_allowed, confident_drafts, forced_plan
+from .guided import choose_allowed, choose_late, confident_drafts, forced_plan, submit_pass
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
@@ -98,12 +98,17 @@ def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
+        build: Any = replay or partial(forward if masked else step, frame)
         built, arrays = build(last.run.given, cache.unload(), drafts)
-        setattr(new, "passed" if masked else "run", built)
         if replay:
             limit = last.base + last.run.size
             cache.load(arrays, limit + new.plan.k + 1, limit)
+        if not new.masks:
+            new.run = built
+        else:
+            new.passed = built
+            if not choose_late(frame):
+                new.run = choose_allowed(frame, built, new.masks, d.compiled, d.stats)
     new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
@@ -170,12 +175,13 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     """Start computing `new`, the cycle after `last`, which has been read; raises KernelRefused or GraphFailed."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
-    if new.masks:
+    if new.masks and new.masks.allowed is not None:
         new.masks.begin()
     if new.plan.p_min:
         frame, drafts = _frame(d, last, new.plan), confident_drafts(d, last, new)
-        if d.picker.matcher:
+        if new.masks:
             new.passed = read_rows(frame, last.run, drafts)
+            new.run = choose_allowed(frame, new.passed, new.masks, d.compiled, d.stats)
         else:
             new.run = verify(frame, last.run, drafts)
     agree(d)
@@ -183,7 +189,10 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
     if new.passed and new.masks:
-        new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed, new.masks)
+        for waited in submit_pass(new.passed, new.masks, stepwise=new.plan.stepwise):
+            d.stats.add_time(0.0, waited)
+        if choose_late(frame := _frame(d, last, new.plan)) and not new.plan.p_min:
+            new.run = choose_allowed(frame, new.passed, new.masks, d.compiled, d.stats)
     start(d, new.run)
     if not d.cache.live:
         whole = last.accepted + 1 == last.run.size

@@ -29,8 +29,8 @@ class Flight:
     begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
              it. before: mark of the caches after the previous cycle. run: the step's result (with p_min `drafts`,
              from which `submit` builds it). replayed: whether it was recorded. built: the host's seconds for it.
-             late: whether it was begun after the previous cycle was read. passed: with a grammar, instead of run,
-             which `submit` completes when it has read the drafts. masks: with a grammar.
+             late: whether it was begun after the previous cycle was read. passed: with a grammar, the rows that
+             the run chooses from, which `submit` submits first. masks: with a grammar.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
     read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
              cannot be built before this one is read; None if it can.

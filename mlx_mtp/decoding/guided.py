@@ -17,7 +17,9 @@ from .cycle_masks import CycleMasks
 from .decoder import Decoder, Flight
 from .drafters.drafter import Frame
 from .prefill import evaluated
+from .replay import Compiled
 from .run import Drafts, Run
+from .stats import Stats
 from .step import Passed, choose, roll_back
 
 
@@ -42,19 +44,29 @@ def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
-def choose_allowed(d: Decoder, frame: Frame, passed: Passed, masks: CycleMasks) -> Run:
-    """Submit the target's pass; build the choice from its rows under the masks, which depend on the drafts.
+def choose_late(frame: Frame) -> bool:
+    """Return whether masks must be written before the choice is built: a caller's code may evaluate the logits."""
+    return any(member and (member.picker.sampler or member.picker.processors) for member in frame.members)
 
-    The host reads the drafts and makes the masks while the device computes the pass.
+
+def choose_allowed(
+    frame: Frame,
+    passed: Passed,
+    masks: CycleMasks,
+    compiled: Compiled | None,
+    stats: Stats,
+    limits: mx.array | None = None,
+) -> Run:
+    """Build or replay the choice from the rows of a pass, under masks that the host writes after it is submitted.
+
+    compiled, limits: as in `step`; stats counts a new record.
     """
-    for waited in submit_pass(passed, masks, stepwise=frame.plan.stepwise):
-        d.stats.add_time(0.0, waited)
-    of_rows = masks.of_rows(passed.hidden.shape[1])
-    if d.compiled:
-        run = d.compiled.choose(frame, passed, None, of_rows, d.stats)
+    rows = masks.of_rows(passed.hidden.shape[1])
+    if compiled:
+        run = compiled.choose(frame, passed, limits, rows, stats)
     else:
-        run = choose(frame.model, frame.members, passed, masks=of_rows)
-    roll_back(frame, run)
+        run = choose(frame.model, frame.members, passed, limits, rows)
+    roll_back(frame, run, limits)
     return run
 
 
@@ -80,11 +92,13 @@ def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
 def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[float]:
     """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts.
 
-    The host has all drafts before the pass ends. stepwise: it also reads each draft before the next one is computed.
+    The host has all drafts before the pass ends. If the drafts are masked, it has called `masks.begin()`.
+    stepwise: it reads each draft before the next one is computed.
     """
     waits: list[float] = []
     if passed.drafts is None:
         evaluated(mx.async_eval, passed.hidden)
+        masks.begin()
         return waits
     each = [*passed.each] if stepwise else []
     for depth in range(masks.first_unknown, len(each) - 1):
@@ -92,6 +106,8 @@ def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[fl
         masks.read(_received(mx.concatenate(each[: depth + 1], axis=1), waits))
     evaluated(mx.async_eval, passed.drafts)
     evaluated(mx.async_eval, passed.hidden)
+    if masks.allowed is None:
+        masks.begin()
     masks.read(_received(passed.drafts, waits))
     return waits
 
