@@ -313,7 +313,7 @@ class Group:
                 for c in pooled if moved and not sequence.finished else ():
                     c.parts = ()
         if new.passed:
-            self.steps.submit_pass(new)
+            self.steps.begin_pass(new)
         evaluated(mx.async_eval, new.run.packed, new.run.logprobs, self.pool.arrays)
         self.joining = []
         return new

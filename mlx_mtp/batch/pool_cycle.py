@@ -191,7 +191,7 @@ class Steps:
             return 0
         return len(matcher.drafts(min(matcher.most, most)))
 
-    def submit_pass(self, new: PoolCycle) -> None:
+    def begin_pass(self, new: PoolCycle) -> None:
         """Submit the target's pass of a cycle with grammars, and write its masks; build its run if it has none."""
         passed, masks = new.passed, new.masks
         assert passed

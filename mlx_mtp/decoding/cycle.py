@@ -16,7 +16,7 @@ from .consent import agree, disable_kernels
 from .cycle_masks import CycleMasks
 from .decoder import PROMPT, Decoder, Flight
 from .drafters.drafter import Frame
-from .guided import choose_allowed, choose_late, confident_drafts, forced_plan, submit_pass
+from .guided import choose_early, confident_drafts, forced_plan, submit_guided
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
@@ -103,12 +103,10 @@ def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
         if replay:
             limit = last.base + last.run.size
             cache.load(arrays, limit + new.plan.k + 1, limit)
-        if not new.masks:
-            new.run = built
+        if new.masks:
+            choose_early(d, frame, new, built)
         else:
-            new.passed = built
-            if not choose_late(frame):
-                new.run = choose_allowed(frame, built, new.masks, d.compiled, d.stats)
+            new.run = built
     new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
@@ -180,19 +178,15 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     if new.plan.p_min:
         frame, drafts = _frame(d, last, new.plan), confident_drafts(d, last, new)
         if new.masks:
-            new.passed = read_rows(frame, last.run, drafts)
-            new.run = choose_allowed(frame, new.passed, new.masks, d.compiled, d.stats)
+            choose_early(d, frame, new, read_rows(frame, last.run, drafts))
         else:
             new.run = verify(frame, last.run, drafts)
     agree(d)
     d.submitted = new
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
-    if new.passed and new.masks:
-        for waited in submit_pass(new.passed, new.masks, stepwise=new.plan.stepwise):
-            d.stats.add_time(0.0, waited)
-        if choose_late(frame := _frame(d, last, new.plan)) and not new.plan.p_min:
-            new.run = choose_allowed(frame, new.passed, new.masks, d.compiled, d.stats)
+    if new.masks:
+        submit_guided(d, new)
     start(d, new.run)
     if not d.cache.live:
         whole = last.accepted + 1 == last.run.size

@@ -44,6 +44,23 @@ def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
+def choose_early(d: Decoder, frame: Frame, new: Flight, passed: Passed) -> None:
+    """Set a cycle's pass, and its run unless `submit_guided` must build it."""
+    new.frame, new.passed = frame, passed
+    if new.masks and not choose_late(frame):
+        new.run = choose_allowed(frame, passed, new.masks, d.compiled, d.stats)
+
+
+def submit_guided(d: Decoder, new: Flight) -> None:
+    """Submit a cycle's pass and write its masks; then build its run if that is missing."""
+    assert new.passed
+    assert new.masks
+    for waited in submit_pass(new.passed, new.masks, stepwise=new.plan.stepwise):
+        d.stats.add_time(0.0, waited)
+    if choose_late(new.frame):
+        new.run = choose_allowed(new.frame, new.passed, new.masks, d.compiled, d.stats)
+
+
 def choose_late(frame: Frame) -> bool:
     """Return whether masks must be written before the choice is built: a caller's code may evaluate the logits."""
     return any(member and (member.picker.sampler or member.picker.processors) for member in frame.members)

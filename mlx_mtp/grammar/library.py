@@ -12,11 +12,10 @@ MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its ans
 
 
 class Library(NamedTuple):
-    """The parts of llguidance that grammars use. fill: writes a mask into a row of int32 [rows, words]."""
+    """The parts of llguidance that grammars use."""
 
     LLMatcher: Any
     LLTokenizer: Any
-    fill: Any
     limits: Any
 
 
@@ -25,8 +24,7 @@ def llguidance() -> Library:
     """Return llguidance; ValueError that states how to install it if it is missing."""
     try:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-        from llguidance.numpy import fill_next_token_bitmask
     except ImportError:
         raise ValueError(f"grammars need llguidance: {install('grammar')}") from None
     limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False)
-    return Library(LLMatcher, LLTokenizer, fill_next_token_bitmask, limits)
+    return Library(LLMatcher, LLTokenizer, limits)
