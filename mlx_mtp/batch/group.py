@@ -291,7 +291,7 @@ class Group:
         assert self.pool is not None
         run_first(self.model)
         self.marks = []
-        if new.masks:
+        if new.masks and new.masks.allowed is not None:
             new.masks.begin()
         if new.plan.p_min:
             self.drafts_evaluated = True
@@ -313,7 +313,7 @@ class Group:
                 for c in pooled if moved and not sequence.finished else ():
                     c.parts = ()
         if new.passed:
-            self.steps.choose_tokens(new)
+            self.steps.begin_pass(new)
         evaluated(mx.async_eval, new.run.packed, new.run.logprobs, self.pool.arrays)
         self.joining = []
         return new

@@ -10,12 +10,12 @@ from ..cache.pool import Pool, PoolMark
 from ..decoding.cycle_masks import CycleMasks
 from ..decoding.drafters import Drafter
 from ..decoding.drafters.drafter import Frame
-from ..decoding.guided import redrafted, submit_pass
+from ..decoding.guided import choose_allowed, choose_late, redrafted, submit_pass
 from ..decoding.prefill import evaluated
 from ..decoding.replay import Compiled
 from ..decoding.run import NO_DRAFTS, Drafts, Run
 from ..decoding.stats import Stats
-from ..decoding.step import Passed, choose, forward, propose, read_rows, roll_back, step, verify
+from ..decoding.step import Passed, forward, propose, read_rows, step, verify
 from ..grammar import GrammarError
 from ..layers.target import Target
 from ..tuning.plan import Accepted, Plan
@@ -37,8 +37,9 @@ class PoolCycle:
     after: a mark of the pool after this cycle, held until the next one begins.
     frame, given, drafts: set if only the drafts are built, because their confidence is read first; frame also with a
     grammar.
-    passed, most: with a grammar, set instead of run until `Steps.choose_tokens`; most: as `limits` returns it.
-    masks: with a grammar. forced: per row, the number of drafts of a plan of "grammar".
+    passed: with a grammar, the rows that the run chooses from, which are submitted first. masks: with a grammar.
+    most: as `limits` returns it, for a run that is built after the masks are written.
+    forced: per row, the number of drafts of a plan of "grammar".
     """
 
     rows: Rows
@@ -56,8 +57,8 @@ class PoolCycle:
     given: Run = field(init=False)
     drafts: Drafts = NO_DRAFTS
     passed: Passed | None = None
-    most: mx.array | None = None
     masks: CycleMasks | None = None
+    most: mx.array | None = None
     forced: list[int] = field(default_factory=list)
 
     @property
@@ -128,14 +129,16 @@ class Steps:
             new.frame, new.given = frame, given
             new.drafts = propose(frame, given, pool.unload(), drafts)
             return
-        limits = new.limits(plan.k, always=replay is not None)
-        if new.has_grammar:
+        limits, limit = new.limits(plan.k, always=replay is not None), frame.base + given.size
+        if new.masks:
             new.passed, arrays = (replay or partial(forward, frame))(given, pool.unload(), drafts)
+            pool.load(arrays, limit + plan.k + 1, limit)
             new.frame, new.most = frame, limits
+            if not choose_late(frame):
+                new.run = choose_allowed(frame, new.passed, new.masks, self.compiled, self.stats, limits)
         else:
             new.run, arrays = (replay or partial(step, frame))(given, pool.unload(), drafts, limits)
-        limit = frame.base + given.size
-        pool.load(arrays, limit + plan.k + 1, limit)
+            pool.load(arrays, limit + plan.k + 1, limit)
         new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
@@ -149,8 +152,9 @@ class Steps:
         for sequence in new.rows:
             if sequence and not sequence.finished:
                 sequence.stats.add_time(0.0, waited)
-        if new.has_grammar:
-            new.passed, new.most = read_rows(new.frame, new.given, drafts), new.limits(drafts.k)
+        if new.masks:
+            new.passed, limits = read_rows(new.frame, new.given, drafts), new.limits(drafts.k)
+            new.run = choose_allowed(new.frame, new.passed, new.masks, self.compiled, self.stats, limits)
         else:
             new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()
@@ -191,8 +195,8 @@ class Steps:
             sequence.fail(e)
             return 0
 
-    def choose_tokens(self, new: PoolCycle) -> None:
-        """Submit the target's pass of a cycle with grammars; build the choice under the masks as the cycle's run."""
+    def begin_pass(self, new: PoolCycle) -> None:
+        """Submit the target's pass of a cycle with grammars, and write its masks; build its run if it has none."""
         passed, masks = new.passed, new.masks
         assert passed
         assert masks
@@ -201,10 +205,6 @@ class Steps:
             if sequence and not sequence.finished:
                 for waited in waits:
                     sequence.stats.add_time(0.0, waited)
-        of_rows = masks.of_rows(passed.hidden.shape[1])
-        if self.compiled:
-            new.run = self.compiled.choose(new.frame, passed, new.most, of_rows, self.stats)
-        else:
-            new.run = choose(self.model, new.rows, passed, new.most, of_rows)
-        roll_back(new.frame, new.run, new.most)
-        new.passed, new.after = None, self.pool.mark()
+        if choose_late(new.frame) and not new.plan.p_min:
+            new.run = choose_allowed(new.frame, passed, masks, self.compiled, self.stats, new.most)
+            new.after = self.pool.mark()

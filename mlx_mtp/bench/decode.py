@@ -195,8 +195,8 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
     text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,
-    accepted: per depth, of the drafter; of lookups and of grammars in all. drafted_by, accepted_by: of the drafter, by
-    its names in plans. paused: why drafting was paused at the end, else "".
+    accepted: per depth, of the drafter; of lookups and of grammars in all. drafted_by, accepted_by: of the drafter,
+    by its names in plans. paused: why drafting was paused at the end, else "".
     """
     stats = [run.stats for run in runs if run.stats]
     of_drafter = "drafted", "accepted", "drafted_by", "accepted_by"

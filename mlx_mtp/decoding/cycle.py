@@ -18,7 +18,7 @@ from .consent import agree, disable_kernels
 from .cycle_masks import CycleMasks
 from .decoder import PROMPT, Decoder, Flight
 from .drafters.drafter import Frame
-from .guided import choose_allowed, confident_drafts, forced_plan
+from .guided import choose_early, confident_drafts, forced_plan, submit_guided
 from .history import TokenHistory
 from .members import Single
 from .prefill import evaluated, first_run, prefill
@@ -101,12 +101,15 @@ def _built(d: Decoder, last: Flight, new: Flight) -> Flight:
     if new.plan.p_min:
         new.drafts = propose(frame, last.run, cache.unload(), drafts)
     else:
-        build: Callable[..., Any] = replay or partial(forward if masked else step, frame)
+        build: Any = replay or partial(forward if masked else step, frame)
         built, arrays = build(given, cache.unload(), drafts)
-        setattr(new, "passed" if masked else "run", built)
         if replay:
             limit = last.base + last.run.size
             cache.load(arrays, limit + new.plan.k + 1, limit)
+        if new.masks:
+            choose_early(d, frame, new, built)
+        else:
+            new.run = built
     new.replayed, new.built = replay is not None, perf_counter() - tic
     return new
 
@@ -175,20 +178,20 @@ def submit(d: Decoder, last: Flight, new: Flight) -> None:
     """Start computing `new`, the cycle after the read cycle `last`. Raises as `agree`, GraphFailed, GrammarError."""
     if d.emitting is not last:
         d.emitting, d.emitted = last, 0
-    if new.masks:
+    if new.masks and new.masks.allowed is not None:
         new.masks.begin()
     if new.plan.p_min:
         frame, drafts = _frame(d, last, new.plan), confident_drafts(d, last, new)
-        if d.picker.matcher:
-            new.passed = read_rows(frame, last.run, drafts)
+        if new.masks:
+            choose_early(d, frame, new, read_rows(frame, last.run, drafts))
         else:
             new.run = verify(frame, last.run, drafts)
     agree(d)
     d.submitted = new
     last.after.release()  # buffers are written in place only if nothing else refers to them
     new.before.release()
-    if new.passed and new.masks:
-        new.run = choose_allowed(d, _frame(d, last, new.plan), new.passed, new.masks)
+    if new.masks:
+        submit_guided(d, new)
     start(d, new.run)
     if d.cache.aside or not d.cache.live:
         whole = last.accepted + 1 == last.run.size

@@ -1,8 +1,9 @@
 """Write the masks of a cycle: of its rows, and of the drafts that a drafter makes within the step.
 
-A drafter's graph is built before the previous cycle is read, but the masks of its drafts depend on that cycle's
-tokens. So they are an array that the graph has as an input, and whose memory the host writes later, before the
-drafts are computed. The first draft's mask, and those of tokens that the grammar forces, need no draft to be read.
+The graphs of a cycle are built before the previous cycle is read, but masks depend on that cycle's tokens, and on the
+drafts. So masks are arrays that the graphs have as inputs, and whose memory the host writes later, before the graph
+that reads them is submitted. The first draft's mask, and those of tokens that the grammar forces, need no draft to
+be read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from .members import Member, Members
 class CycleMasks:
     """The masks of a cycle with k drafts per sequence; a bit that is not written allows its token.
 
-    rows:    int32 [n, k + 1, words]: the tokens that may be chosen in each row.
+    rows:    per sequence int32 [k + 1, words]: the tokens that may be chosen in each row; None without a grammar.
     allowed: int32 [k, n, words]: the tokens that may be drafted, an input of the drafter's graph; None if no drafter
              in the step makes the drafts.
     forced:  per sequence, the number of first drafts that its grammar forces, and that `allowed` prescribes.
@@ -29,10 +30,15 @@ class CycleMasks:
     """
 
     def __init__(self, members: Members, k: int, *, drafted: bool):
-        self.members = members
+        self.members, self.k = members, k
         words = next(member.picker.matcher.words for _, member in self._guided(finished=True))  # type: ignore[union-attr]
-        self.rows = np.full((len(members), k + 1, words), -1, np.int32)
-        self.allowed = mx.array(np.full((k, len(members), words), -1, np.int32)) if drafted else None
+        free = np.full((k + 1, len(members), words), -1, np.int32)
+        self.rows: list[mx.array | None] = [None] * len(members)
+        self._rows: dict[int, np.ndarray] = {}  # the memory of `rows`
+        for i, _ in self._guided(finished=True):
+            self.rows[i] = mx.array(free[:, i])
+            self._rows[i] = np.array(self.rows[i], copy=False)
+        self.allowed = mx.array(free[:k]) if drafted else None
         self.forced = [0] * len(members)
         self._known: list[list[int]] = [[] for _ in members]  # drafts after which rows are written
 
@@ -42,15 +48,18 @@ class CycleMasks:
                 yield i, member
 
     def begin(self) -> None:
-        """Write the masks after all tokens that were read, and after forced ones; prescribe these as drafts."""
-        k, allowed = self.rows.shape[1] - 1, self._writable()
+        """Write the masks after all tokens that were read, and after forced ones; prescribe these as drafts.
+
+        Call it before drafts are computed that `allowed` masks, else while the device computes the pass.
+        """
+        k, allowed = self.k, self._writable()
         for i, member in self._guided():
             matcher = member.picker.matcher
             assert matcher
             try:
                 matcher.follow(member.history.tokens)
                 forced = matcher.drafts(min(k, matcher.most)) if allowed is not None else []
-                fits = matcher.fill(self.rows[i, : len(forced) + 1], forced)
+                fits = matcher.fill(self._rows[i][: len(forced) + 1], forced)
             except GrammarError as e:
                 member.fail(e)
                 continue
@@ -61,7 +70,7 @@ class CycleMasks:
                 allowed[depth, i] = 0
                 allowed[depth, i, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
             if fits < k:
-                allowed[fits, i] = self.rows[i, fits]
+                allowed[fits, i] = self._rows[i][fits]
 
     def _writable(self) -> np.ndarray | None:
         """Return the memory of `allowed`, which no computation may be reading."""
@@ -70,7 +79,7 @@ class CycleMasks:
     @property
     def first_unknown(self) -> int:
         """The first depth at which a draft must be read so that the next one can be masked."""
-        return min((self.forced[i] for i, _ in self._guided()), default=self.rows.shape[1])
+        return min((self.forced[i] for i, _ in self._guided()), default=self.k)
 
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
         """Write the masks after the given first drafts of each sequence, and of the draft after them.
@@ -85,19 +94,16 @@ class CycleMasks:
             if fits < len(new):
                 self.forced[i] = min(self.forced[i], fits)
                 try:
-                    fits = matcher.fill(self.rows[i, : len(new) + 1], new, known=fits + 1)
+                    fits = matcher.fill(self._rows[i][: len(new) + 1], new, known=fits + 1)
                 except GrammarError as e:
                     member.fail(e)
                     continue
                 self._known[i] = new[:fits]
             if allowed is not None and self.forced[i] <= fits == len(new) < len(allowed):
-                allowed[fits, i] = self.rows[i, fits]
+                allowed[fits, i] = self._rows[i][fits]
             most = max(most, fits)
         return most
 
     def of_rows(self, count: int) -> Masks:
         """Return the masks of the first `count` rows of each sequence; None for a sequence without a grammar."""
-        found: list[mx.array | None] = [None] * len(self.members)
-        for i, _ in self._guided(finished=True):
-            found[i] = mx.array(self.rows[i, :count])
-        return found
+        return [rows if rows is None or count > self.k else rows[:count] for rows in self.rows]

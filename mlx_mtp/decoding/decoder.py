@@ -12,6 +12,7 @@ from .agreement import Agreement
 from .clock import Clock
 from .cycle_masks import CycleMasks
 from .drafters import drafters_of
+from .drafters.drafter import Frame
 from .history import TokenHistory
 from .replay import Compiled
 from .run import NO_DRAFTS, Drafts, Run
@@ -29,9 +30,8 @@ class Flight:
     begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
              it. before: mark of the caches after the previous cycle and these rows. run: the step's result (with
              p_min `drafts`, from which `submit` builds it). replayed: a recorded step was used. built: the host's
-             seconds for it.
-             late: whether it was begun after the previous cycle was read. passed: with a grammar, instead of run,
-             which `submit` completes when it has read the drafts. masks: with a grammar.
+             seconds for it. late: whether it was begun after the previous cycle was read. passed: with a grammar, the
+             rows that the run chooses from, which `submit` submits first. masks, frame: with a grammar, of the step.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
     read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
              cannot be built before this one is read; None if it can.
@@ -45,6 +45,7 @@ class Flight:
     drafts: Drafts = NO_DRAFTS
     passed: Passed | None = None
     masks: CycleMasks | None = None
+    frame: Frame = field(init=False)
     after: Mark = field(init=False)
     base: int = field(init=False)
     accepted: int = 0

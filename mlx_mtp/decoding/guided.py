@@ -17,7 +17,9 @@ from .cycle_masks import CycleMasks
 from .decoder import Decoder, Flight
 from .drafters.drafter import Frame
 from .prefill import evaluated
+from .replay import Compiled
 from .run import Drafts, Run
+from .stats import Stats
 from .step import Passed, choose, roll_back
 
 
@@ -42,19 +44,46 @@ def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
     return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
-def choose_allowed(d: Decoder, frame: Frame, passed: Passed, masks: CycleMasks) -> Run:
-    """Submit the target's pass; return the run chosen from its rows under masks, unevaluated and rolled back.
+def choose_early(d: Decoder, frame: Frame, new: Flight, passed: Passed) -> None:
+    """Set a cycle's pass, and its run unless `submit_guided` must build it."""
+    new.frame, new.passed = frame, passed
+    if new.masks and not choose_late(frame):
+        new.run = choose_allowed(frame, passed, new.masks, d.compiled, d.stats)
 
-    The host reads the drafts and makes the masks while the device computes the pass.
-    """
-    for waited in submit_pass(passed, masks, stepwise=frame.plan.stepwise):
+
+def submit_guided(d: Decoder, new: Flight) -> None:
+    """Submit a cycle's pass and write its masks; then build its run if that is missing."""
+    assert new.passed
+    assert new.masks
+    for waited in submit_pass(new.passed, new.masks, stepwise=new.plan.stepwise):
         d.stats.add_time(0.0, waited)
-    of_rows = masks.of_rows(passed.hidden.shape[1])
-    if d.compiled:
-        run = d.compiled.choose(frame, passed, None, of_rows, d.stats)
+    if choose_late(new.frame):
+        new.run = choose_allowed(new.frame, new.passed, new.masks, d.compiled, d.stats)
+
+
+def choose_late(frame: Frame) -> bool:
+    """Return whether masks must be written before the choice is built: a caller's code may evaluate the logits."""
+    return any(member and (member.picker.sampler or member.picker.processors) for member in frame.members)
+
+
+def choose_allowed(
+    frame: Frame,
+    passed: Passed,
+    masks: CycleMasks,
+    compiled: Compiled | None,
+    stats: Stats,
+    limits: mx.array | None = None,
+) -> Run:
+    """Build or replay the choice from the rows of a pass, under masks that the host writes after it is submitted.
+
+    compiled, limits: as in `step`; stats counts a new record.
+    """
+    rows = masks.of_rows(passed.hidden.shape[1])
+    if compiled:
+        run = compiled.choose(frame, passed, limits, rows, stats)
     else:
-        run = choose(frame.model, frame.members, passed, masks=of_rows)
-    roll_back(frame, run)
+        run = choose(frame.model, frame.members, passed, limits, rows)
+    roll_back(frame, run, limits)
     return run
 
 
@@ -80,11 +109,13 @@ def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
 def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[float]:
     """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts.
 
-    The host has all drafts before the pass ends. stepwise: it also reads each draft before the next one is computed.
+    The host has all drafts before the pass ends. If the drafts are masked, it has called `masks.begin()`.
+    stepwise: it reads each draft before the next one is computed.
     """
     waits: list[float] = []
     if passed.drafts is None:
         evaluated(mx.async_eval, passed.hidden)
+        masks.begin()
         return waits
     each = [*passed.each] if stepwise else []
     for depth in range(masks.first_unknown, len(each) - 1):
@@ -92,6 +123,8 @@ def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[fl
         masks.read(_received(mx.concatenate(each[: depth + 1], axis=1), waits))
     evaluated(mx.async_eval, passed.drafts)
     evaluated(mx.async_eval, passed.hidden)
+    if masks.allowed is None:
+        masks.begin()
     masks.read(_received(passed.drafts, waits))
     return waits
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..grammar import Matcher
 
+TO_SIGN = mx.array([*range(31, -1, -1)], mx.int32)  # shifts that move each bit of a word to its sign
 Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R rows; None without a grammar
 
 
@@ -26,6 +27,7 @@ def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
 
 def masked(logits: mx.array, mask: mx.array) -> mx.array:
     """Return logits [M, V], -infinity for the tokens that a mask, int32 [M, words], forbids."""
-    bits = (mask[:, :, None] >> mx.arange(32, dtype=mx.int32)) & 1
-    allowed = bits.reshape(len(mask), -1)[:, : logits.shape[-1]]
-    return mx.where(allowed.astype(mx.bool_), logits, -mx.inf)
+    allowed = ((mask[:, :, None] << TO_SIGN) < 0).reshape(len(mask), -1)
+    if allowed.shape != logits.shape:
+        allowed = allowed[:, : logits.shape[-1]]
+    return mx.where(allowed, logits, -mx.inf)

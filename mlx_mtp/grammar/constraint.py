@@ -134,7 +134,8 @@ def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
     parser = library.LLMatcher(own, grammar.text, limits=limits, log_level=0)
     if parser.is_error():
         raise ValueError(f"{grammar.name}: {parser.get_error().strip().partition(chr(10))[0]}")
-    library.fill(parser, np.empty((1, (own.vocab_size + 31) // 32), np.int32), 0)
+    mask = np.empty((own.vocab_size + 31) // 32, np.int32)
+    parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     return parser
 
 

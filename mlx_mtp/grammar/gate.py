@@ -81,7 +81,7 @@ class GatedMatcher(Matcher):
         if self._place.kind == "grammar" and not self._gate.repeats:
             return super()._fill(masks, drafts, known)
         ahead, fits = copy(self), 0
-        ahead._parser, ahead._twins = self._parser.deep_copy(), []
+        ahead._parser, ahead._twins, ahead._unfollowed = self._parser.deep_copy(), [], []
         for row, mask in enumerate(masks):
             if row >= known:
                 ahead._fill_row(mask)
@@ -145,7 +145,7 @@ class GatedMatcher(Matcher):
             self._consume([token])
             if self._gate.repeats and self._parser.is_stopped() and not self._parser.is_error():
                 self._parser.reset()
-                self._twins = [style.deep_copy() for style in self._styles]
+                self._renew_twins()
                 place = Place("free", len(self._gate.after) - 1)
             self._place = place
             return
@@ -166,7 +166,7 @@ class GatedMatcher(Matcher):
         if len(place.mark) > 1 and self._fits(token):
             return place
         self._parser.reset()  # its part of the answer has not begun
-        self._twins = [style.deep_copy() for style in self._styles]
+        self._renew_twins()
         return place._replace(kind="mark")
 
     def _fits(self, token: int) -> bool:

@@ -13,14 +13,10 @@ MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its ans
 
 
 class Library(NamedTuple):
-    """The parts of llguidance that grammars use.
-
-    fill: writes a mask into a row of int32 [rows, words]. limits, style_limits: of the work for grammars and styles.
-    """
+    """The parts of llguidance that grammars use. limits, style_limits: of the work for grammars and styles."""
 
     LLMatcher: Any
     LLTokenizer: Any
-    fill: Any
     limits: Any
     style_limits: Any
 
@@ -30,9 +26,8 @@ def llguidance() -> Library:
     """Return llguidance; ValueError that states how to install it if it is missing."""
     try:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-        from llguidance.numpy import fill_next_token_bitmask
     except ImportError:
         raise ValueError(f"grammars need llguidance: {install('grammar')}") from None
     limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False)
     styles = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STYLE_ITEMS, verbose_errors=False)
-    return Library(LLMatcher, LLTokenizer, fill_next_token_bitmask, limits, styles)
+    return Library(LLMatcher, LLTokenizer, limits, styles)

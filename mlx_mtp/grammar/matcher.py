@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .library import MASK_SECONDS, llguidance
+from .library import MASK_SECONDS
 
 
 class GrammarError(ValueError):
@@ -27,14 +27,19 @@ class Matcher:
     def __init__(self, parser: Any, styles: Sequence[Any], eos: tuple[int, ...], words: tuple[int, int]):
         self.eos, self.start, self.size, self.most = eos, 0, 0, 0
         self.stats: Any = None
-        self._own_words, self.words = words
+        self._mask, self.words = np.empty(words[0], np.int32), words[1]
+        self._address = self._mask.ctypes.data  # llguidance writes a mask there
         self._parser, self._styles = parser, styles
-        self._twins = [style.deep_copy() for style in styles]
+        self._renew_twins()
 
     def restart(self) -> None:
         """Return to the start of the answer."""
         self._parser.reset()
-        self.size, self._twins = 0, [style.deep_copy() for style in self._styles]
+        self.size = 0
+        self._renew_twins()
+
+    def _renew_twins(self) -> None:
+        self._twins, self._unfollowed = [style.deep_copy() for style in self._styles], list[int]()
 
     def follow(self, tokens: Any) -> None:
         """Follow an answer's new tokens; `tokens` are all, the prompt's too. GrammarError if one is forbidden."""
@@ -45,7 +50,7 @@ class Matcher:
         self.size += len(new)
         if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
-        self._twins = [twin for twin in self._twins if twin.try_consume_tokens([*new]) == len(new)]
+        self._unfollowed += new  # by the twins, until they are needed
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int] = (), known: int = 0) -> int:
         """Write into row i of int32 [rows, words] the mask of the tokens allowed after the answer and i drafts.
@@ -79,19 +84,23 @@ class Matcher:
         return fits
 
     def _fill_row(self, mask: np.ndarray) -> None:
-        own, tic = np.empty((1, self._own_words), np.int32), thread_time()
-        llguidance().fill(self._parser, own, 0)
+        tic = thread_time()
+        self._parser.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         if self._parser.is_error():
             raise self._error()
         if (seconds := thread_time() - tic) > MASK_SECONDS:
             raise self._error(f"a mask took {seconds:.1f} s; the limit is {MASK_SECONDS} s")
-        mask[: self._own_words], mask[self._own_words :] = own[0], 0
+        own = self._mask.size
+        mask[:own], mask[own:] = self._mask, 0
 
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
 
         The longer of both. Where the answer must end, an end-of-text token is the last. Masks decide on these drafts.
         """
+        if new := self._unfollowed:
+            self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]
+            self._unfollowed = []
         own = self._forced(self._parser, most)
         twin = self._forced(self._twins[0], most) if self._twins else []
         return max(own, twin, key=len)

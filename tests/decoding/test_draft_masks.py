@@ -35,8 +35,7 @@ def walks(monkeypatch):
 
     def read(self, drafts):
         most = real(self, drafts)
-        k = self.rows.shape[1] - 1
-        found.extend(([*drafts[i]], len(self._known[i])) for i, _ in self._guided() if len(drafts[i]) == k)
+        found.extend(([*drafts[i]], len(self._known[i])) for i, _ in self._guided() if len(drafts[i]) == self.k)
         return most
 
     monkeypatch.setattr(CycleMasks, "read", read)
@@ -134,7 +133,7 @@ def test_masks_of_other_drafts_than_the_prescribed_ones():
         right = next((i for i, token in enumerate(drafts) if token not in ([3], [2], [0, 1])[i]), len(drafts))
         assert (fits, masks.forced[0]) == (right, min(right, 2))
         for i in range(right + 1):
-            assert (masks.rows[0, i] == grammars.mask(constraint, drafts[:i])).all()
+            assert (np.array(masks.rows[0])[i] == grammars.mask(constraint, drafts[:i])).all()
 
 
 def test_counts_by_depth():
