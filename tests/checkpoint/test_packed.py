@@ -81,7 +81,9 @@ def test_families_without_a_port(tmp_path, name):
     assert inspect_checkpoint(paths[0]).target.loaded == packed.report.target_bytes
 
 
-@pytest.mark.parametrize("name", sampled(["fp8 rows", "gptq"], ["modelopt", "compressed", "mxfp8", "fp8 rows", "gptq"]))
+@pytest.mark.parametrize(
+    "name", sampled(["fp8 rows", "gptq"], ["modelopt", "compressed", "mxfp8", "fp8 rows", "gptq"])
+)
 def test_memory_is_the_files(tmp_path, name):
     """Zero points become biases, and GPTQ's `g_idx` nothing; the rest has its size in the file."""
     kind = KINDS[name]
