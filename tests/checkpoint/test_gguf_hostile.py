@@ -139,7 +139,7 @@ def change_splits(rng, folder, arch, values, tensors):
     return names[rng.integers(3)]
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy, beside the line
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of numpy, on standard error
 def test_fuzzed(samples, tmp_path):
     rng, file = np.random.default_rng(0), tmp_path / "x.gguf"
     whole = []

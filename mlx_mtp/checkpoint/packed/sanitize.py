@@ -74,7 +74,7 @@ def _numbers(packed: dict[str, Arrays]) -> Tensors:
 
 
 def _count(a: Arrays) -> int:
-    """Return how many factors of whole matrices a weight has."""
+    """Return the number of factors of whole matrices that a weight has."""
     return 1 if a.factor is None or a.by_row else a.factor.size
 
 
