@@ -34,15 +34,26 @@ from .check_files import check_complete
 from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
-from .packed.contents import with_packed
-from .packed.find import without_scales
+from .packed.arrays import read_arrays
+from .packed.contents import recognize, with_packed
+from .packed.find import replaced, without_scales
+from .packed.modules import Packed
 from .parameters import check_codes, check_numbers, expected, named, origin, same
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import drafting_bytes, lm_heads, make_report
 from .separate_heads import is_split
-from .sort_tensors import EXPERT, Contents, Drafting, check_experts, check_types, sort_tensors, without_broken_heads
+from .sort_tensors import (
+    EXPERT,
+    OF_ACTIVATIONS,
+    Contents,
+    Drafting,
+    check_experts,
+    check_types,
+    sort_tensors,
+    without_broken_heads,
+)
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
 NO_MODEL = "the model cannot be built from it"
@@ -303,12 +314,13 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     Weights stay lazy. size: the target's hidden size; None is the size that the drafter's tensors have. overrides:
     values that replace its spec's. ValueError if there is no drafter, or its files do not fit together.
     """
-    config, header, kind = _read_drafter(path)
+    config, header, kind, packed = _read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
     try:
         spec = kind.make_spec(config, header.keys(), layers, overrides)
-        size = size or kind.features(header) // len(spec.capture)
+        whole = {f"{m}.weight": replace(header[f"{m}.weight"], shape=weight.shape) for m, weight in packed.items()}
+        size = size or kind.features(header | whole) // len(spec.capture)
         head = kind.make_head(spec, config, header.keys(), size)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise ValueError(
@@ -316,7 +328,7 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
         ) from e
     except ValueError as e:
         raise ValueError(f"{path}: {first_line(e)}") from e
-    drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec)
+    drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec, packed=packed)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents
 
@@ -336,8 +348,11 @@ def is_drafter(path: Path) -> bool:
     return False
 
 
-def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
-    """Return (config.json, header, the kind's module) of a drafter; ValueError if there is none, or a damaged one."""
+def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType, dict[str, Packed]]:
+    """Return (config.json, header, the kind's module, packed weights by module) of a drafter.
+
+    The header has packed weights in MLX's formats. ValueError if there is no drafter, or a damaged one.
+    """
     kinds, reason, file = drafter_kinds(), None, path / "config.json"
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
     if not file.exists():
@@ -352,9 +367,11 @@ def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType]:
     if not files:
         raise ValueError(f"{path}: no *.safetensors in it; {accepted}")
     header = read_header(files)
+    packed = recognize(path, config, header, None)
+    header = replaced({n: t for n, t in header.items() if not (packed and n.endswith(OF_ACTIVATIONS))}, packed)
     for kind in kinds:
         if (refusal := kind.refuses(config, header.keys())) is None:
-            return config, header, kind
+            return config, header, kind, packed
         reason = reason or refusal
     raise ValueError(f"{path}: {reason}; {accepted}")
 
@@ -367,8 +384,9 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
     """
     weights, names = {}, {}
     check_types({name: tensor for name, tensor in contents.heads.items() if not name.endswith("d2t")})
+    arrays = {f"{m}.{n}": w for m, a in read_arrays(contents.packed).items() for n, w in a.parameters().items()}
     with one_line(f"{path}: its tensors cannot be read", (RuntimeError,)):
-        stored = read_tensors(contents.heads)
+        stored = read_tensors({name: t for name, t in contents.heads.items() if name not in arrays}) | arrays
     for name, tensor in contents.heads.items():
         if model.spec.locate(name, 0) is None:
             raise ValueError(f"{tensor.file}: tensor {name} belongs to no part of a drafter")

@@ -75,7 +75,7 @@ def load(
     tokenizer_config: as in mlx-lm.
     adapter_path: directory of LoRA adapters of mlx-lm or PEFT, which change the target and not its heads. Of several
         the changes are added up. A dict of directories by name selects none: `model.runtime.adapters.select(name)`
-        does, for later generations; None there is the model alone. A prompt cache keeps to its adapter.
+        does, for later generations (None: the model alone). A prompt cache can only be continued with its adapter.
     model_config: values that replace config.json's. return_config: also return the resulting config.
     revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not

@@ -7,6 +7,8 @@ import drafters
 import families
 import mlx.core as mx
 import numpy as np
+import packed_files
+import packed_kinds
 import pytest
 import tiny
 from drafters import HEADLESS
@@ -197,6 +199,29 @@ def test_variants_draft_and_change_nothing(tmp_path, mistral, variant):
     assert hasattr(head.block.self_attn.q_proj, "bits") == (variant == "quantized")
     for k in (2, 5):
         assert ours(model, [1, 2, 3], 24, k)[0] == truth
+
+
+PACKED = ("modelopt", "compressed", "awq", "fp8 rows")
+
+
+@pytest.mark.parametrize("name", sampled(PACKED[:2], PACKED))
+def test_packed_drafters(tmp_path, mistral, name):
+    """They keep their size, draft as their numbers in float32 do, and change nothing."""
+    directory, truth = mistral
+    config = drafters.CONFIG | {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "draft_vocab_size": V}
+    kind = packed_kinds.KINDS[name]
+    w = packed_kinds.numpy(drafters.weights(config, families.H))
+    linear = packed_kinds.linears(kind)
+    stored, numbers = packed_files.repack(w, lambda module: linear(module, w[f"{module}.weight"]))
+    entry = {"quantization_config": kind.config}
+    paths = [packed_files.save(tmp_path / "packed", config | entry, stored)]
+    paths.append(packed_files.save(tmp_path / "plain", config, numbers))
+    packed, plain = (mlx_mtp.load_model(directory, draft_model=path) for path in paths)
+    assert "scales" in packed.mtp[0].block.self_attn.q_proj
+    assert packed.report.head_quantization.startswith(kind.formats)
+    (text, drafted), (_, expected) = (ours(model, [1, 2, 3], 24, 3) for model in (packed, plain))
+    assert text == truth
+    assert drafted.accepted == expected.accepted
 
 
 def test_draws_do_not_depend_on_drafts(tmp_path):

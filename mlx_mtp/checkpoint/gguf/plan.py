@@ -216,18 +216,19 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
 def _measured(form: Form, entries: list[Entry]) -> Loss | None:
     """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors; None if exact.
 
-    ValueError for a type that cannot be dequantized.
+    NaN for NaN or infinity, which `write` refuses. ValueError for a type that cannot be dequantized.
     """
     if form.mode == "mxfp4":
         return None
     made, true = [], []
-    for entry in entries[:: -(-len(entries) // SAMPLED_TENSORS)]:
-        stride = max(len(entry.blocks()) // SAMPLED_ROWS, 1)
-        rows = entry.blocks()[::stride][:SAMPLED_ROWS]
-        values = dequantized(entry.kind, rows)
-        true.append(values.reshape(-1))
-        made.append(_as_stored(entry, rows, values, form).reshape(-1))
-    found = loss(np.concatenate(made), np.concatenate(true))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for entry in entries[:: -(-len(entries) // SAMPLED_TENSORS)]:
+            stride = max(len(entry.blocks()) // SAMPLED_ROWS, 1)
+            rows = entry.blocks()[::stride][:SAMPLED_ROWS]
+            values = dequantized(entry.kind, rows)
+            true.append(values.reshape(-1))
+            made.append(_as_stored(entry, rows, values, form).reshape(-1))
+        found = loss(np.concatenate(made), np.concatenate(true))
     return found if found.worst else None
 
 
@@ -238,8 +239,7 @@ def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -
     codes, scales, biases = groups(entry, rows, form.bits)
     assert biases is not None
     kind = np.float16 if form.dtype == mx.float16 else np.float32
-    with np.errstate(over="ignore", invalid="ignore"):
-        return Groups(codes, *(a.astype(kind).astype(np.float32) for a in (scales, biases))).values()
+    return Groups(codes, *(a.astype(kind).astype(np.float32) for a in (scales, biases))).values()
 
 
 def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:

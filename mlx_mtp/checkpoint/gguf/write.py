@@ -86,6 +86,7 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
         start += len(blocks)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     """Return a range of rows as packed codes, scales and, unless mxfp4, biases.
 
@@ -102,8 +103,7 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
     if biases is None:
         return [words, scales]
     kind = np.float16 if form.dtype == mx.float16 else np.float32
-    with np.errstate(over="ignore", invalid="ignore"):
-        stored = [scales.astype(kind, copy=False), biases.astype(kind, copy=False)]
+    stored = [scales.astype(kind, copy=False), biases.astype(kind, copy=False)]
     if not all(np.isfinite(array).all() for array in stored):
         overflown = np.isfinite(scales).all() and np.isfinite(biases).all()
         cause = "scales beyond float16; use --gguf-exact" if overflown else "NaN or infinity"

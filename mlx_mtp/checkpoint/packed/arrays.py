@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 
+from ...layers.scaled import SCALE
 from ..files import read_tensors
 from .modules import WORD, Packed
 
@@ -33,6 +34,11 @@ class Arrays:
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.words.shape[:-1], self.words.shape[-1] * WORD // self.bits)
+
+    def parameters(self) -> dict[str, mx.array]:
+        """Return the parameters of MLX's quantized linear layer, with the output scale."""
+        found = {"weight": self.words, "scales": self.scales, "biases": self.biases, SCALE: self.factor}
+        return {name: array for name, array in found.items() if array is not None}
 
     @property
     def by_row(self) -> bool:
