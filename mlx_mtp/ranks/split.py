@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.nn.layers import distributed
 from mlx.utils import tree_map
 
+from ..kernels import BLOCK_FORMATS
 from .ordered_sum import sum_over
 
 MAX_LISTED = 64  # maximum number of ranks that a message lists
@@ -70,6 +71,9 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     if any("output_scale" in module for layer in model.layers for module in layer.modules()):
         raise ValueError(f"ranks={ranks}: weights with a scale per tensor (NVFP4) cannot be split; allowed is 1")
+    if any(module.get("mode") in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
+        needed = "--gguf-plan affine converts them to a format that can"
+        raise ValueError(f"ranks={ranks}: weights in llama.cpp's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):

@@ -99,7 +99,7 @@ def _linear(name: str, module: Any, width: int) -> LinearOp:
 def _shape(module: Any) -> tuple[int, int, int]:
     """Return the number of matrices, N and K."""
     *many, n, k = module.weight.shape
-    return math.prod(many), n, module.scales.shape[-1] * module.group_size if "scales" in module else k
+    return math.prod(many), n, k * 32 // module.bits if "scales" in module else k
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:
