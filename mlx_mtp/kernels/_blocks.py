@@ -1,11 +1,12 @@
 """Quantize, dequantize and multiply llama.cpp's block formats IQ4_NL, IQ4_XS and Q6_K, in plain MLX operations.
 
-Codes are packed as MLX packs 4 and 6 bits. A scale has 16 bits or less of its own: IQ4_NL has a float16 number for each
-group; the others have records of `words` for 256 weights: a float16 number, then a signed byte for each group, two in a
-word. A weight is number * factor * value, bit for bit in float32.
+Codes are packed as MLX packs 4 and 6 bits. Scales are words of 16 bits: of IQ4_NL a float16 number for each group, of
+the others records for 256 weights: a float16 number, then a factor for each group, a signed byte, two in a word. A
+weight is number * factor * value, bit for bit in float32; IQ4_NL's factors are 1.
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -79,7 +80,7 @@ def quantized_blocks(weights: mx.array, mode: str) -> tuple[mx.array, mx.array]:
     scales = block_scales(words, mode)[..., None]
     ratios = mx.where(scales == 0, 0, groups / mx.where(scales == 0, 1, scales))
     if form.bits == 4:
-        middles = mx.array([(a + b) / 2 for a, b in zip(TABLE, TABLE[1:], strict=False)])
+        middles = mx.array([(a + b) / 2 for a, b in pairwise(TABLE)])
         codes = sum((ratios > middle).astype(mx.uint32) for middle in middles)
     else:
         codes = (mx.clip(mx.round(ratios), -MIDDLE, MIDDLE - 1) + MIDDLE).astype(mx.uint32)

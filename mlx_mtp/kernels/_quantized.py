@@ -31,9 +31,9 @@ DEVICE = 8  # MLX passes arrays of fewer elements in constant memory, which the 
 class Quantized:
     """Weights of one or several linears with the same input x, stacked along N; of heads or experts, N is axis 1.
 
-    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], of block formats the words of `_blocks.py`;
-    biases is None except in affine formats. ends: the end of each linear along N. bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and
-    `verify_qmm_mma` only.
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], in block formats the words of `_blocks.py`;
+    biases is None except in affine formats. ends: the end of each linear along N. bias: [N] or None, added to the
+    rounded product by `verify_qmm`, `verify_glu` and `verify_qmm_mma` only.
     """
 
     w: mx.array

@@ -9,7 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._quantized import SPLIT_ROWS, WEIGHTS_ONCE, Quantized, arrays, check_columns, format_template, lanes, small, stock_product
+from ._quantized import (
+    SPLIT_ROWS,
+    WEIGHTS_ONCE,
+    Quantized,
+    arrays,
+    check_columns,
+    format_template,
+    lanes,
+    small,
+    stock_product,
+)
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
 from .verify_gemv import supported as supported_product

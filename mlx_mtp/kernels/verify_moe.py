@@ -6,7 +6,17 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from ._quantized import DEVICE, Quantized, arrays, check_columns, dequantized, format_template, lane_values, served, small
+from ._quantized import (
+    DEVICE,
+    Quantized,
+    arrays,
+    check_columns,
+    dequantized,
+    format_template,
+    lane_values,
+    served,
+    small,
+)
 from ._routing import Pairs, Routing, room, routable, route_metal, route_ref
 from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated

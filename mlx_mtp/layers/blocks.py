@@ -14,14 +14,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..kernels import BLOCK_FORMATS, block_mode, block_product, dequantized_blocks, quantized_blocks
 
-MOST_PAIRS = 512  # pairs of a row and an expert whose experts' matrices are copied, instead of each expert's rows found
+MOST_PAIRS = 512  # pairs of a row and an expert from which each expert's rows are found, instead of a copy per pair
 PAIR_WEIGHTS = 1 << 22  # weights that are copied at a time
 WORDS = mx.uint16  # of scales; no other format has scales of this type
 
 
 class Blocks:
-    """Mixin for a quantized module whose `weight` and `scales` are of a block format, `mode`; `bits` and `group_size`
-    are the format's."""
+    """Mixin for a quantized module whose `weight` and `scales` are of a block format, `mode`."""
 
     def dequantized(self: Any) -> mx.array:
         """Return all weights in float32."""
@@ -44,7 +43,9 @@ class BlockEmbedding(Blocks, nn.QuantizedEmbedding):
     """An embedding in a block format; its rows have the type `dtype`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return dequantized_blocks(self["weight"][x], self["scales"][x], self.mode).astype(getattr(mx, self.dtype))
+        return dequantized_blocks(self["weight"][x], self["scales"][x], self.mode).astype(
+            getattr(mx, str(self.dtype))
+        )
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits [..., N] of an LM head with these weights."""
@@ -112,6 +113,11 @@ KINDS: dict[type, type] = {
 PLAIN = {blocks: plain for plain, blocks in KINDS.items()}
 
 
+def is_blocks(module: Any) -> bool:
+    """Return whether a module's weights are in a block format."""
+    return isinstance(module, Blocks)
+
+
 def block_kind(module: Any) -> type | None:
     """Return the class of Blocks that replaces an unquantized module; None if there is none."""
     return KINDS.get(type(module))
@@ -122,8 +128,8 @@ def made_of(module: Any, mode: str, weight: mx.array, scales: mx.array, dtype: m
 
     weight, scales: packed codes, and the words of scales. dtype: of an embedding's rows.
     """
-    kind = KINDS[type(module)]
-    made: Any = kind.__new__(kind)
+    kind: Any = KINDS[type(module)]
+    made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.bits, made.group_size, made.mode = *BLOCK_FORMATS[mode][:2], mode
     made.weight, made.scales = weight, scales

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
 from ..kernels.verify_head import logits_ref
-from .blocks import BlockEmbedding, BlockLinear, Blocks, made_of
+from .blocks import BlockEmbedding, BlockLinear, is_blocks, made_of
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 from .scaled import SCALE, ScaledLinear
 
@@ -135,7 +135,7 @@ def place_heads(model: Any) -> list[LMHeadSite]:
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
     served = [module for module in found.values() if isinstance(module, KINDS) and known_format(module)]
-    sites = [(BlockHead if isinstance(module, Blocks) else LMHeadSite)(module) for module in served]
+    sites = [(BlockHead if is_blocks(module) else LMHeadSite)(module) for module in served]
     for site in sites:
         site.module.choice = site
     return sites
@@ -144,7 +144,7 @@ def place_heads(model: Any) -> list[LMHeadSite]:
 def sliced(module: Any, rows: mx.array) -> Any:
     """Return a linear layer of these weight rows of a linear layer or embedding; its products have the same bits."""
     part: Any = nn.Linear(1, 1, bias=False)
-    if isinstance(module, Blocks):
+    if is_blocks(module):
         part = made_of(part, module.mode, module.weight, module.scales)
     elif "scales" in module:
         kind = ScaledLinear if SCALE in module else nn.QuantizedLinear

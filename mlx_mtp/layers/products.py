@@ -128,7 +128,7 @@ class Stack(Site):
 class BlockStack(Stack):
     """A Stack in a block format, for which MLX has no kernel: a single row, too, has our kernel's bits."""
 
-    candidates = (1, *VERIFY_ROWS)
+    candidates = (1, *VERIFY_ROWS)  # type: ignore[assignment]
     own_bits, has_matrices = True, False
     truth = Stack.in_float32
 

@@ -13,7 +13,7 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope
 from ..layers.attention import Attention, VerifyAttention
-from ..layers.blocks import BlockEmbedding, BlockLinear, BlockMultiLinear, Blocks
+from ..layers.blocks import BlockEmbedding, BlockLinear, BlockMultiLinear, is_blocks
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site, known_format
@@ -94,7 +94,7 @@ def _stack(linears: Sequence[Any]) -> list[Site]:
 
 def _site_of(module: Any, usual: T, of_blocks: T) -> T:
     """Return the class of a quantized module's site: `of_blocks` if it is in a block format, else `usual`."""
-    return of_blocks if isinstance(module, Blocks) else usual
+    return of_blocks if is_blocks(module) else usual
 
 
 def _single(model: Port, module: Any) -> list[Site]:

@@ -71,7 +71,8 @@ def switch_on(
     if lane == "fast":
         # They are compared with the exact kernels, which must be on.
         found.apply()
-        found.matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack) and site.has_matrices])
+        stacks = [site for site in found.sites if isinstance(site, Stack) and site.has_matrices]
+        found.matrices = ModelTrials(model, [Matrices(stack) for stack in stacks])
         found.matrices.decide(found.matrices.trials)
         found.matrices.agree()
     return found.apply()

@@ -52,7 +52,7 @@ def random_scales(words: mx.array, mode: str) -> mx.array:
 def weights_of(mode: str, *shape: int, ends: tuple[int, ...] = ()) -> Quantized:
     form = BLOCK_FORMATS[mode]
     w, words = quantized_blocks(mx.random.normal(shape), mode)
-    w = mx.random.randint(0, 2**31, w.shape).astype(mx.uint32) * 2 + mx.random.randint(0, 2, w.shape).astype(mx.uint32)
+    w = mx.random.randint(0, 2**16, (*w.shape[:-1], 2 * w.shape[-1]), mx.uint16).view(mx.uint32)
     scales = random_scales(words, mode)
     return Quantized(w, scales, None, form.group_size, form.bits, mode, ends or (shape[-2],))
 

@@ -93,6 +93,10 @@ def _xs_factors(b: np.ndarray) -> np.ndarray:
     return ((low | high << 4).astype(np.int16) - 32).astype(np.int8)
 
 
+def _xs_codes(b: np.ndarray) -> np.ndarray:
+    return _nibbles(b[:, 8:].reshape(-1, SUPER, 16))
+
+
 def _iq4_xs(b: np.ndarray) -> Groups:
     scales = _half(b[:, :2]) * _xs_factors(b)
     return Groups(_nonlinear(b[:, 8:].reshape(-1, SUPER, 16)), scales, -128 * scales)
@@ -143,15 +147,16 @@ EXACT = {
 # The types that our kernels read as they are, in the block formats of `kernels`.
 PACKED = {
     "IQ4_NL": Exact(4, 18, 1, lambda b: _records(_nibbles(b[:, 2:]), b[:, :2], b[:, :0]), mode="iq4_nl"),
-    "IQ4_XS": Exact(
-        4, 136, SUPER, lambda b: _records(_nibbles(b[:, 8:].reshape(-1, SUPER, 16)), b[:, :2], _xs_factors(b)), mode="iq4_xs"
-    ),
+    "IQ4_XS": Exact(4, 136, SUPER, lambda b: _records(_xs_codes(b), b[:, :2], _xs_factors(b)), mode="iq4_xs"),
     "Q6_K": Exact(6, 210, SUPER, lambda b: _records(six_bits(b), b[:, 208:], b[:, 192:208]), mode="q6_k"),
 }
 
 
 def groups_of(kind: str, rows: np.ndarray, *, packed: bool = False) -> Groups:
-    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT, or with `packed` PACKED."""
+    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT.
+
+    packed: of one in PACKED, in its block format.
+    """
     form, n = (PACKED if packed else EXACT)[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
     return Groups(codes.reshape(n, -1), scales.reshape(n, -1), None if biases is None else biases.reshape(n, -1))

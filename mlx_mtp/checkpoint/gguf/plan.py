@@ -33,9 +33,9 @@ CHUNK = 1 << 20  # values that are converted at a time
 class Options:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
-    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels, where "affine" transcodes them to MLX's
-    groups; both requantize types without an equivalent to 8 bits, "small" to fewer. "exact" is "affine". float32: store scales and
-    values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
+    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels; "affine", or "exact", transcodes them to
+    MLX's groups; both requantize types without an equivalent to 8 bits, "small" to fewer. float32: store
+    scales and values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
     """
 
     plan: Choice = "packed"
@@ -215,7 +215,7 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 
 
 def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
-    """Return a tensor's rows as groups whose codes have at most the format's bits, requantized where that is needed."""
+    """Return a tensor's rows as groups whose codes have at most the format's bits, requantized where needed."""
     bits = form.bits
     if form.mode in BLOCK_FORMATS:
         return groups_of(entry.kind, rows, packed=True)
