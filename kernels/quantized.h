@@ -8,7 +8,7 @@
 #include "contraction.h"
 #include "unroll.h"
 
-// The kinds of formats: integers with scales and biases; floating-point codes with codes of scales; llama.cpp's IQ4_NL, with a
+// The kinds of formats: integers with scales and biases; floating-point codes with codes of scales; GGUF's IQ4_NL, with a
 // float16 scale per group; its IQ4_XS (4 bits) and Q6_K (6 bits), whose scales are integers times a float16 number.
 constant constexpr int AFFINE = 0;
 constant constexpr int CODED = 1;
@@ -59,7 +59,7 @@ METAL_FUNC float iq4(uint code) {
   return float(int((code & 8 ? high : low) >> (code & 3) * 8 & 255) - 128);
 }
 
-// The scale of a group in a row of llama.cpp's blocks. Of SUPERBLOCKS 256 values share a record of words: the number, then
+// The scale of a group in a row of GGUF's blocks. Of SUPERBLOCKS 256 values share a record of words: the number, then
 // two factors in each word.
 template <int KIND, int GROUP, typename S>
 METAL_FUNC float block_scale(const device S* scales, int group) {

@@ -1,4 +1,4 @@
-"""Quantize, dequantize and multiply llama.cpp's block formats IQ4_NL, IQ4_XS and Q6_K, in plain MLX operations.
+"""Quantize, dequantize and multiply GGUF's block formats IQ4_NL, IQ4_XS and Q6_K, in plain MLX operations.
 
 Codes are packed as MLX packs 4 and 6 bits. Scales are words of 16 bits: of IQ4_NL a float16 number for each group, of
 the others records for 256 weights: a float16 number, then a factor for each group, a signed byte, two in a word. A

@@ -60,7 +60,7 @@ class Quantized:
 
     @property
     def is_blocks(self) -> bool:
-        """Whether the format is one of llama.cpp's, which MLX's own operations do not support."""
+        """Whether the format is one of GGUF's, which MLX's own operations do not support."""
         return self.mode in BLOCK_FORMATS
 
     @property

@@ -1,4 +1,4 @@
-"""Layers whose weights stay in llama.cpp's block formats, IQ4_NL, IQ4_XS and Q6_K.
+"""Layers whose weights stay in GGUF's block formats, IQ4_NL, IQ4_XS and Q6_K.
 
 MLX's own operations do not support these: without a kernel weights are dequantized, a piece at a time, and multiplied
 in float32.

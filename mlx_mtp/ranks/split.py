@@ -73,7 +73,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
         raise ValueError(f"ranks={ranks}: weights with a scale per tensor (NVFP4) cannot be split; allowed is 1")
     if any(module.get("mode") in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
         needed = "--gguf-plan affine converts them to a format that can"
-        raise ValueError(f"ranks={ranks}: weights in llama.cpp's block formats cannot be split; {needed}")
+        raise ValueError(f"ranks={ranks}: weights in GGUF's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):

@@ -64,7 +64,7 @@ def test_a_conversion_keeps_the_formats(packed, tmp_path):
     assert (listed["mode"], listed[UP]["mode"]) == ("iq4_xs", "q6_k")
     for options in (("--dtype", "bfloat16", "-q"), ("--dequantize",)):
         result = call("convert", "--hf-path", packed, *options, "--mlx-path", tmp_path / options[0])
-        assert result.exit_code == 0, result.stderr
+        assert result.returncode == 0, result.stderr
     paths = packed, tmp_path / "--dtype", tmp_path / "--dequantize"
     model, cast, dense = map(mlx_mtp.load_model, paths)
     tokens = mx.array([[1, 2]])

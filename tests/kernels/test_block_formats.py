@@ -1,4 +1,4 @@
-"""Check kernels on llama.cpp's block formats: a row has the bits that it has alone, and weights are read once.
+"""Check kernels on GGUF's block formats: a row has the bits that it has alone, and weights are read once.
 
 MLX has no kernel for these formats, so the values are compared with dequantized weights.
 """

@@ -1,4 +1,4 @@
-"""Layers in llama.cpp's block formats compute as dequantized ones, in bounded memory; kernels serve them."""
+"""Layers in GGUF's block formats compute as dequantized ones, in bounded memory; kernels serve them."""
 
 from functools import partial
 

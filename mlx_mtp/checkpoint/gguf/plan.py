@@ -33,8 +33,8 @@ CHUNK = 1 << 20  # values that are converted at a time
 class Options:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
-    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels; "affine", or "exact", transcodes them to
-    MLX's groups; both requantize types without an equivalent to 8 bits, "small" to fewer. float32: store
+    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels; "affine", or "exact", transcodes them
+    to MLX's groups; both requantize types without an equivalent to 8 bits, "small" to fewer. float32: store
     scales and values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
     """
 
