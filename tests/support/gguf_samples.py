@@ -104,8 +104,8 @@ def coded_file(folder):
     return file
 
 
-def dequantized(file, path):
-    """Write the same file with every tensor dequantized to float32 by the gguf package."""
+def dequantized(file, path, kind=gguf_files.KINDS.F32):
+    """Write the same file with every tensor dequantized to float32 by the gguf package, then quantized to `kind`."""
     contents, tensors = header.read(file), {}
     for name, entry in contents.tensors.items():
         blocks, kind = np.array(entry.blocks()), gguf_files.KINDS[entry.kind]
@@ -114,4 +114,4 @@ def dequantized(file, path):
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in contents.metadata.items()}
     own = {k.removeprefix(f"{arch}."): v for k, v in plain.items() if k.startswith(f"{arch}.")}
     tokenizer = {k: v for k, v in plain.items() if k.startswith("tokenizer.") and v != []}
-    return gguf_files.write(path, arch, own, tensors, tokenizer=tokenizer)
+    return gguf_files.write(path, arch, own, tensors, kind, tokenizer=tokenizer)
