@@ -33,7 +33,7 @@ def packed(coded, tmp_path_factory):
     return path
 
 
-def test_sizes_are_those_of_the_file_and_told_before(coded):
+def test_sizes_are_those_of_the_file_and_shown_before(coded):
     prepared = prepare(coded)
     rows = {row.kind: row for row in prepared.rows}
     assert {kind: row.form.mode for kind, row in rows.items()} == {"IQ4_XS": "iq4_xs", "Q6_K": "q6_k", "F32": ""}
@@ -65,6 +65,8 @@ def test_a_conversion_keeps_the_formats(packed, tmp_path):
     for options in (("--dtype", "bfloat16", "-q"), ("--dequantize",)):
         result = call("convert", "--hf-path", packed, *options, "--mlx-path", tmp_path / options[0])
         assert result.returncode == 0, result.stderr
+        warned = "weights in iq4_xs, q6_k are read by mlx_mtp, not by mlx-lm" in result.stderr
+        assert warned is (options[0] == "--dtype")
     paths = packed, tmp_path / "--dtype", tmp_path / "--dequantize"
     model, cast, dense = map(mlx_mtp.load_model, paths)
     tokens = mx.array([[1, 2]])

@@ -6,6 +6,7 @@ MLX has no kernel for these formats, so the values are compared with dequantized
 import itertools
 from functools import partial
 
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -198,8 +199,20 @@ def test_experts(modes, gated):
 
 @pytest.mark.parametrize("mode", BLOCK_FORMATS)
 def test_every_code_and_factor_is_the_reference(mode):
-    """A weight is read out by an x of one 1."""
+    """A weight is read out by an x of one 1, in each row's first and last groups."""
     mx.random.seed(2)
-    weights = weights_of(mode, 4, 256)
-    y, _ = emulated(product, mx.eye(256)[:9], weights)
-    assert same_bits(y, dequantized_blocks(weights.w, weights.scales, mode)[:, :9].T)
+    weights, every = weights_of(mode, 16, 256), slice(5, None, 21)
+    y, _ = emulated(product, mx.eye(256)[every], weights)
+    assert same_bits(y, dequantized_blocks(weights.w, weights.scales, mode)[:, every].T)
+    if BLOCK_FORMATS[mode].bits == 4:
+        codes = Quantized(
+            mx.array([[0x76543210, 0xFEDCBA98] * 2], mx.uint32),
+            mx.array([[0x3C00]], mx.uint16),
+            None,
+            32,
+            4,
+            "iq4_nl",
+            (1,),
+        )
+        table = emulated(product, mx.eye(32)[:16], codes)[0]
+        assert tuple(table[:, 0].tolist()) == gguf.quants.IQ4_NL.kvalues

@@ -38,7 +38,7 @@ FORM = "max + a third"
 QMV = 0.0, 3.94  # mask, convert, multiply-add; per 4 outputs of x: convert, scale, sum; 3 per 16 weights
 WIDE = 3.0, 2.125  # mask, convert, scale; per row: convert x, multiply-add, 1 per chunk of 8
 OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # QMV with mask and convert once; x for 2 outputs from 7 rows on
-# Our kernels of GGUF's block formats, for one row, too, by bits. Once: extract a code, convert, at 4 bits a polynomial.
+# Our kernels of GGUF's block formats, for one row, too. Once: extract a code, convert, at 4 bits a polynomial.
 # Per row: multiply-add, x for 4 outputs, scale. Without them: bytes, and launches, of a dequantization.
 BLOCKS, PIECES, PIECE_LAUNCHES = {4: (8.0, 1.4), 6: (5.0, 1.4)}, 22, 10
 WIDE_ROWS, OURS_ROWS = 5, 8  # maximum rows that share reads and decoding
