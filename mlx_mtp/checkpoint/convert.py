@@ -90,7 +90,7 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report about the converted model; warn of missing heads, and of formats that mlx-lm does not read.
+        """Return the report about the converted model; warn of missing heads, and formats only read here.
 
         place: the heads' location in the conversion.
         """

@@ -108,8 +108,8 @@ def dequantized(file, path, kind=gguf_files.KINDS.F32):
     """Write the same file with every tensor dequantized to float32 by the gguf package, then quantized to `kind`."""
     contents, tensors = header.read(file), {}
     for name, entry in contents.tensors.items():
-        blocks, kind = np.array(entry.blocks()), gguf_files.KINDS[entry.kind]
-        tensors[name] = gguf.quants.dequantize(blocks, kind).reshape(entry.shape)
+        blocks = gguf.quants.dequantize(np.array(entry.blocks()), gguf_files.KINDS[entry.kind])
+        tensors[name] = blocks.reshape(entry.shape)
     arch = contents.metadata["general.architecture"]
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in contents.metadata.items()}
     own = {k.removeprefix(f"{arch}."): v for k, v in plain.items() if k.startswith(f"{arch}.")}
