@@ -101,16 +101,20 @@ def test_gemma(plan, tmp_path):
         assert losses["Q6_K"].rms < 5e-3
 
 
+def coded(folder):
+    return dequantized(smollm(folder), folder / "iq4.gguf", gguf_files.KINDS.IQ4_NL)
+
+
 @sweep
-def test_packed_types(tmp_path):
+@pytest.mark.parametrize(("make", "mode", "count"), [(gemma, "q6_k", 9), (coded, "iq4_nl", 211)])
+def test_packed_types(make, mode, count, tmp_path):
     """Gemma's Q6_K, and SmolLM2 in IQ4_NL: the file's own values, in a size like the file's, and the same text."""
-    smaller = dequantized(smollm(tmp_path), tmp_path / "iq4.gguf", gguf_files.KINDS.IQ4_NL)
-    for file, mode, count in ((gemma(tmp_path), "q6_k", 9), (smaller, "iq4_nl", 211)):
-        model, tokenizer = loaded(file, tmp_path / mode, Options(float32=True))
-        packed = [module for module in model.modules() if is_blocks(module)]
-        assert [module.mode for module in packed] == [mode] * count
-        row = next(row for row in prepare(file).rows if row.form.mode == mode)
-        assert row.after <= row.before
-        plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / f"{mode} plain")
-        assert divergence(logprobs(plain, tokenizer), logprobs(model, tokenizer)) < PACKED_KL
-        assert text(model, tokenizer, PROMPTS[0]) == text(plain, tokenizer, PROMPTS[0])
+    file = make(tmp_path)
+    model, tokenizer = loaded(file, tmp_path / "new", Options(float32=True))
+    packed = [module for module in model.modules() if is_blocks(module)]
+    assert [module.mode for module in packed] == [mode] * count
+    row = next(row for row in prepare(file).rows if row.form.mode == mode)
+    assert row.after <= row.before
+    plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
+    assert divergence(logprobs(plain, tokenizer), logprobs(model, tokenizer)) < PACKED_KL
+    assert text(model, tokenizer, PROMPTS[0]) == text(plain, tokenizer, PROMPTS[0])
