@@ -60,7 +60,7 @@ def test_bytes_of_experts_are_those_of_the_modules():
 
 @pytest.mark.parametrize("name", [name for name, form in phases.FORMATS.items() if form[2]])
 def test_packed_formats_are_read_once_by_our_kernels_only(name):
-    """The bytes are the module's; a dequantization without a kernel moves more, a row costs less than its decoding."""
+    """The bytes are the module's; without a kernel a dequantization moves more."""
     made = to_blocks(nn.Linear(512, 96, bias=False), name)
     op, (bits, group, _) = models._linear("", made, 2), phases.FORMATS[name]
     assert op.packed
