@@ -71,7 +71,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     if any("output_scale" in module for layer in model.layers for module in layer.modules()):
         raise ValueError(f"ranks={ranks}: weights with a scale per tensor (NVFP4) cannot be split; allowed is 1")
-    if any(module.get("mode") in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
+    if any(getattr(module, "mode", None) in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
         needed = "--gguf-plan affine converts them to a format that can"
         raise ValueError(f"ranks={ranks}: weights in GGUF's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))

@@ -79,6 +79,8 @@ def test_a_conversion_keeps_the_formats(packed, tmp_path):
     )
     assert not any(isinstance(module, Blocks) for module in dense.modules())
     assert mx.array_equal(model(tokens).argmax(axis=-1), dense(tokens).argmax(axis=-1))
+    line = one_line_error(call("inspect", packed, "--ranks", 2))
+    assert "weights in GGUF's block formats cannot be split; --gguf-plan affine" in line
     stdout = call("inspect", packed).stdout
     assert "4-bit iq4_xs g32 (17 modules), 6-bit q6_k g16 (15 modules)" in stdout
 
