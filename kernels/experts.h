@@ -16,16 +16,16 @@ struct Visit {
 };
 
 // The matrix of `expert` among all of them.
-template <int BITS, int GROUP, typename S>
+template <int BITS, int KIND, int GROUP, typename S>
 METAL_FUNC Source<S> of_expert(
     const device uint32_t* w, const device S* scales, const device S* biases, int expert, int N, int K) {
-  const size_t row = size_t(expert) * N, groups = K / GROUP;
-  return {(const device uint8_t*)w + row * (K / 8 * BITS), scales + row * groups, biases + row * groups};
+  const size_t row = size_t(expert) * N, of_row = scales_of_row<KIND, GROUP>(K);
+  return {(const device uint8_t*)w + row * (K / 8 * BITS), scales + row * of_row, biases + row * of_row};
 }
 
 // Lane COLUMNS * m + c gets the products of row m with row begin + c of each source; x is requested once for all.
 // No more than 16 sums are in registers: of more than 4 rows (of two sources 2) fewer weight rows go at a time.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS, int SOURCES>
+template <typename T, typename S, int BITS, int KIND, int GROUP, int VALUES, int ROWS, int SOURCES>
 METAL_FUNC void rows_product(
     const thread Visit<T, S, SOURCES>& visit, int begin, int lane, thread float (&own)[SOURCES]) {
   constexpr int EACH = ROWS * SOURCES > 8 ? 1 : ROWS * SOURCES > 4 ? 2 : 4;
@@ -36,7 +36,7 @@ METAL_FUNC void rows_product(
       outputs[r] = begin + column + r % EACH;
     }
     float result[ROWS][SOURCES * EACH] = {};
-    gathered_products<T, S, BITS, FP, GROUP, VALUES, 32>(
+    gathered_products<T, S, BITS, KIND, GROUP, VALUES, 32>(
         visit.sources, visit.x, visit.rows, outputs, visit.K, lane, result);
     UNROLL
     for (int r = 0; r < SOURCES * EACH; r++) {
@@ -50,14 +50,14 @@ METAL_FUNC void rows_product(
 }
 
 // The same, by the fewest of 1, 2, 4, ... ROWS rows that hold those of the visit.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int ROWS, int SOURCES>
+template <typename T, typename S, int BITS, int KIND, int GROUP, int VALUES, int ROWS, int SOURCES>
 METAL_FUNC void visit_product(
     const thread Visit<T, S, SOURCES>& visit, int begin, int lane, thread float (&own)[SOURCES]) {
   if constexpr (ROWS > 1) {
     if (visit.count <= ROWS / 2) {
-      visit_product<T, S, BITS, FP, GROUP, VALUES, ROWS / 2>(visit, begin, lane, own);
+      visit_product<T, S, BITS, KIND, GROUP, VALUES, ROWS / 2>(visit, begin, lane, own);
       return;
     }
   }
-  rows_product<T, S, BITS, FP, GROUP, VALUES, ROWS>(visit, begin, lane, own);
+  rows_product<T, S, BITS, KIND, GROUP, VALUES, ROWS>(visit, begin, lane, own);
 }

@@ -2,20 +2,9 @@
 
 #include <metal_simdgroup_matrix>
 
-// Value i of packed values of BITS bits.
-template <int BITS>
-METAL_FUNC uint code_at(const thread uint* words, int i) {
-  const int word = i * BITS / 32, begin = i * BITS % 32;
-  uint code = words[word] >> begin;
-  if (begin + BITS > 32) {
-    code |= words[word + 1] << (32 - begin);
-  }
-  return code & ((1u << BITS) - 1);
-}
-
-template <int BITS, bool FP>
+template <int BITS, int KIND>
 METAL_FUNC float weight_of(uint code, float scale, float bias) {
-  if constexpr (FP) {
+  if constexpr (KIND == CODED) {
     return scale * (BITS == 4 ? e2m1(code) : e4m3(code));
   } else {
     return fma(scale, float(int(code)), bias);
@@ -23,7 +12,7 @@ METAL_FUNC float weight_of(uint code, float scale, float bias) {
 }
 
 // A lane's two runs of RUN neighbouring values in one row of weights, and what scales each; past the row's end zeros.
-template <int BITS, bool FP, int GROUP, int RUN>
+template <int BITS, int KIND, int GROUP, int RUN>
 struct Runs {
   static constant constexpr int SCALES = GROUP < 2 * RUN ? 2 : 1;
   uint words[2 * RUN * BITS / 32];
@@ -47,7 +36,7 @@ struct Runs {
     for (int i = 0; i < SCALES; i++) {
       const bool inside = k + i * RUN < K;
       const int group = (k + i * RUN) / GROUP;
-      if constexpr (FP) {
+      if constexpr (KIND == CODED) {
         scale[i] = inside ? scale_of<GROUP>(scales[group]) : 0.0f;
         bias[i] = 0.0f;
       } else {
@@ -59,6 +48,6 @@ struct Runs {
 
   METAL_FUNC float at(int run, int i) const thread {
     const int s = SCALES == 2 ? run : 0;
-    return weight_of<BITS, FP>(code_at<BITS>(words, run * RUN + i), scale[s], bias[s]);
+    return weight_of<BITS, KIND>(code_at<BITS>(words, run * RUN + i), scale[s], bias[s]);
   }
 };

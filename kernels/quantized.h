@@ -8,6 +8,13 @@
 #include "contraction.h"
 #include "unroll.h"
 
+// The kinds of formats: integers with scales and biases; floating-point codes with codes of scales; GGUF's IQ4_NL, with a
+// float16 scale per group; its IQ4_XS (4 bits) and Q6_K (6 bits), whose scales are integers times a float16 number.
+constant constexpr int AFFINE = 0;
+constant constexpr int CODED = 1;
+constant constexpr int BLOCKS = 2;
+constant constexpr int SUPERBLOCKS = 3;
+
 // Widths at which a lane's share of a row can be loaded; BYTES of a share is its greatest alignment. Shares of 2, 4 and
 // 8 bits are whole words.
 template <int BITS, int BYTES>
@@ -46,13 +53,52 @@ METAL_FUNC float e8m0(uint code) {
   return as_type<float>(code == 0 ? 0x400000u : code << 23);
 }
 
+// A value of IQ4's table, which is the polynomial of degree 4 that errs least, by 0.434 at most, rounded. A table in memory
+// would be a load for each weight, and selecting bytes of four words takes more instructions.
+METAL_FUNC float iq4(uint code) {
+  const float c = float(int(code));
+  return metal::precise::rint(fma(fma(fma(fma(0.00158604f, c, 0.0310864f), c, -1.37193f), c, 24.1738f), c, -126.567f));
+}
+
+// The scale of a group in a row of GGUF's blocks. Of SUPERBLOCKS 256 values share a record of words: the number, then
+// two factors in each word.
+template <int KIND, int GROUP, typename S>
+METAL_FUNC float block_scale(const device S* scales, int group) {
+  if constexpr (KIND == BLOCKS) {
+    return float(as_type<half>(ushort(scales[group])));
+  } else {
+    constexpr int GROUPS = 256 / GROUP;
+    const device S* record = scales + group / GROUPS * (1 + GROUPS / 2);
+    const int at = group % GROUPS;
+    const int factor = int(uint(record[1 + at / 2]) << (at % 2 ? 16 : 24)) >> 24;
+    return float(as_type<half>(ushort(record[0]))) * float(factor);
+  }
+}
+
+// The number of elements of `scales` in a row of K weights.
+template <int KIND, int GROUP>
+METAL_FUNC int scales_of_row(int K) {
+  return KIND == SUPERBLOCKS ? K / 256 * (1 + 128 / GROUP) : K / GROUP;
+}
+
+// Value i of packed values of BITS bits.
+template <int BITS>
+METAL_FUNC uint code_at(const thread uint* words, int i) {
+  const int word = i * BITS / 32, begin = i * BITS % 32;
+  uint code = words[word] >> begin;
+  if (begin + BITS > 32) {
+    code |= words[word + 1] << (32 - begin);
+  }
+  return code & ((1u << BITS) - 1);
+}
+
 // Affine scales are numbers; those of floating-point formats are codes: e4m3 for groups of 16 (nvfp4), else e8m0.
 template <int GROUP>
 METAL_FUNC float scale_of(uint code) {
   return GROUP == 16 ? e4m3(code) : e8m0(code);
 }
 
-template <int BITS, bool FP>
+template <int BITS, int KIND>
 struct Format {
   static constant constexpr int CHUNK = BITS == 3 || BITS == 5 ? 8 : 4;
   static constant constexpr int UNIT = BITS == 4 ? 16 : 8;
@@ -71,7 +117,10 @@ struct Format {
     for (int i = 0; i < CHUNK; i++) {
       const int bit = c * CHUNK * BITS + i * BITS / UNIT * UNIT;
       const uint at = unit_at(words, bit);
-      if constexpr (FP) {
+      if constexpr (KIND >= BLOCKS) {
+        const uint code = code_at<BITS>(words, c * CHUNK + i);
+        low[i] = BITS == 4 ? iq4(code) : float(int(code) - 32);
+      } else if constexpr (KIND == CODED) {
         low[i] = BITS == 4 ? e2m1(at >> shift(i)) : e4m3(at);
       } else {
         low[i] = float(int(at & uint(MASK << shift(i))));
@@ -91,7 +140,7 @@ struct Format {
     for (int i = 0; i < CHUNK; i++) {
       values[i] = float(x[i]);
     }
-    if constexpr (FP) {
+    if constexpr (KIND != AFFINE) {
       return sum;
     }
     if constexpr (BITS == 8) {
@@ -115,7 +164,12 @@ struct Format {
   }
 
   static METAL_FUNC float dot(float sum, const thread float* x, const thread float* low, const thread float* high) {
-    if constexpr (BITS == 2 || BITS == 4) {
+    if constexpr (KIND >= BLOCKS) {
+      UNROLL
+      for (int i = 0; i < CHUNK; i++) {
+        sum = fma(low[i], x[i], sum);
+      }
+    } else if constexpr (BITS == 2 || BITS == 4) {
       float four = MULTIPLY_ADD(x[0], low[0], PRODUCT(x[1], low[1]));
       four = MULTIPLY_ADD(x[2], low[2], four);
       sum += MULTIPLY_ADD(x[3], low[3], four);
@@ -123,7 +177,7 @@ struct Format {
       UNROLL
       for (int i = 0; i < CHUNK; i++) {
         sum = MULTIPLY_ADD(low[i], x[i], sum);
-        if constexpr (!FP) {
+        if constexpr (KIND == AFFINE) {
           if (shift(i) + BITS > UNIT) {
             sum = MULTIPLY_ADD(high[i], x[i] * 256.0f, sum);
           }
@@ -134,7 +188,7 @@ struct Format {
   }
 
   static METAL_FUNC float scaled(float sum, float bias, float scale, float products) {
-    if constexpr (FP) {
+    if constexpr (KIND == CODED) {
       return PRODUCT(scale, products);
     } else {
       return CONTRACTION == FUSED_ACROSS ? MULTIPLY_ADD(sum, bias, PRODUCT(scale, products))
@@ -153,7 +207,7 @@ struct Source {
 
 // Adds to result [ROWS][RESULTS] one lane's share of the rows of x that begin at `rows`, times the weight rows `outputs`, as
 // many of each source in turn.
-template <typename T, typename S, int BITS, bool FP, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS, int SOURCES>
+template <typename T, typename S, int BITS, int KIND, int GROUP, int VALUES, int LANES, int ROWS, int RESULTS, int SOURCES>
 METAL_FUNC void gathered_products(
     const thread Source<S> (&sources)[SOURCES],
     const device T* x,
@@ -162,23 +216,23 @@ METAL_FUNC void gathered_products(
     int K,
     int lane,
     thread float (&result)[ROWS][RESULTS]) {
-  using F = Format<BITS, FP>;
+  using F = Format<BITS, KIND>;
   constexpr int STEP = VALUES < GROUP ? VALUES : GROUP; // values under one scale
   constexpr int BYTES = STEP * BITS / 8;
   constexpr int STRIDE = LANES * VALUES;
   constexpr int EACH = RESULTS / SOURCES;
 
-  // Long offsets once; in the loop, where they would cost more than the products, a row is a number of bytes and groups further.
-  const int row_bytes = K / 8 * BITS, row_groups = K / GROUP;
+  // Long offsets once; in the loop, where they would cost more than the products, a row is a number of bytes and scales further.
+  const int row_bytes = K / 8 * BITS, row_scales = scales_of_row<KIND, GROUP>(K);
   Source<S> from[SOURCES];
-  int byte_offset[RESULTS], group_offset[RESULTS];
+  int byte_offset[RESULTS], scale_offset[RESULTS];
   UNROLL
   for (int r = 0; r < RESULTS; r++) {
     const int first = outputs[r / EACH * EACH], s = r / EACH;
-    const size_t groups = size_t(first) * row_groups;
-    from[s] = {sources[s].w + size_t(first) * row_bytes, sources[s].scales + groups, sources[s].biases + groups};
+    const size_t scales = size_t(first) * row_scales;
+    from[s] = {sources[s].w + size_t(first) * row_bytes, sources[s].scales + scales, sources[s].biases + scales};
     byte_offset[r] = (outputs[r] - first) * row_bytes;
-    group_offset[r] = (outputs[r] - first) * row_groups;
+    scale_offset[r] = (outputs[r] - first) * row_scales;
   }
   for (int begin = lane * VALUES; begin < K; begin += STRIDE) {
     for (int k = begin; k < begin + VALUES; k += STEP) {
@@ -186,8 +240,11 @@ METAL_FUNC void gathered_products(
       uint words[RESULTS][(BYTES + 3) / 4];
       UNROLL
       for (int r = 0; r < RESULTS; r++) {
-        const int group = group_offset[r] + k / GROUP;
-        if constexpr (FP) {
+        const int group = scale_offset[r] + k / GROUP;
+        if constexpr (KIND >= BLOCKS) {
+          scale[r] = block_scale<KIND, GROUP>(from[r / EACH].scales + scale_offset[r], k / GROUP);
+          bias[r] = 0.0f;
+        } else if constexpr (KIND == CODED) {
           scale[r] = scale_of<GROUP>(from[r / EACH].scales[group]);
           bias[r] = 0.0f;
         } else {
@@ -220,7 +277,9 @@ METAL_FUNC void gathered_products(
         // in MLX's kernels, where the products are the last to be known.
         UNROLL
         for (int m = 0; m < ROWS; m++) {
-          if constexpr (FP && CONTRACTION == FUSED_ACROSS) {
+          if constexpr (KIND >= BLOCKS) {
+            result[m][r] = fma(scale[r], products[m][r], result[m][r]);
+          } else if constexpr (KIND == CODED && CONTRACTION == FUSED_ACROSS) {
             result[m][r] = MULTIPLY_ADD(scale[r], products[m][r], result[m][r]);
           } else {
             result[m][r] += F::scaled(sums[m], bias[r], scale[r], products[m][r]);

@@ -1,9 +1,9 @@
 // y[m, h] = swiglu(x[m] . gate[h], x[m] . up[h]), both weights quantized: rows of x together, each with the bits it has alone.
 //
-// Inputs   w [2 * H, K * BITS / 32] uint32, gate's rows before up's; scales, biases [2 * H, K / GROUP] (floating-point
-//          formats: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped
+// Inputs   w [2 * H, K * BITS / 32] uint32, gate's rows before up's; scales, biases [2 * H, K / GROUP] (no
+//          biases: scales twice); x [M, K]; limit [1] of T: infinity where nothing is clamped
 // Output   y [M, H]
-// Template T (x, limit, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS
+// Template T (x, limit, y), S (scales), BITS, GROUP, KIND, VALUES, LANES, ROWS, RESULTS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 2 per 2 * (32 / LANES) * RESULTS / 2 values of H;  threadgroup (32, 2, 1)
 
@@ -34,7 +34,7 @@ for (int m = 0; m < ROWS; m++) {
 }
 const Source<S> sources[1] = {{(const device uint8_t*)w, scales, biases}};
 float result[ROWS][RESULTS] = {};
-gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+gathered_products<T, S, BITS, KIND, GROUP, VALUES, LANES>(
     sources, x + size_t(first) * K, rows, outputs, K, lane % LANES, result);
 
 UNROLL

@@ -1,10 +1,10 @@
 // The best of each tile of x W^T (+ bias), W quantized: rows of x together, each logit with the bits it has alone.
 //
-// Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (floating-point formats: scales twice); x [M, K];
+// Inputs   w [N, K * BITS / 32] uint32; scales, biases [N, K / GROUP] (no biases: scales twice); x [M, K];
 //          bias [N] (not read without BIAS); key [2] uint32, position [1] uint32, inverse [1] float: 1 / temperature of a draw, 0 for none;
 //          n [1] int32, at most TILE
 // Output   values [M, tiles, n (+ 1 with SUM)] float, indices [M, tiles, n] int32; see keep_first
-// Template T (x, bias), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, TILE, BIAS, SUM
+// Template T (x, bias), S (scales), BITS, GROUP, KIND, VALUES, LANES, ROWS, TILE, BIAS, SUM
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 8 per tile of TILE weight rows;  threadgroup (32, 8, 1)
 
@@ -38,7 +38,7 @@ for (int at = simd * WIDTH + lane / LANES * RESULTS; at < min(TILE, N - begin); 
     outputs[r] = min(begin + at + r, N - 1);
   }
   float result[ROWS][RESULTS] = {};
-  gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+  gathered_products<T, S, BITS, KIND, GROUP, VALUES, LANES>(
       sources, x + size_t(first) * K, rows, outputs, K, lane % LANES, result);
   UNROLL
   for (int r = 0; r < RESULTS; r++) {

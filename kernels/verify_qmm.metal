@@ -1,10 +1,10 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k], W quantized: rows of x together, each with the bits that it has alone.
 //
-// Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
+// Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (no biases: scales twice);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends; bias [N] of T, where BIAS:
 //          added to the rounded sum
 // Output   y [M * N]: for each weight in turn its [M, N_p]
-// Template T (x, y), S (scales), BITS, GROUP, FP, VALUES, LANES, ROWS, RESULTS, BIAS
+// Template T (x, y), S (scales), BITS, GROUP, KIND, VALUES, LANES, ROWS, RESULTS, BIAS
 // Grid     x: 32 per ROWS rows of x (the last group may begin earlier; each stores what rows are there and its own)
 //          y: 2 per 2 * (32 / LANES) * RESULTS weight rows;  threadgroup (32, 2, 1)
 
@@ -32,7 +32,7 @@ for (int m = 0; m < ROWS; m++) {
 }
 const Source<S> sources[1] = {{(const device uint8_t*)w, scales, biases}};
 float result[ROWS][RESULTS] = {};
-gathered_products<T, S, BITS, FP, GROUP, VALUES, LANES>(
+gathered_products<T, S, BITS, KIND, GROUP, VALUES, LANES>(
     sources, x + size_t(first) * K, rows, outputs, K, lane % LANES, result);
 
 UNROLL

@@ -1,9 +1,9 @@
 // y[m, n] = sum over k of x[m, k] * W[n, k], W quantized: 8x8 matrix products, in an order of their own.
 //
-// Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (floating-point formats: scales twice);
+// Inputs   w [>= N, K * BITS / 32] uint32; scales, biases [>= N, K / GROUP] (no biases: scales twice);
 //          x [M, K]; ends [P] int32, where each of the P weights that w stacks along N ends
 // Output   y [M * N]: for each weight in turn its [M, N_p]
-// Template T (x, y), S (scales), BITS, GROUP, FP, TILES, BLOCKS
+// Template T (x, y), S (scales), BITS, GROUP, KIND, TILES, BLOCKS
 // Grid     x: 32 per 8 * BLOCKS rows of x;  y: SPLIT per 8 * TILES weight rows;  threadgroup (32, SPLIT, 1)
 //
 // Column c of a block of 8 * RUN values of K is the RUN values that begin at c * RUN; step i multiplies value i of every
@@ -24,7 +24,7 @@ const int row_bytes = K / 8 * BITS, row_groups = K / GROUP;
 
 float sums[TILES][BLOCKS][2] = {};
 for (int begin = part * BLOCK; begin < K; begin += SPLIT * BLOCK) {
-  Runs<BITS, FP, GROUP, RUN> runs[TILES];
+  Runs<BITS, KIND, GROUP, RUN> runs[TILES];
   UNROLL
   for (int t = 0; t < TILES; t++) {
     const int n = first_n + 8 * t + row;

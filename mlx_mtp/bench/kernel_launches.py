@@ -64,10 +64,18 @@ def weights(of: Format, n: int, k: int, dtype: mx.Dtype, *before: int, ends: Seq
     ends: of stacked linears along n; by default one linear.
     """
     mode, bits, group = of
-    affine = mode == "affine"
+    affine, blocks = mode == "affine", kernels.BLOCK_FORMATS.get(mode)
     scales = mx.zeros((*before, n, k // group), dtype if affine else mx.uint8)
+    if blocks:
+        scales = mx.zeros((*before, n, k // blocks.span * blocks.words), mx.uint16)
     w = mx.zeros((*before, n, k * bits // 32), mx.uint32)
     return Quantized(w, scales, scales if affine else None, group, bits, mode, tuple(ends) or (n,))
+
+
+def is_whole(of: Format, k: int) -> bool:
+    """Return whether rows of k weights are whole groups, or blocks, of a format."""
+    blocks = kernels.BLOCK_FORMATS.get(of[0])
+    return k % (blocks.span if blocks else of[2]) == 0
 
 
 def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
@@ -76,7 +84,8 @@ def rows(m: int, k: int, dtype: mx.Dtype) -> mx.array:
 
 def products(of: Format) -> Iterator[Launch]:
     """Yield launches of verify_qmm, verify_qmm_heads and verify_glu, for each number of lanes and values per lane."""
-    widths = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}.values()
+    by_lanes = {lanes(weights(of, 8, k, F32)): k for k in WIDTHS[::-1]}
+    widths = [4096] if of[0] in kernels.BLOCK_FORMATS else by_lanes.values()  # blocks: one split for all widths
     for dtype, k, m in itertools.product(DTYPES, widths, AFFINE_ROWS):
         w, x = weights(of, 64, k, dtype), rows(m, k, dtype)
         bias = mx.zeros((64,), dtype)
@@ -85,7 +94,8 @@ def products(of: Format) -> Iterator[Launch]:
             yield partial(kernels.verify_qmm, x, replace(w, bias=bias))
         if k == 4096:
             yield partial(kernels.verify_glu, x, weights(of, 64, k, dtype, ends=(32, 64)))
-    for dtype, (n, k, first), m in itertools.product(DTYPES, PER_HEAD[: None if of in RELEASED else 2], AFFINE_ROWS):
+    per_head = [form for form in PER_HEAD[: None if of in RELEASED else 2] if is_whole(of, form[1])]
+    for dtype, (n, k, first), m in itertools.product(DTYPES, per_head, AFFINE_ROWS):
         heads = weights(of, n, k, dtype, 2)
         yield partial(kernels.verify_qmm_heads, mx.zeros((1, m, 2, k), dtype), heads, heads_first=first)
 
@@ -98,7 +108,7 @@ def matrices(of: Format) -> Iterator[Launch]:
 
 def experts(of: Format) -> Iterator[Launch]:
     """Yield launches of moe_route, moe_glu or moe_relu2, and moe_down, together."""
-    mixtures = MIXTURES[: None if of in RELEASED else 1]
+    mixtures = MIXTURES if of in RELEASED else [next(sizes for sizes in MIXTURES if is_whole(of, sizes[2]))]
     sizes = (1, 4, 8, 16) if of in RELEASED else (1, 4, 8)
     for dtype, m, gated, (count, top, inner, k) in itertools.product(DTYPES, sizes, (True, False), mixtures):
         up, down = weights(of, inner, k, dtype, count), weights(of, k, inner, dtype, count)
@@ -243,7 +253,11 @@ def launched(launch: Launch, spelling: str) -> None:
 
 def groups(formats: Sequence[Format]) -> dict[str, Callable[[], Iterator[Launch]]]:
     """Return the groups by name, as functions that yield launches, with splits; of quantized weights per format."""
-    quantized = itertools.product((products, matrices, experts, heads), formats)
+    quantized = [
+        (make, of)
+        for make, of in itertools.product((products, matrices, experts, heads), formats)
+        if make is not matrices or of[0] not in kernels.BLOCK_FORMATS  # only MLX's formats have this kernel
+    ]
     found: dict[str, Callable[[], Iterator[Launch]]] = {
         **{f"{make.__name__} {'-'.join(map(str, of))}": partial(make, of) for make, of in quantized},
         **{f"attention {dtype}": partial(attention, dtype) for dtype in DTYPES},

@@ -94,7 +94,8 @@ def products(module: Any, others: Collection[int]) -> list[tuple[Op, int]]:
 
 def width_of(linear: Any) -> int:
     """Return the number of inputs of a linear layer, quantized or not."""
-    return linear.scales.shape[-1] * linear.group_size if "scales" in linear else linear.weight.shape[-1]
+    width = linear.weight.shape[-1]
+    return width * 32 // linear.bits if "scales" in linear else width
 
 
 def _each(modules: list[Any]) -> Op:

@@ -20,6 +20,7 @@ from mlx_lm.utils import infer_quant_config
 
 from ..decoding.memory_needs import Budget
 from ..layers.block_drafter import BlockNetwork
+from ..layers.blocks import place_blocks
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..layers.scaled import scale_outputs
@@ -394,6 +395,7 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
         if at in names:
             raise ValueError(f"{tensor.file}: tensors {names[at]} and {name} both become {at}; expected one of them")
         weights[at], names[at] = stored[name], name
+    place_blocks(model, weights)
     packed = {at.removesuffix(".scales") for at in weights if at.endswith(".scales")}
     nn.quantize(model, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
     _load_checked(model, contents, path, list(weights.items()), note=note)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
+from ..layers.blocks import is_blocks
 from ..layers.scaled import SCALE
 from ..machine import atomic
 from ..machine.errors import one_line
@@ -91,7 +92,7 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report about the converted model; warn if there are no heads, or of NVFP4's output scales.
+        """Return the report about the converted model; warn of missing heads, and formats only read here.
 
         place: the heads' location in the conversion.
         """
@@ -102,6 +103,10 @@ class Source:
         if any(SCALE in module for module in self.model.modules()):
             kept = f"keep their scale per tensor or row, as {SCALE!r}; mlx-lm does not read it, mlx_mtp does"
             warnings.warn(f"{self.path}: NVFP4 or FP8 weights {kept}", stacklevel=3)
+        if modes := sorted({module.mode for module in self.model.modules() if is_blocks(module)}):
+            warnings.warn(
+                f"{self.path}: weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm", stacklevel=3
+            )
         return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
 
     def compute(self, name: str, w: mx.array) -> None:

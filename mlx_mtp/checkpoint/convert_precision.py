@@ -16,6 +16,8 @@ from mlx_lm.convert import mixed_quant_predicate_builder
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..kernels import BLOCK_FORMATS
+from ..layers import blocks
 from ..layers.scaled import SCALE, ScaledLinear, ScaledSwitchLinear, dequantized_weight
 from .parameters import named
 
@@ -39,6 +41,7 @@ PLAIN = {
     QuantizedSwitchLinear: SwitchLinear,
     ScaledSwitchLinear: SwitchLinear,
     QuantizedMultiLinear: MultiLinear,
+    **blocks.PLAIN,
 }
 
 
@@ -145,12 +148,13 @@ def formats(model: nn.Module) -> dict[str, Format]:
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:
     """Return config.json's "quantization": the target's most frequent format, and modules of other formats by path.
 
-    None if no module of the target is quantized, even if heads are.
+    None if no module of the target is quantized, even if heads are. MLX's own formats come before block formats.
     """
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
         return None
-    usual = target.most_common(1)[0][0]
+    known = Counter({form: count for form, count in target.items() if form.mode not in BLOCK_FORMATS})
+    usual = (known or target).most_common(1)[0][0]
     return asdict(usual) | {path: asdict(form) for path, form in found.items() if form != usual}
 
 

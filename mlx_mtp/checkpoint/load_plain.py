@@ -13,6 +13,7 @@ from mlx_lm import utils as mlx_lm_utils
 from ..cache.layer_cache import CacheKind
 from ..cache.mlx_lm_caches import MlxLmCaches
 from ..decoding.memory_needs import Budget
+from ..layers.blocks import place_blocks
 from ..layers.runtime import HasRuntime, Runtime
 from ..layers.scaled import scale_outputs
 from ..machine.errors import one_line
@@ -137,7 +138,9 @@ def _sanitize(
     unused = OF_ACTIVATIONS if packed else ()
     plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}
     weights = read_tensors(plain)
-    return sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+    made = sanitized(partial(_mlx_lms, model, weights), read_arrays(packed), model, weights)
+    place_blocks(model, made)
+    return made
 
 
 def _mlx_lms(model: Any, plain: Tensors, packed: Tensors) -> Tensors:

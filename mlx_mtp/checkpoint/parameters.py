@@ -11,6 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..kernels import block_scales
+from ..layers.blocks import Blocks
 from .sort_tensors import NUMBER, Contents, layerless, only
 
 OF_HEAD = re.compile(r"mtp\.\d+\.(?!.*\.biases$)")  # biases of quantized matrices may be zeros
@@ -97,10 +99,15 @@ def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
 
 
 def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:
-    """Return, by parameter path, lazy bools: whether 8-bit scales or weights of a quantized module contain NaN."""
+    """Return, by parameter path, lazy bools: whether 8-bit scales or weights of a quantized module contain NaN.
+
+    Of scales of block formats also whether they contain infinity.
+    """
     found, mode = {}, getattr(module, "mode", "affine")
     if mode == "affine" or "scales" not in module:
         return {}
+    if isinstance(module, Blocks):
+        return {f"{path}.scales": ~mx.isfinite(block_scales(module["scales"], mode)).all()}
     for name, codes in (("scales", module["scales"]), ("weight", module["weight"].view(mx.uint8))):
         if name == "scales" or mode == "mxfp8":
             found[f"{path}.{name}"] = codes.max() == POWER_NAN

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..layers.blocks import place_blocks
 from .files import dequantized, read_tensors
 from .packed.arrays import read_arrays
 from .packed.sanitize import Tensors, sanitized
@@ -26,10 +27,12 @@ def parameters_of(model: Any, contents: Contents, path: Path, raw: Raw, weights:
     trunk, heads = (dequantized({name: stored[name] for name in part}, part) for part in plain)
     call = partial(_sanitize, model, trunk, heads, contents.heads.keys(), raw)
     try:
-        return sanitized(call, read_arrays(contents.packed), model, trunk | heads)
+        made = sanitized(call, read_arrays(contents.packed), model, trunk | heads)
     except KeyError as e:  # mlx-lm does not check the tensors that it stacks or splits
         ((file, raw_name),) = expected(model, contents, path, [str(e.args[0])])
         raise ValueError(f"{file}: tensor {raw_name} is missing; the rest of its layer needs it") from None
+    place_blocks(model, made)
+    return made
 
 
 def _sanitize(

@@ -237,7 +237,7 @@ def check_types(header: Header) -> None:
         elif kind.endswith("_scale"):
             allowed, wording = (*FLOATS, "F8_E4M3"), "floating-point numbers, or F8_E4M3"
         elif kind == "scales":
-            allowed, wording = (*FLOATS, "U8"), "floating-point numbers, or U8"
+            allowed, wording = (*FLOATS, "U8", "U16"), "floating-point numbers, U8 or U16"
         elif any(name + suffix in header for suffix in FP8_SCALES):
             allowed, wording = (*FLOATS, "F8_E4M3", "U8"), "F8_E4M3, because it has a scale"
         if tensor.dtype not in allowed:

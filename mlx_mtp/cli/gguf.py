@@ -11,8 +11,10 @@ gguf_options = (
     option("--config-from", help="For a GGUF file: directory or repository with config.json and tokenizer."),
     option(
         "--gguf-plan",
-        type=Choice(["exact", "small"]),
-        help="For a GGUF file: store types without an MLX equivalent in 8 bits, or in fewer.  [default: exact]",
+        type=Choice(["packed", "affine", "exact", "small"]),
+        help="For a GGUF file: keep IQ4_NL, IQ4_XS and Q6_K for our kernels (packed), transcode them to MLX's groups "
+        "(affine, also named exact), or store them and types without an equivalent in fewer bits (small).  "
+        "[default: packed]",
     ),
     option("--gguf-exact", is_flag=True, help="For a GGUF file: scales and values in float32, as in the file."),
 )

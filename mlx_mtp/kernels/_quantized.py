@@ -7,10 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 
+from ._blocks import BLOCK_FORMATS, block_product, dequantized_blocks
 from ._source import DTYPES, launch, row_groups
 
-BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
-GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
+BITS = {
+    **{"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)},
+    **{mode: (form.bits,) for mode, form in BLOCK_FORMATS.items()},
+}
+GROUP_SIZES = {
+    **{"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)},
+    **{mode: (form.group_size,) for mode, form in BLOCK_FORMATS.items()},
+}
+AFFINE, CODED, BLOCKS, SUPERBLOCKS = range(4)  # as in quantized.h
+BLOCK_VALUES = 16  # of K that a lane reads at once in block formats
 SIMDGROUPS = 2  # per threadgroup
 WEIGHTS_ONCE = 12  # maximum rows of x that share one request of the weights
 MOST_SUMS = 24  # maximum sums in a lane's registers
@@ -22,9 +31,9 @@ DEVICE = 8  # MLX passes arrays of fewer elements in constant memory, which the 
 class Quantized:
     """Weights of one or several linears with the same input x, stacked along N; of heads or experts, N is axis 1.
 
-    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size]; biases is None except in affine formats. ends:
-    the end of each linear along N. bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and
-    `verify_qmm_mma` only.
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], in block formats the words of `_blocks.py`;
+    biases is None except in affine formats. ends: the end of each linear along N. bias: [N] or None, added to the
+    rounded product by `verify_qmm`, `verify_glu` and `verify_qmm_mma` only.
     """
 
     w: mx.array
@@ -47,7 +56,12 @@ class Quantized:
 
     @property
     def k(self) -> int:
-        return self.scales.shape[-1] * self.group_size
+        return self.w.shape[-1] * 32 // self.bits
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether the format is one of GGUF's, which MLX's own operations do not support."""
+        return self.mode in BLOCK_FORMATS
 
     @property
     def kind(self) -> str:
@@ -95,23 +109,41 @@ def packs(bits: int) -> tuple[int, int]:
 
 def lanes(weights: Quantized) -> tuple[int, int]:
     """Return (values of K that a lane reads at once, lanes per weight row) of MLX 0.32.4's kernel for one row."""
-    k, bits = weights.k, weights.bits
-    if k in (64, 128) and bits in (2, 4, 8):
-        return k // 4, 4  # qmv_quad
-    pack, fast = packs(bits)
-    return (fast if k % (32 * fast) == 0 else pack), 32  # qmv_fast, qmv
+    if weights.k in (64, 128) and weights.bits in (2, 4, 8) and not weights.is_blocks:
+        return weights.k // 4, 4  # qmv_quad
+    return lane_values(weights), 32  # qmv_fast, qmv
+
+
+def lane_values(weights: Quantized) -> int:
+    """Return the values of K that a lane reads at once where 32 lanes share a weight row."""
+    if weights.is_blocks:
+        return BLOCK_VALUES
+    pack, fast = packs(weights.bits)
+    return fast if weights.k % (32 * fast) == 0 else pack
 
 
 def dequantized(weights: Quantized) -> mx.array:
     """Return the weights in float32, [..., N, K]."""
     scales, biases = weights.scales, weights.biases
+    if weights.is_blocks:
+        return dequantized_blocks(weights.w, scales, weights.mode)
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     return mx.dequantize(weights.w, scales, biases, dtype=mx.float32, **weights.format)
 
 
+def stock_product(x: mx.array, weights: Quantized) -> mx.array:
+    """Return x [..., K] times the weights [N, K] by MLX's own operation; of block formats dequantized in pieces."""
+    if weights.is_blocks:
+        return block_product(x, weights.w, weights.scales, weights.mode)
+    w, scales, biases = weights.w, weights.scales, weights.biases
+    return mx.quantized_matmul(x, w, scales=scales, biases=biases, transpose=True, **weights.format)
+
+
 def multiplied(x: mx.array, weights: Quantized) -> mx.array:
     """Return x [..., K] times the weights [N, K], in float32, rounded once to the type that MLX computes in."""
+    if weights.is_blocks:
+        return block_product(x, weights.w, weights.scales, weights.mode)
     return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))
 
 
@@ -134,8 +166,10 @@ def arrays(weights: Quantized, dtype: mx.Dtype, name: str = "") -> dict[str, mx.
 
 def format_template(weights: Quantized, dtype: mx.Dtype) -> dict[str, object]:
     """Return the template arguments that kernels of quantized weights share, for x of type `dtype` and these."""
-    stored, fp = (weights.scales.dtype, True) if weights.biases is None else (dtype, False)
-    return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "FP": fp}
+    stored, kind = (weights.scales.dtype, CODED) if weights.biases is None else (dtype, AFFINE)
+    if weights.is_blocks:
+        kind = BLOCKS if BLOCK_FORMATS[weights.mode].words == 1 else SUPERBLOCKS
+    return {"T": dtype, "S": stored, "BITS": weights.bits, "GROUP": weights.group_size, "KIND": kind}
 
 
 def parts(y: mx.array, x: mx.array, weights: Quantized) -> list[mx.array]:

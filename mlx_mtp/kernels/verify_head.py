@@ -9,7 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from ._quantized import SPLIT_ROWS, WEIGHTS_ONCE, Quantized, arrays, check_columns, format_template, lanes, small
+from ._quantized import (
+    SPLIT_ROWS,
+    WEIGHTS_ONCE,
+    Quantized,
+    arrays,
+    check_columns,
+    format_template,
+    lanes,
+    small,
+    stock_product,
+)
 from ._quantized import supported as supported_format
 from ._source import DTYPES, Maybe, constants, launch, on_metal, row_groups
 from .verify_gemv import supported as supported_product
@@ -30,8 +40,7 @@ def logits_ref(x: mx.array, weights: Weights, bias: Maybe = None) -> mx.array:
     """Compute logits [M, N] of x [M, K] with MLX's own product."""
     if isinstance(weights, mx.array):
         return x @ weights.T if bias is None else mx.addmm(bias, x, weights.T)
-    w, scales, biases = weights.w, weights.scales, weights.biases
-    y = mx.quantized_matmul(x, w, scales=scales, biases=biases, transpose=True, **weights.format)
+    y = stock_product(x, weights)
     return y if bias is None else y + bias
 
 

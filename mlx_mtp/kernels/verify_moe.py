@@ -6,7 +6,17 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from ._quantized import DEVICE, Quantized, arrays, check_columns, dequantized, format_template, packs, served, small
+from ._quantized import (
+    DEVICE,
+    Quantized,
+    arrays,
+    check_columns,
+    dequantized,
+    format_template,
+    lane_values,
+    served,
+    small,
+)
 from ._routing import Pairs, Routing, room, routable, route_metal, route_ref
 from ._source import DTYPES, constants, launch, on_metal
 from .verify_qmm import activated
@@ -109,9 +119,7 @@ def _template(weights: Quantized, dtype: mx.Dtype, rows: int) -> dict[str, objec
 
     A lane reads VALUES of K at a time, as in MLX 0.32.4's gather_qmv_fast, or else gather_qmv; N is a multiple of 8.
     """
-    pack, fast = packs(weights.bits)
-    values = fast if weights.k % (32 * fast) == 0 else pack
-    return {**format_template(weights, dtype), "VALUES": values, "ROWS": rows}
+    return {**format_template(weights, dtype), "VALUES": lane_values(weights), "ROWS": rows}
 
 
 def _inner_metal(x: mx.array, experts: Experts, pairs: Pairs, limit: float | None, split: bool) -> mx.array:

@@ -12,11 +12,13 @@ import mlx.nn as nn
 
 from ..kernels import Quantized, draw_ref, draw_top, splits, top_ref, verify_head, verify_head_draw, verify_head_top
 from ..kernels.draw_top import draw_top_ref
+from ..kernels.verify_head import logits_ref
+from .blocks import BlockEmbedding, BlockLinear, is_blocks, made_of
 from .kernel_site import Site, format_of, known_format, quantized, rows_of
 from .scaled import SCALE, ScaledLinear
 
 Top = tuple[mx.array, mx.array, mx.array]
-KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding, BlockLinear, BlockEmbedding)
 
 
 class LMHeadSite(Site):
@@ -52,9 +54,31 @@ class LMHeadSite(Site):
     def stock(self, x: mx.array) -> list[mx.array]:
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
+    def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
+        """Return the token of each row's greatest logit, int32 [M]; fused: by the kernel."""
+        return (self.ours(x) if fused else self.stock(x))[0]
+
     def logits(self, x: mx.array) -> mx.array:
         """Return the module's logits [M, n] for x [M, K]."""
         return logits_of(self.module, x)
+
+
+class BlockHead(LMHeadSite):
+    """An LM head in a block format, for which MLX has no kernel: a trial compares the greatest logits."""
+
+    def computed(self, x: mx.array, split: bool) -> list[mx.array]:
+        return [verify_head_top(x, self.weights, 1, self.bias, split=split)[0].astype(x.dtype)]
+
+    def stock(self, x: mx.array) -> list[mx.array]:
+        return [self.logits(x).max(axis=-1, keepdims=True)]
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        return [logits_ref(x.astype(mx.float32), self.weights, self.bias).max(axis=-1, keepdims=True)]
+
+    def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
+        if fused:
+            return verify_head(x, self.weights, self.bias, split=rows_of(x) in self.split)
+        return mx.argmax(self.logits(x), axis=-1).astype(mx.int32)
 
 
 def logits_of(module: Any, x: mx.array) -> mx.array:
@@ -81,7 +105,7 @@ class Rows:
 
     def greedy(self) -> mx.array:
         """Return the token of each row's greatest logit, int32 [M]."""
-        return (self.head.ours(self.x) if self.fused else self.head.stock(self.x))[0]
+        return self.head.tokens(self.x, fused=self.fused)
 
     def draw(self, key: mx.array, position: Any, temp: float) -> mx.array:
         """Draw each row's token at a temperature, int32 [M]; row i uses the noise of position + i under `key`."""
@@ -110,7 +134,8 @@ def place_heads(model: Any) -> list[LMHeadSite]:
     the kernels do not support get none.
     """
     found = {id(module): module for module in map(model.unembedding, (None, *range(len(model.mtp))))}
-    sites = [LMHeadSite(module) for module in found.values() if isinstance(module, KINDS) and known_format(module)]
+    served = [module for module in found.values() if isinstance(module, KINDS) and known_format(module)]
+    sites = [(BlockHead if is_blocks(module) else LMHeadSite)(module) for module in served]
     for site in sites:
         site.module.choice = site
     return sites
@@ -119,7 +144,9 @@ def place_heads(model: Any) -> list[LMHeadSite]:
 def sliced(module: Any, rows: mx.array) -> Any:
     """Return a linear layer of these weight rows of a linear layer or embedding; its products have the same bits."""
     part: Any = nn.Linear(1, 1, bias=False)
-    if "scales" in module:
+    if is_blocks(module):
+        part = made_of(part, module.mode, module.weight, module.scales)
+    elif "scales" in module:
         kind = ScaledLinear if SCALE in module else nn.QuantizedLinear
         part = kind(128, 1, False, module.group_size, module.bits, module.mode)  # 128: whole groups
     for name in ("weight", "scales", "biases", "bias"):

@@ -13,8 +13,16 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from ..cache.ring import MAX_ROWS
-from ..kernels import Quantized, splits, verify_latent_attention, verify_latent_attention_ref, verify_qmm_heads
+from ..kernels import (
+    Quantized,
+    splits,
+    verify_latent_attention,
+    verify_latent_attention_ref,
+    verify_qmm_heads,
+    verify_qmm_heads_ref,
+)
 from .attention import CachedAttention
+from .blocks import BlockMultiLinear
 from .kernel_site import Site, format_of, quantized, side_by_side
 from .norm_rope import NormRope, Offset, on_device
 from .port import MLA_KV_B, NEXTN, NUMBERED_EXPERTS, SCALED_FP8, Port
@@ -26,6 +34,7 @@ Mask = mx.array | None  # boolean [L, S] or broadcast to it
 class PerHead(Site):
     """The products of a `QuantizedMultiLinear`, [heads, N, K]; `heads_first`: the order of the output in memory."""
 
+    kind_of_module: type = QuantizedMultiLinear
     op = "verify_qmm_heads"  # for a single row, too: there MLX copies queries that are split from rotated ones
 
     def __init__(self, module: Any, *, heads_first: bool):
@@ -68,7 +77,18 @@ class PerHead(Site):
 
     def stock(self, x: mx.array) -> list[mx.array]:
         heads = x.reshape(1, len(x), self.heads, -1).swapaxes(1, 2)
-        return [side_by_side(QuantizedMultiLinear.__call__(self.module, heads))]
+        return [side_by_side(self.kind_of_module.__call__(self.module, heads))]
+
+
+class BlockPerHead(PerHead):
+    """The products of a `BlockMultiLinear`, for which MLX has no kernel."""
+
+    own_bits, kind_of_module = True, BlockMultiLinear
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        wide = x.astype(mx.float32).reshape(1, len(x), self.heads, -1)
+        y = verify_qmm_heads_ref(wide, self.weights, heads_first=self.heads_first)
+        return [side_by_side(y if self.heads_first else y.swapaxes(1, 2))]
 
 
 class VerifyMultiLinear:

@@ -12,8 +12,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels import Quantized, splits, verify_gemv, verify_glu, verify_qmm, verify_qmm_mma, verify_qmm_ref
-from .kernel_site import VERIFY_ROWS, Site, format_of, rows_of
+from ..kernels import (
+    Quantized,
+    splits,
+    stock_product,
+    verify_gemv,
+    verify_glu,
+    verify_glu_ref,
+    verify_qmm,
+    verify_qmm_mma,
+    verify_qmm_ref,
+)
+from .kernel_site import VERIFY_ROWS, Site, format_of, quantized, rows_of
 from .scaled import SCALE, finished, widened
 
 
@@ -25,6 +35,7 @@ class Stack(Site):
     """
 
     op = "verify_qmm"
+    has_matrices = True  # `Matrices` support its format
 
     def __init__(self, modules: Sequence[Any]):
         self.modules, self.matrix_rows = list(modules), frozenset()
@@ -76,17 +87,19 @@ class Stack(Site):
         w, dtype, x = self.weights, x.dtype, self.widened(x)
         if rows_of(x) in self.matrix_rows:
             return self.biased(verify_qmm_mma(x, w), dtype)
-        if rows_of(x) > 1:
+        if rows_of(x) > 1 or w.is_blocks:
             return self.biased(verify_qmm(x, w, split=split), dtype)
-        y = mx.quantized_matmul(x, w.w, scales=w.scales, biases=w.biases, transpose=True, **w.format)
+        y = stock_product(x, w)
         y = y if w.bias is None else y + w.bias
         return self.biased(list(mx.split(y, list(w.ends[:-1]), axis=-1)), dtype)
 
     def stock(self, x: mx.array) -> list[mx.array]:
-        how = {"transpose": True, **self.weights.format}
-        parts = [(m.weight, m.scales, m.get("biases")) for m in self.modules]
         wide = self.widened(x)
-        return self._finished([mx.quantized_matmul(wide, *part, **how) for part in parts], x.dtype)
+        return self._finished([stock_product(wide, quantized(m)) for m in self.modules], x.dtype)
+
+    def in_float32(self, x: mx.array) -> list[mx.array]:
+        """Return the products in float32."""
+        return self.biased(verify_qmm_ref(x.astype(mx.float32), self.weights), mx.float32)
 
     def widened(self, x: mx.array) -> mx.array:
         """Return x, but if a layer has an output scale in the type in which such layers compute."""
@@ -110,6 +123,14 @@ class Stack(Site):
         if not any(part is not None for part in parts):
             self.read = (None, [])
         return y
+
+
+class BlockStack(Stack):
+    """A Stack in a block format, for which MLX has no kernel: a single row, too, has our kernel's bits."""
+
+    candidates = (1, *VERIFY_ROWS)  # type: ignore[assignment]
+    own_bits, has_matrices = True, False
+    truth = Stack.in_float32
 
 
 class Matrices(Site):
@@ -141,7 +162,7 @@ class Matrices(Site):
         return self.stack.biased(verify_qmm(self.stack.widened(x), self.stack.weights, split=split), x.dtype)
 
     def truth(self, x: mx.array) -> list[mx.array]:
-        return self.stack.biased(verify_qmm_ref(x.astype(mx.float32), self.stack.weights), mx.float32)
+        return self.stack.in_float32(x)
 
 
 class GLU(Site):
@@ -174,6 +195,15 @@ class GLU(Site):
         if self.limit is not None:
             gate, up = mx.clip(gate, None, self.limit), mx.clip(up, -self.limit, self.limit)
         return [gate * up]
+
+
+class BlockGLU(GLU):
+    """A GLU in a block format, for which MLX has no kernel."""
+
+    own_bits = True
+
+    def truth(self, x: mx.array) -> list[mx.array]:
+        return [verify_glu_ref(x.astype(mx.float32), self.stack.weights, self.limit)]
 
 
 class VerifyMLP:

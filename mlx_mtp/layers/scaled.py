@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from ..kernels import BLOCK_FORMATS, dequantized_blocks
 from .expert_rows import row_numbers
 
 SCALE = "output_scale"
@@ -80,6 +81,8 @@ def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
 
 def dequantized_weight(module: Any, dtype: mx.Dtype) -> mx.array:
     """Return a quantized module's weights, times its output scale: in `dtype`, or affine ones in the scales' type."""
+    if module.mode in BLOCK_FORMATS:
+        return dequantized_blocks(module.weight, module.scales, module.mode).astype(dtype)
     form = module.group_size, module.bits, module.mode
     if module.mode == "affine":
         return mx.dequantize(module.weight, module.scales, module.biases, *form)

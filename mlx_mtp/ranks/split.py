@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.nn.layers import distributed
 from mlx.utils import tree_map
 
+from ..kernels import BLOCK_FORMATS
 from .ordered_sum import sum_over
 
 MAX_LISTED = 64  # maximum number of ranks that a message lists
@@ -68,6 +69,9 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     """Raise ValueError if the model, its weights with output scales, or a size cannot be split over the ranks."""
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
+    if any(getattr(module, "mode", None) in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
+        needed = "--gguf-plan affine converts them to a format that can"
+        raise ValueError(f"ranks={ranks}: weights in GGUF's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
         if not _divides(size, ranks, kv=kv):

@@ -13,16 +13,27 @@ from ..cache.recurrent import RecurrentCache
 from ..cache.ring import Ring
 from ..kernels import Rope
 from ..layers.attention import Attention, VerifyAttention
+from ..layers.blocks import BlockEmbedding, BlockLinear, BlockMultiLinear, is_blocks
 from ..layers.experts import Mixture, VerifyMoE, servable
 from ..layers.gated_delta import GatedDelta, Recurrence
 from ..layers.kernel_site import Site, known_format
 from ..layers.lm_head import place_heads
 from ..layers.mamba2 import Mamba2, Scan
-from ..layers.mla import AbsorbedMLA, LatentAttention, PerHead, VerifyMultiLinear
+from ..layers.mla import AbsorbedMLA, BlockPerHead, LatentAttention, PerHead, VerifyMultiLinear
 from ..layers.mtp_head import EagleHead
 from ..layers.norm_rope import Form, NormRope
 from ..layers.port import Port
-from ..layers.products import GLU, Dense, Stack, VerifyEmbedding, VerifyLinear, VerifyMLP, VerifyRouter
+from ..layers.products import (
+    GLU,
+    BlockGLU,
+    BlockStack,
+    Dense,
+    Stack,
+    VerifyEmbedding,
+    VerifyLinear,
+    VerifyMLP,
+    VerifyRouter,
+)
 from ..layers.residual_norm import Sum, VerifyBlock, VerifyNorm
 from ..layers.scaled import SCALE, ScaledLinear
 from ..layers.sparse_mla import ChosenAttention, SparseMLA
@@ -35,7 +46,8 @@ TOGETHER = (
     ("in_proj_qkvz", "in_proj_ba"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-LINEARS = nn.QuantizedLinear, ScaledLinear
+LINEARS = nn.QuantizedLinear, ScaledLinear, BlockLinear
+EMBEDDINGS = nn.QuantizedEmbedding, BlockEmbedding
 KV_BITS, KV_GROUPS = (8, 4), (64, 32)  # of quantized caches; the first group size that divides the head sizes is used
 T = TypeVar("T")
 
@@ -73,11 +85,16 @@ def _stack(linears: Sequence[Any]) -> list[Site]:
     """Add one site to linears that read the same x; return it in a list, [] if no kernel supports their format."""
     if not known_format(linears[0], scaled=True):
         return []
-    stack = Stack(linears)
+    stack = _site_of(linears[0], Stack, BlockStack)(linears)
     for index, linear in enumerate(linears):
         linear.index = index
         _swap(linear, "site", stack, VerifyLinear)
     return [stack]
+
+
+def _site_of(module: Any, usual: T, of_blocks: T) -> T:
+    """Return the class of a quantized module's site: `of_blocks` if it is in a block format, else `usual`."""
+    return of_blocks if is_blocks(module) else usual
 
 
 def _single(model: Port, module: Any) -> list[Site]:
@@ -86,9 +103,9 @@ def _single(model: Port, module: Any) -> list[Site]:
     if kind in LINEARS:
         return _stack([module])
     if kind in model.MLP and _is_stacked(module):
-        return [_swap(module, "glu", GLU(module), VerifyMLP)]
-    if kind is nn.QuantizedEmbedding and tie and known_format(module):
-        return [_swap(module, "site", Stack([module]), VerifyEmbedding)]
+        return [_swap(module, "glu", _site_of(module.gate_proj, GLU, BlockGLU)(module), VerifyMLP)]
+    if kind in EMBEDDINGS and tie and known_format(module):
+        return [_swap(module, "site", _site_of(module, Stack, BlockStack)([module]), VerifyEmbedding)]
     dense = {nn.Linear: VerifyLinear, **dict.fromkeys(model.ROUTER, VerifyRouter)}
     if tie:
         dense[nn.Embedding] = VerifyEmbedding
@@ -97,7 +114,7 @@ def _single(model: Port, module: Any) -> list[Site]:
 
 def tied(model: Any, module: Any) -> bool:
     """Return whether a module is an embedding that is also the LM head, and has no site yet."""
-    embedding = type(module) in (nn.Embedding, nn.QuantizedEmbedding)
+    embedding = type(module) in (nn.Embedding, *EMBEDDINGS)
     return embedding and module is model.model.embed_tokens and "lm_head" not in model.language
 
 
@@ -172,8 +189,9 @@ def _per_head(attention: Any) -> Iterator[Site]:
     In memory, the outputs for queries have the head axis first, those for values the row axis.
     """
     for module, heads_first in ((attention.embed_q, True), (attention.unembed_out, False)):
-        if type(module) is QuantizedMultiLinear and known_format(module):
-            yield _swap(module, "site", PerHead(module, heads_first=heads_first), VerifyMultiLinear)
+        if type(module) in (QuantizedMultiLinear, BlockMultiLinear) and known_format(module):
+            site = _site_of(module, PerHead, BlockPerHead)(module, heads_first=heads_first)
+            yield _swap(module, "site", site, VerifyMultiLinear)
 
 
 def _sums(model: Any) -> Iterator[Site]:

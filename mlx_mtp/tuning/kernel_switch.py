@@ -15,6 +15,7 @@ from ..cache.layer_cache import CONTEXTS
 from ..kernels import on_metal
 from ..kernels.contraction import take
 from ..layers.attention import VerifyAttention
+from ..layers.blocks import BlockMultiLinear
 from ..layers.gated_delta import GatedDelta
 from ..layers.kernel_site import VERIFY_ROWS, Site, inexact_rows
 from ..layers.mamba2 import Mamba2
@@ -33,6 +34,7 @@ FIRST_ROWS = 4  # maximum rows of the kernels that a load tries: cycles with up 
 WARM_ROWS = 6  # maximum rows of stored kernels that a load compiles; heads read six with three drafts
 MORE_SECONDS = 1.0  # for further trials of a load whose first ones are stored
 FORMATS = "products in a format without a kernel"
+PER_HEAD = MultiLinear, QuantizedMultiLinear, BlockMultiLinear
 Lines = tuple[str, ...]
 
 
@@ -69,7 +71,8 @@ def switch_on(
     if lane == "fast":
         # They are compared with the exact kernels, which must be on.
         found.apply()
-        found.matrices = ModelTrials(model, [Matrices(site) for site in found.sites if isinstance(site, Stack)])
+        stacks = [site for site in found.sites if isinstance(site, Stack) and site.has_matrices]
+        found.matrices = ModelTrials(model, [Matrices(stack) for stack in stacks])
         found.matrices.decide(found.matrices.trials)
         found.matrices.agree()
     return found.apply()
@@ -379,7 +382,7 @@ def others_not_exact(model: Any) -> Lines:
         FORMATS: any(type(m) in (*LINEARS, nn.QQLinear) or tied(model, m) for m in modules),
         "attention": any(not isinstance(m, VerifyAttention) and not getattr(m, "latent", None) for m in attentions),
         "the choice of sparse attention": any(isinstance(m, SparseMLA) for m in modules),
-        "latent attention's products per head": any(type(m) in (MultiLinear, QuantizedMultiLinear) for m in modules),
+        "latent attention's products per head": any(type(m) in PER_HEAD for m in modules),
         "Mamba2's convolution": any(isinstance(m, Mamba2) for m in modules),
         "unquantized experts": any(type(m) is SwitchLinear for m in modules),  # sorted from 64 of them on
         "adapters": bool(selectable) or any("lora_a" in m for m in modules),

@@ -16,9 +16,10 @@ from sweep import sweep
 
 from bench.cost_model import fit, validate
 from bench.cost_model.published import read_rows, read_unused
-from mlx_mtp.bench.roofline import chips, cost, models, ops
+from mlx_mtp.bench.roofline import chips, cost, models, ops, phases
 from mlx_mtp.bench.roofline.chips import CHIPS
 from mlx_mtp.bench.roofline.cost import PassShape
+from mlx_mtp.layers.blocks import to_blocks
 
 M3_ULTRA = CHIPS["M3 Ultra"]
 
@@ -55,6 +56,37 @@ def test_bytes_of_experts_are_those_of_the_modules():
     assert cost.cost(op, at, M3_ULTRA).nbytes == 3 * op.top * op.nbytes
     visited = ops.distinct(6, 2, 3)
     assert cost.cost(op, replace(at, on=cost.ALL), M3_ULTRA).nbytes == pytest.approx(visited * op.nbytes)
+
+
+@pytest.mark.parametrize("name", [name for name, form in phases.FORMATS.items() if form[2]])
+def test_packed_formats_are_read_once_by_our_kernels_only(name):
+    """The bytes are the module's; without a kernel a dequantization moves more."""
+    made = to_blocks(nn.Linear(512, 96, bias=False), name)
+    op, (bits, group, _) = models._linear("", made, 2), phases.FORMATS[name]
+    assert op.packed
+    assert ops.LinearOp("", 96, 512, bits, group, packed=True).nbytes == pytest.approx(op.nbytes)
+    assert op.nbytes == pytest.approx(made.weight.nbytes + made.scales.nbytes)
+    ours, eight, stock = (
+        cost.cost(op, at, M3_ULTRA) for at in (PassShape(1, cost.ALL), PassShape(8, cost.ALL), PassShape(1))
+    )
+    assert ours.nbytes == eight.nbytes == op.nbytes < stock.nbytes
+    assert ours.instructions < eight.instructions < 4 * ours.instructions
+    experts = ops.ExpertsOp(512, 96, 6, 2, bits=bits, group=group, packed=True)
+    visited = cost.cost(experts, PassShape(3, cost.ALL), M3_ULTRA)
+    assert visited.nbytes == pytest.approx(ops.distinct(6, 2, 3) * experts.nbytes)
+
+
+def test_formats_are_predicted_next_to_each_other():
+    model = models.MODELS["Qwen3.6-27B"]
+    lines = phases.formats(model, M3_ULTRA, 4096)
+    assert {(line["format"], line["rows"]) for line in lines} == set(product(phases.FORMATS, (1, 2, 4, 8)))
+    affine = [line["seconds"] for line in lines if line["format"] == "affine 4-bit g64"]
+    at = [PassShape(m, cost.ALL, 4096, "published") for m in (1, 2, 4, 8)]
+    assert affine == [
+        cost.seconds(cost.of_model(model.in_format(4, 64, packed=False), a, M3_ULTRA), M3_ULTRA) for a in at
+    ]
+    sizes = {line["format"]: line["bytes"] for line in lines}
+    assert sizes["iq4_xs"] < sizes["iq4_nl"] < sizes["affine 6-bit g64"] < sizes["q6_k"]
 
 
 WIDTH = launched.WIDTH

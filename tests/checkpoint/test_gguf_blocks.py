@@ -8,8 +8,9 @@ import pytest
 from gguf.quants import dequantize
 from sweep import sampled
 
-from mlx_mtp.checkpoint.gguf.blocks import EXACT, GROUP, Groups, groups_of, pack
+from mlx_mtp.checkpoint.gguf.blocks import EXACT, GROUP, PACKED, Groups, groups_of, pack
 from mlx_mtp.checkpoint.gguf.requantize import loss, requantized
+from mlx_mtp.kernels import BLOCK_FORMATS, dequantized_blocks
 
 KINDS = gguf_files.KINDS
 HALVES = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82], "MXFP4": []}  # offsets of float16 numbers in blocks
@@ -52,6 +53,20 @@ def test_the_same_weights(kind, seed):
         halves = loss(by_mlx(groups, form.bits, dtype=mx.float16), true)
         assert halves.worst <= IN_FLOAT16.get(kind, 0)
         assert (halves.worst > 0) is form.rounds
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("seed", sampled([0], range(20)))
+def test_packed_types_have_the_same_weights_in_as_many_bytes(kind, seed):
+    rng, rows = np.random.default_rng(seed), random_blocks(kind, rows=8, blocks=8, seed=seed)
+    rows = rows[:, : rows.shape[1] // rng.integers(1, 3)]
+    form, groups = PACKED[kind], groups_of(kind, rows, packed=True)
+    words = pack(groups.codes, form.bits)
+    found = np.array(dequantized_blocks(mx.array(words), mx.array(groups.scales), form.mode))
+    assert np.array_equal(found, dequantize(rows, KINDS[kind]))
+    more = 2 * (rows.size // form.nbytes) if kind == "IQ4_XS" else 0  # its factors have 6 bits, ours 8
+    assert words.nbytes + groups.scales.nbytes == rows.nbytes + more
+    assert BLOCK_FORMATS[form.mode].bits == form.bits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -3,14 +3,13 @@
 import json
 import shutil
 
-import gguf
 import gguf_files
 import mlx.core as mx
 import numpy as np
 import pytest
 from command_line import call, one_line_error
 from gguf_metadata import metadata
-from gguf_samples import WITH_HEADS, checkpoint, dense, dequantized, written
+from gguf_samples import WITH_HEADS, checkpoint, coded_file, dense, dequantized, written
 from mlx.utils import tree_flatten
 from sweep import sampled
 
@@ -251,26 +250,7 @@ def test_config_from_a_checkpoint(step, tmp_path):
 
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory):
-    """Return a file of types without an MLX equivalent: Q6_K and IQ4_XS in rows of 256."""
-    folder = tmp_path_factory.mktemp("coded")
-    _, config, arch, tensors = dense("qwen3", folder / "hub", hidden_size=256, intermediate_size=256)
-    known = metadata(arch, config, 0)
-    rng, file = np.random.default_rng(0), folder / "x.gguf"
-    writer = gguf.GGUFWriter(file, arch)
-    for key, value in {**{f"{arch}.{k}": v for k, v in known.items()}, **gguf_files.letters()}.items():
-        gguf_files.put(writer, key, value)
-    for name, w in tensors.items():
-        kind = KINDS.Q6_K if "ffn" in name else KINDS.IQ4_XS
-        if gguf_files.is_matrix(name, w) and w.shape[-1] == 256:
-            size = gguf.GGML_QUANT_SIZES[kind][1]
-            raw = rng.integers(0, 256, (*w.shape[:-1], size), dtype=np.uint8)
-            at = 208 if kind == KINDS.Q6_K else 0
-            raw[..., at : at + 2] = np.float16(0.001).tobytes()[0], np.float16(0.001).tobytes()[1]
-            writer.add_tensor(name, raw, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, w)
-    gguf_files.finish(writer)
-    return file
+    return coded_file(tmp_path_factory.mktemp("coded"))
 
 
 def test_plans(coded, tmp_path):

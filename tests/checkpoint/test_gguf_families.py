@@ -11,7 +11,9 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
+from mlx_mtp.checkpoint.gguf.plan import Options
 from mlx_mtp.checkpoint.parameters import named
+from mlx_mtp.layers.blocks import is_blocks
 from mlx_mtp.models.gguf.dense import factors
 from mlx_mtp.models.gguf.meta import Meta
 from mlx_mtp.models.gguf.table import FAMILIES
@@ -96,6 +98,25 @@ def test_unstated_normalisation_is_llama_cpps(arch, normed):
     values.pop(f"{arch}.expert_weights_norm", None)
     meta = Meta("x.gguf", values, {"token_embd.weight": (13, 32)})
     assert FAMILIES[arch].config(meta)["norm_topk_prob"] is normed
+
+
+PACKED = ("deepseek_v3", "qwen3_5_moe", "step3p5")  # with products per head, with columns in another order, experts
+
+
+@pytest.mark.parametrize("name", sampled(PACKED[1:2], WITH_HEADS))
+def test_packed_types_decode_as_transcoded_ones(name, tmp_path):
+    """The heads', too; all weights are exact in both."""
+    _, config, weights = checkpoint(name, tmp_path / "hub")
+    file = written(name, tmp_path / "x.gguf", config, weights, gguf_files.KINDS.IQ4_NL)
+    for plan in ("packed", "affine"):
+        transcode(prepare(file, Options(plan=plan, float32=True)), tmp_path / plan)
+    ours, theirs = (mlx_mtp.load_model(tmp_path / plan) for plan in ("packed", "affine"))
+    kinds = {type(module).__name__ for module in ours.modules() if is_blocks(module)}
+    assert {"BlockLinear"} < kinds
+    assert not any(is_blocks(module) for module in theirs.modules())
+    (tokens, found, right), (expected, logits, rights) = drafted(ours), drafted(theirs)
+    assert (tokens, right) == (expected, rights)
+    assert np.allclose(found, logits, atol=1e-5)
 
 
 def test_a_parameter_of_tensors_of_several_types(tmp_path):

@@ -2,6 +2,7 @@
 
 import zipfile
 
+import gguf_files
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mlx_mtp.checkpoint.gguf.convert import prepare, transcode
 from mlx_mtp.checkpoint.gguf.plan import Options
 from mlx_mtp.checkpoint.gguf.source import open_source
 from mlx_mtp.checkpoint.gguf.tokenizer import make_tokenizer
+from mlx_mtp.layers.blocks import is_blocks
 
 PROMPTS = (
     "The capital of France is",
@@ -24,6 +26,7 @@ PROMPTS = (
 )
 GEMMA_PARTS = 4
 MOST_KL = {"exact": 1e-3, "small": 2e-2}  # of Gemma's file, nats a token
+PACKED_KL = 1e-5
 
 
 def smollm(folder):
@@ -95,7 +98,7 @@ def test_gemma(plan, tmp_path):
     assert 0 < kl < MOST_KL[plan]
     if plan == "exact":
         assert (true.argmax(axis=-1) == found.argmax(axis=-1)).mean() > 0.98
-        losses = {row.kind: row.loss for row in prepare(file).rows if row.loss}
+        losses = {row.kind: row.loss for row in prepare(file, Options(plan=plan)).rows if row.loss}
         assert set(losses) == {"Q4_K", "Q6_K"}
         assert losses["Q4_K"].worst < 8e-4
         assert losses["Q6_K"].rms < 5e-3
@@ -114,3 +117,22 @@ def test_gemmas_tokenizer_is_the_released_one(tmp_path):
         "  <start_of_turn>user\n\n a",
     ):
         assert ours.encode(line).ids == released.encode(line).ids
+
+
+def coded(folder):
+    return dequantized(smollm(folder), folder / "iq4.gguf", gguf_files.KINDS.IQ4_NL)
+
+
+@sweep
+@pytest.mark.parametrize(("make", "mode", "count"), [(gemma, "q6_k", 9), (coded, "iq4_nl", 211)])
+def test_packed_types(make, mode, count, tmp_path):
+    """Gemma's Q6_K, and SmolLM2 in IQ4_NL: the file's own values, in a size like the file's, and the same text."""
+    file = make(tmp_path)
+    model, tokenizer = loaded(file, tmp_path / "new", Options(float32=True))
+    packed = [module for module in model.modules() if is_blocks(module)]
+    assert [module.mode for module in packed] == [mode] * count
+    row = next(row for row in prepare(file).rows if row.form.mode == mode)
+    assert row.after <= row.before
+    plain, _ = loaded(dequantized(file, tmp_path / "plain.gguf"), tmp_path / "plain")
+    assert divergence(logprobs(plain, tokenizer), logprobs(model, tokenizer)) < PACKED_KL
+    assert text(model, tokenizer, PROMPTS[0]) == text(plain, tokenizer, PROMPTS[0])

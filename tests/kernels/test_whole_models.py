@@ -11,6 +11,7 @@ import pytest
 import tiny
 from exact import same_bits
 from metal_cases import linux_only
+from mlx.utils import tree_unflatten
 from plans import Listed, follow
 from quantized_models import quantized, save_checkpoints
 from stock_ops import stock_ops
@@ -19,7 +20,9 @@ from sweep import SWEEP, sweep
 import mlx_mtp
 from mlx_mtp import emulator
 from mlx_mtp.cache.prompt_cache import make_prompt_cache
+from mlx_mtp.layers import blocks
 from mlx_mtp.layers.attention import Attention
+from mlx_mtp.layers.blocks import block_kind, to_blocks
 from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 from mlx_mtp.tuning.plan import Plan
 
@@ -122,6 +125,27 @@ def test_fifteen_drafts_keep_the_text_and_the_bits(dense, monkeypatch):
         assert (EVERY | PRODUCTS) - {launch.kernel for launch in launches} == set()
         assert [len(fed) for _, fed, _ in passes][1:3] == [16, 16]
         compare(dense, passes[: None if SWEEP else 2], PROMPT + text)
+
+
+@sweep
+def test_packed_formats_keep_the_text_and_the_bits(tmp_path, monkeypatch):
+    """Every product, also of a single row, is our kernel's."""
+    directory, _ = families.headless(tmp_path / "whole", DENSE)
+    model = mlx_mtp.load_model(directory, draft_model=block_drafters.save(tmp_path / "drafter", DRAFTER))
+    paths = [path for path, m in model.named_modules() if block_kind(m) and m.weight.shape[-1] % 32 == 0]
+    made = [(path, to_blocks(dict(model.named_modules())[path], "iq4_nl")) for path in paths]
+    model.update_modules(tree_unflatten(made))
+    all_on(model)
+    with in_place_of_metal() as launches:
+        monkeypatch.setattr(mx, "quantized_matmul", None)
+        monkeypatch.setattr(blocks, "block_product", None)
+        passes = recorded(model)
+        text = text_of(model, 0, 4)
+        assert {"verify_qmm", "verify_glu", "verify_head"} <= {launch.kernel for launch in launches}
+        del passes[:]
+        follow(monkeypatch, Listed([Plan("lookup", 3), Plan("lookup", 7)]))
+        assert text_of(model, 7, 4) == text
+        compare(model, passes, PROMPT + text)
 
 
 @sweep

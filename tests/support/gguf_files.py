@@ -229,6 +229,18 @@ def tensors_of(config: dict, weights: dict[str, mx.array]) -> Arrays:
     return {re.sub(r"\.(A_log|D|dt_bias|router_bias|e_score_correction_bias)$", "", n): w for n, w in found.items()}
 
 
+def iq4_nl(w: np.ndarray) -> np.ndarray:
+    """Return rows of IQ4_NL blocks, uint8 [..., bytes], which the gguf package reads but does not write."""
+    table = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
+    groups = w.reshape(*w.shape[:-1], -1, 32)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], -1)
+    d = (largest / table[0]).astype(np.float16)
+    ratios = groups / np.where(d == 0, 1, d).astype(np.float32)
+    codes = np.abs(ratios[..., None] - table).argmin(axis=-1).astype(np.uint8)
+    blocks = np.concatenate([d.view(np.uint8), codes[..., :16] | codes[..., 16:] << 4], axis=-1)
+    return blocks.reshape(*w.shape[:-1], -1)
+
+
 def write(
     path: Path,
     arch: str,
@@ -250,7 +262,7 @@ def write(
         w = np.ascontiguousarray(w, np.float32)
         own = (kinds or {}).get(name, kind)
         if is_matrix(name, w) and w.shape[-1] % gguf.GGML_QUANT_SIZES[own][0] == 0:
-            writer.add_tensor(name, gguf.quants.quantize(w, own), raw_dtype=own)
+            writer.add_tensor(name, iq4_nl(w) if own == KINDS.IQ4_NL else gguf.quants.quantize(w, own), raw_dtype=own)
         else:
             writer.add_tensor(name, w)
     finish(writer)

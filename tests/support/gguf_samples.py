@@ -82,14 +82,36 @@ def dense(name, path, **more):
     return directory, config, arch, gguf_files.tensors_of(config, weights)
 
 
-def dequantized(file, path):
-    """Write the same file with every tensor dequantized to float32 by the gguf package."""
+def coded_file(folder):
+    """Write and return a file of types without an MLX equivalent: Q6_K and IQ4_XS in rows of 256."""
+    _, config, arch, tensors = dense("qwen3", folder / "hub", hidden_size=256, intermediate_size=256)
+    known = metadata(arch, config, 0)
+    rng, file = np.random.default_rng(0), folder / "x.gguf"
+    writer = gguf.GGUFWriter(file, arch)
+    for key, value in {**{f"{arch}.{k}": v for k, v in known.items()}, **gguf_files.letters()}.items():
+        gguf_files.put(writer, key, value)
+    for name, w in tensors.items():
+        kind = gguf_files.KINDS.Q6_K if "ffn" in name else gguf_files.KINDS.IQ4_XS
+        if gguf_files.is_matrix(name, w) and w.shape[-1] == 256:
+            size = gguf.GGML_QUANT_SIZES[kind][1]
+            raw = rng.integers(0, 256, (*w.shape[:-1], size), dtype=np.uint8)
+            at = 208 if kind == gguf_files.KINDS.Q6_K else 0
+            raw[..., at : at + 2] = np.float16(0.001).tobytes()[0], np.float16(0.001).tobytes()[1]
+            writer.add_tensor(name, raw, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, w)
+    gguf_files.finish(writer)
+    return file
+
+
+def dequantized(file, path, kind=gguf_files.KINDS.F32):
+    """Write the same file with every tensor dequantized to float32 by the gguf package, then quantized to `kind`."""
     contents, tensors = header.read(file), {}
     for name, entry in contents.tensors.items():
-        blocks, kind = np.array(entry.blocks()), gguf_files.KINDS[entry.kind]
-        tensors[name] = gguf.quants.dequantize(blocks, kind).reshape(entry.shape)
+        blocks = gguf.quants.dequantize(np.array(entry.blocks()), gguf_files.KINDS[entry.kind])
+        tensors[name] = blocks.reshape(entry.shape)
     arch = contents.metadata["general.architecture"]
     plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in contents.metadata.items()}
     own = {k.removeprefix(f"{arch}."): v for k, v in plain.items() if k.startswith(f"{arch}.")}
     tokenizer = {k: v for k, v in plain.items() if k.startswith("tokenizer.") and v != []}
-    return gguf_files.write(path, arch, own, tensors, tokenizer=tokenizer)
+    return gguf_files.write(path, arch, own, tensors, kind, tokenizer=tokenizer)

@@ -16,6 +16,8 @@ FEW = {
     "experts affine-5-64": 3,
     "experts nvfp4-4-16": 2,
     "heads affine-8-64": 3,
+    "products iq4_xs-4-32": 2,
+    "experts q6_k-6-16": 2,
     "attention mlx.core.bfloat16": 3,
     "attention mlx.core.float32": 2,
     "attention mlx.core.float16": 2,

@@ -150,7 +150,7 @@ BOTH = {"verify_qmm", "verify_glu"}
 
 ROUNDED = ("T open = gate * rate;", "T open = T(float(gate) / (1 + exp(-float(gate))));")
 MISTAKES = {
-    "scale": (BOTH, "quantized.h", "scale_of<FP, GROUP>(scales[group])", "scale_of<FP, GROUP>(scales[group ^ 1])"),
+    "scale": (BOTH, "quantized.h", "float(from[r / EACH].scales[group])", "float(from[r / EACH].scales[group ^ 1])"),
     "drift": (BOTH, "quantized.h", "sum += chunk;", "sum = chunk + sum * 1.0001f;"),
     "a constant": ({"verify_qmm"}, "verify_qmm.metal", "= static_cast<T>(sum)", "= static_cast<T>(sum + 1e-3f)"),
     "rounding": ({"verify_glu"}, "activations.h", *ROUNDED),

@@ -38,6 +38,9 @@ FORM = "max + a third"
 QMV = 0.0, 3.94  # mask, convert, multiply-add; per 4 outputs of x: convert, scale, sum; 3 per 16 weights
 WIDE = 3.0, 2.125  # mask, convert, scale; per row: convert x, multiply-add, 1 per chunk of 8
 OURS, OURS_MANY = (2.0, 1.94), (2.0, 2.69)  # QMV with mask and convert once; x for 2 outputs from 7 rows on
+# Our kernels of GGUF's block formats, for one row, too. Once: extract a code, convert, at 4 bits a polynomial.
+# Per row: multiply-add, x for 4 outputs, scale. Without them: bytes, and launches, of a dequantization.
+BLOCKS, PIECES, PIECE_LAUNCHES = {4: (8.0, 1.4), 6: (5.0, 1.4)}, 22, 10
 WIDE_ROWS, OURS_ROWS = 5, 8  # maximum rows that share reads and decoding
 TILE_ROWS, MATRIX = 32, 0.8  # rows that matrix kernels pad to; simdgroup_matrix's share of the multiply-add rate
 
@@ -124,6 +127,8 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
     if op.group is None:  # unquantized: one row at a time, or in stock MLX a padded tile from two rows on
         counted = GEMV * at.m if ours or at.m == 1 else tile(chip)
         return Cost(op.name, op.nbytes, op.weights * counted)
+    if op.packed:
+        return packed(op, at, op.nbytes, op.weights, ours=ours)
     once, each, passes = *QMV, at.m
     if at.m > 1 and ours:
         once, each, passes = *(OURS if at.m <= 6 else OURS_MANY), ceil(at.m / OURS_ROWS)
@@ -137,11 +142,30 @@ def linear(op: LinearOp, at: PassShape, chip: Chip) -> Cost:
 def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
     """Return experts' Cost: stock MLX reads one for every (token, expert) pair, ours every distinct one once."""
     pairs = at.m * op.top
+    if op.packed:
+        visited = op.visited(at.m, at.overlap) / op.nbytes if "experts" in at.on else pairs
+        return packed(op, at, visited * op.nbytes, visited * op.weights, pairs / visited, ours="experts" in at.on)
     if "experts" not in at.on or at.m == 1:
         return Cost(op.name, pairs * op.nbytes, pairs * op.weights * QMV[1])
     nbytes = op.visited(at.m, at.overlap)
     visited = nbytes / op.nbytes
     return Cost(op.name, nbytes, op.weights * (visited * OURS[0] + pairs * OURS[1]))
+
+
+def packed(
+    op: LinearOp | ExpertsOp, at: PassShape, nbytes: float, weights: float, rows: float | None = None, *, ours: bool
+) -> Cost:
+    """Return the Cost of a product in a block format: by our kernel, at one row too, else dequantized in pieces.
+
+    nbytes, weights: that are read. rows: of x per weight, by default those of the pass.
+    """
+    rows = at.m if rows is None else rows
+    once, each = BLOCKS[4 if op.bits < 5 else 6]
+    if not ours:
+        counted = weights * (once + each * rows)
+        return Cost(op.name, nbytes + PIECES * weights, counted, 1, PIECE_LAUNCHES)
+    passes = ceil(rows / OURS_ROWS)
+    return Cost(op.name, nbytes, weights * (passes * once + rows * each), passes)
 
 
 def attention(op: AttentionOp, at: PassShape, chip: Chip) -> Cost:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...layers.blocks import is_blocks
 from ...layers.experts import PER_TOKEN, SWITCHES
 from ...layers.gated_delta import GatedDelta
 from ...layers.mamba2 import Mamba2
@@ -88,18 +89,19 @@ def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     tops = [top for owner in owners for name in PER_TOKEN if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
         raise ValueError(f"config.json: {' or '.join(PER_TOKEN)} must state the number of experts per token")
-    return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made))
+    packed = any(map(is_blocks, made))
+    return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made), packed)
 
 
 def _linear(name: str, module: Any, width: int) -> LinearOp:
     many, n, k = _shape(module)
-    return LinearOp(name, many * n, k, *_format([module], width))
+    return LinearOp(name, many * n, k, *_format([module], width), is_blocks(module))
 
 
 def _shape(module: Any) -> tuple[int, int, int]:
     """Return the number of matrices, N and K."""
     *many, n, k = module.weight.shape
-    return math.prod(many), n, module.scales.shape[-1] * module.group_size if "scales" in module else k
+    return math.prod(many), n, k * 32 // module.bits if "scales" in module else k
 
 
 def _format(modules: Sequence[Any], width: int) -> tuple[float, float | None]:

@@ -22,13 +22,17 @@ def distinct(total: int, top: int, rows: int, overlap: str = "independent") -> f
 
 @dataclass(frozen=True)
 class LinearOp:
-    """x [M, K] times weights [N, K]; group None: not quantized, else each group has a 16-bit scale and bias."""
+    """x [M, K] times weights [N, K]; group None: not quantized, else each group has 32 bits of scales.
+
+    packed: in one of GGUF's block formats, which only our kernels read.
+    """
 
     name: str
     n: int
     k: int
     bits: float = 4
     group: float | None = 64
+    packed: bool = False
 
     @property
     def weights(self) -> int:
@@ -54,6 +58,7 @@ class ExpertsOp:
     bits: float = 4
     group: float | None = 64
     matrices: int = 3
+    packed: bool = False
 
     @property
     def weights(self) -> int:
@@ -192,7 +197,11 @@ class ModelOps:
 
         group: number of weights with one scale and bias; None: not quantized. Recurrent states are unchanged.
         """
-        return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes})
+        return _formatted(self, {"bits": bits, "group": group, "value_bytes": value_bytes, "packed": False})
+
+    def in_format(self, bits: float, group: float, *, packed: bool) -> "ModelOps":
+        """Return these operations with all weights in one format; see `LinearOp`."""
+        return _formatted(self, {"bits": bits, "group": group, "packed": packed})
 
 
 def _formatted(part: Any, formats: dict[str, Any]) -> Any:

@@ -15,6 +15,16 @@ STOCK, OURS = "stock MLX", "ours"
 SHOWN_OVERLAP = "published"  # the overlap that tables show if they show only one
 
 
+# (bits of a code, weights per 32 bits of scales, whether only our kernels read it)
+FORMATS = {
+    "affine 4-bit g64": (4, 64, False),
+    "iq4_xs": (4, 102.4, True),
+    "iq4_nl": (4, 64, True),
+    "affine 6-bit g64": (6, 64, False),
+    "q6_k": (6, 512 / 9, True),
+}
+
+
 class Bytes(NamedTuple):
     """Bytes of weights that every pass reads, of distinct experts, LM heads, KV caches, and recurrent states."""
 
@@ -99,6 +109,16 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
         costs += [of_drafts(model, m - 1, at, chip)] if phase in (DRAFT, CYCLE) else []
         times = {"seconds": sum(seconds(c, chip) for c in costs), "launches": sum(c.launches for c in costs)}
         found.append({"phase": phase, "rows": m, "drafts": m - 1, "side": side, "overlap": overlap, **times})
+    return found
+
+
+def formats(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
+    """Predict passes with all weights in one of FORMATS and our kernels: format, rows, bytes of weights, seconds."""
+    found = []
+    for (name, (bits, group, packed)), m in product(FORMATS.items(), rows):
+        stored = model.in_format(bits, group, packed=packed)
+        times = seconds(of_model(stored, PassShape(m, ALL, context, SHOWN_OVERLAP), chip), chip)
+        found.append({"format": name, "rows": m, "bytes": stored.total_bytes, "seconds": times})
     return found
 
 

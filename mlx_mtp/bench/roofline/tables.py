@@ -22,7 +22,7 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> Iterator[Table]:
-    """Yield the tables of a `bench model` result: floors, the gap to them, savings of kernels, links, drafters.
+    """Yield the tables of a `bench model` result: floors, gaps, savings of kernels, formats, links, drafters.
 
     Those without data in the result are left out. For Step-3.5-Flash another engine's published times follow.
     """
@@ -31,6 +31,8 @@ def tables(found: Found) -> Iterator[Table]:
         yield gap_table(found)
     if "kernels" in found:
         yield kernels_table(found)
+    if "formats" in found:
+        yield formats_table(found)
     if "links" in found:
         yield links_table(found)
     if "drafters" in found:
@@ -168,6 +170,19 @@ def kernels_table(found: Found) -> Table:
         lines = {line["rows"]: line for line in found["kernels"] if line["kernels"] == kind}
         cells = [f"{lines[m]['seconds'] * 1e3:.2f} ({lines[m]['seconds'] / lines[m]['stock']:.1%})" for m in rows]
         table.add_row(kind, ", ".join(KERNELS.get(kind, ())), *cells, end_section=kind == kinds[-1])
+    return table
+
+
+def formats_table(found: Found) -> Table:
+    """Return a table of predicted passes with all weights in one format, MLX's and GGUF's next to each other."""
+    lines = found["formats"]
+    rows = sorted({line["rows"] for line in lines})
+    title = f"predicted passes by format of all weights on {found['chip']['name']}, ms"
+    caption = "with our kernels, which for iq4_xs, iq4_nl and q6_k are the only ones; not yet timed on a Mac"
+    table = new_table(title, "format", "GB", *(f"M={m}" for m in rows), left=1, caption=caption)
+    for name, group in groupby(lines, itemgetter("format")):
+        of = list(group)
+        table.add_row(name, f"{of[0]['bytes'] / 1e9:.2f}", *(f"{line['seconds'] * 1e3:.2f}" for line in of))
     return table
 
 

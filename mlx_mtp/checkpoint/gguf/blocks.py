@@ -19,7 +19,8 @@ NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 class Groups(NamedTuple):
     """Groups of 32 weights: codes uint8 [rows, columns], scales and biases float32 [rows, columns / 32].
 
-    Of MXFP4, scales are the bytes of exponents, uint8, and biases None.
+    Of MXFP4, scales are the bytes of exponents, uint8, and biases None. Of block formats, scales are words, uint16
+    [rows, words], and biases None.
     """
 
     codes: np.ndarray
@@ -27,7 +28,7 @@ class Groups(NamedTuple):
     biases: np.ndarray | None
 
     def values(self) -> np.ndarray:
-        """Return the weights in float32, [rows, columns]; not of MXFP4."""
+        """Return the weights in float32, [rows, columns]; only with biases."""
         assert self.biases is not None
         grouped = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
         return (self.scales[..., None] * grouped + self.biases[..., None]).reshape(self.codes.shape)
@@ -84,19 +85,41 @@ def _iq4_nl(b: np.ndarray) -> Groups:
     return Groups(_nonlinear(b[:, 2:]), d, -128 * d)
 
 
-def _iq4_xs(b: np.ndarray) -> Groups:
+def _xs_factors(b: np.ndarray) -> np.ndarray:
+    """Return the factors of IQ4_XS blocks' groups, int8 [blocks, 8]."""
     groups = np.arange(SUPER, dtype=np.uint16)
     low = b[:, 4:8].repeat(2, axis=-1) >> (groups % 2 * 4).astype(np.uint8) & 15
     high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> (2 * groups) & 3
-    scales = _half(b[:, :2]) * ((low | high << 4).astype(np.int16) - 32)
+    return ((low | high << 4).astype(np.int16) - 32).astype(np.int8)
+
+
+def _xs_codes(b: np.ndarray) -> np.ndarray:
+    return _nibbles(b[:, 8:].reshape(-1, SUPER, 16))
+
+
+def _iq4_xs(b: np.ndarray) -> Groups:
+    scales = _half(b[:, :2]) * _xs_factors(b)
     return Groups(_nonlinear(b[:, 8:].reshape(-1, SUPER, 16)), scales, -128 * scales)
 
 
+def six_bits(b: np.ndarray) -> np.ndarray:
+    """Return the codes of Q6_K blocks, uint8 [blocks, 256], of which 32 is zero."""
+    low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
+    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return (low.reshape(-1, 2, 4, 32) | high << 4).reshape(len(b), -1)
+
+
+def _records(codes: np.ndarray, numbers: np.ndarray, factors: np.ndarray) -> Groups:
+    """Return a block format's groups: codes, and words from the bytes of a float16 number and of the factors."""
+    words = np.ascontiguousarray(np.concatenate([numbers, factors.view(np.uint8)], axis=-1)).view("<u2")
+    return Groups(codes, words, None)
+
+
 class Exact(NamedTuple):
-    """A GGUF type whose weights fit MLX's groups exactly.
+    """A GGUF type whose weights fit a format exactly.
 
     bits: of a code in MLX. nbytes, groups: of a block. read: returns blocks, uint8 [blocks, nbytes], as groups.
-    rounds: whether scales lose bits in float16. mode: MLX's quantization mode.
+    rounds: whether scales lose bits in float16. mode: the quantization mode.
     """
 
     bits: int
@@ -121,9 +144,20 @@ EXACT = {
 }
 
 
-def groups_of(kind: str, rows: np.ndarray) -> Groups:
-    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT."""
-    form, n = EXACT[kind], len(rows)
+# The types that our kernels read as they are, in the block formats of `kernels`.
+PACKED = {
+    "IQ4_NL": Exact(4, 18, 1, lambda b: _records(_nibbles(b[:, 2:]), b[:, :2], b[:, :0]), mode="iq4_nl"),
+    "IQ4_XS": Exact(4, 136, SUPER, lambda b: _records(_xs_codes(b), b[:, :2], _xs_factors(b)), mode="iq4_xs"),
+    "Q6_K": Exact(6, 210, SUPER, lambda b: _records(six_bits(b), b[:, 208:], b[:, 192:208]), mode="q6_k"),
+}
+
+
+def groups_of(kind: str, rows: np.ndarray, *, packed: bool = False) -> Groups:
+    """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT.
+
+    packed: of one in PACKED, in its block format.
+    """
+    form, n = (PACKED if packed else EXACT)[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))
     return Groups(codes.reshape(n, -1), scales.reshape(n, -1), None if biases is None else biases.reshape(n, -1))
 

@@ -8,16 +8,18 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...kernels import BLOCK_FORMATS
+from ...layers.blocks import block_kind
 from ...models.gguf.family import Change
 from ..convert_precision import DTYPES, Format, listed
 from ..parameters import stored_name
-from .blocks import EXACT, GROUP, Groups, groups_of
+from .blocks import EXACT, GROUP, PACKED, Groups, groups_of
 from .header import Entry
 from .requantize import Loss, dequantized, loss, requantized
 from .source import GGUFSource, shape_of
 
-Choice = Literal["exact", "small"]
-CHOICES = ("exact", "small")
+Choice = Literal["packed", "affine", "exact", "small"]
+CHOICES = ("packed", "affine", "exact", "small")
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 LARGEST_BITS = 8
 SMALL = {"IQ4_NL": 5, "IQ4_XS": 5, "Q6_K": 6}  # bits of requantized types
@@ -31,11 +33,12 @@ CHUNK = 1 << 20  # values that are converted at a time
 class Options:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
-    plan: requantize types without an MLX equivalent to 8 bits ("exact") or fewer ("small"). float32: store scales and
-    values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
+    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels; "affine", or "exact", transcodes them
+    to MLX's groups; both requantize types without an equivalent to 8 bits, "small" to fewer. float32: store
+    scales and values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
     """
 
-    plan: Choice = "exact"
+    plan: Choice = "packed"
     float32: bool = False
     dtype: str | None = None
 
@@ -71,6 +74,8 @@ class Form(NamedTuple):
         kind = str(self.dtype).rpartition(".")[2]
         if not self.bits:
             return kind
+        if self.mode in BLOCK_FORMATS:
+            return f"{self.mode}, packed"
         return f"{self.mode} g{GROUP}" if self.mode != "affine" else f"{self.bits}-bit g{GROUP}, {kind} scales"
 
 
@@ -97,7 +102,9 @@ class Parameter:
         if not self.form.bits:
             return {self.name: Output(self.shape, self.form.dtype)}
         module, (*inner, columns) = self.name.removesuffix(".weight"), self.shape
-        scales = Output((*inner, columns // GROUP), self.form.dtype if self.form.mode == "affine" else mx.uint8)
+        blocks = BLOCK_FORMATS.get(self.form.mode)
+        count = columns // GROUP if blocks is None else columns // blocks.span * blocks.words
+        scales = Output((*inner, count), self.form.dtype)
         words = Output((*inner, columns * self.form.bits // 32), mx.uint32)
         found = {self.name: words, f"{module}.scales": scales}
         return found | ({f"{module}.biases": scales} if self.form.mode == "affine" else {})
@@ -125,7 +132,7 @@ def bits_of(kind: str, plan: Choice) -> int:
     coded = kind.startswith("IQ4")
     if kind in EXACT and not (coded and plan == "small"):
         return EXACT[kind].bits
-    return LARGEST_BITS if plan == "exact" else SMALL.get(kind, SMALL_BITS)
+    return SMALL.get(kind, SMALL_BITS) if plan == "small" else LARGEST_BITS
 
 
 def activations(source: GGUFSource, options: Options) -> mx.Dtype:
@@ -160,12 +167,33 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
         form = None
         if kind == "weight" and hasattr(modules.get(module), "to_quantized"):
             wide = options.float32 or (dtype != mx.float16 and entries[0].name == "token_embd.weight")
-            form = _groups(entries, change, options, mx.float32 if wide else mx.float16)
+            form = _packed(entries, change, options) if block_kind(modules[module]) else None
+            form = form or _groups(entries, change, options, mx.float32 if wide else mx.float16)
         if form is None:
             kept = path.endswith(KEPT_FLOAT32) or (keeps is not None and not keeps(path))
             form = Form(0, "", mx.float32 if kept else dtype)
         found.append(Parameter(path, stored_name(source.model, path), entries, change, shape, form))
     return found
+
+
+def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> Form | None:
+    """Return the block format of a parameter's matrices with the plan "packed", None if it has none.
+
+    The tensors have to be of one type, unchanged in value, and the order of columns as in the file, or of IQ4_NL's
+    groups.
+    """
+    (kind, *others) = {entry.kind for entry in entries}
+    if options.plan != "packed" or others or kind not in PACKED or change.values is not None:
+        return None
+    form = PACKED[kind]
+    reordered = change.columns is not None and (form.mode != "iq4_nl" or not _whole_groups(change.columns))
+    return None if reordered else Form(form.bits, form.mode, mx.uint16)
+
+
+def _whole_groups(columns: np.ndarray) -> bool:
+    """Return whether an order of columns leaves groups whole."""
+    runs = columns.reshape(-1, GROUP)
+    return not ((runs[:, :1] % GROUP).any() or (np.diff(runs, axis=1) != 1).any())
 
 
 def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales: mx.Dtype) -> Form | None:
@@ -177,18 +205,20 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
     kinds = {entry.kind for entry in entries}
     if kinds & FLOATS.keys() or change.values is not None or entries[0].shape[-1] % GROUP:
         return None
-    if change.columns is not None:
-        runs = change.columns.reshape(-1, GROUP)
-        if (runs[:, :1] % GROUP).any() or (np.diff(runs, axis=1) != 1).any():
-            return None
+    if change.columns is not None and not _whole_groups(change.columns):
+        return None
     modes = {EXACT[kind].mode if kind in EXACT else "affine" for kind in kinds}
     if len(modes) > 1:
         return None
-    return Form(max(bits_of(kind, options.plan) for kind in kinds), modes.pop(), scales)
+    mode = modes.pop()
+    return Form(max(bits_of(kind, options.plan) for kind in kinds), mode, scales if mode == "affine" else mx.uint8)
 
 
-def groups(entry: Entry, rows: np.ndarray, bits: int) -> Groups:
-    """Return a tensor's rows as groups whose codes have at most `bits` bits, requantized where that is needed."""
+def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
+    """Return a tensor's rows as groups whose codes have at most the format's bits, requantized where needed."""
+    bits = form.bits
+    if form.mode in BLOCK_FORMATS:
+        return groups_of(entry.kind, rows, packed=True)
     if entry.kind in EXACT and EXACT[entry.kind].bits <= bits:
         return groups_of(entry.kind, rows)
     return requantized(entry.kind, rows, bits)
@@ -218,7 +248,7 @@ def _measured(form: Form, entries: list[Entry]) -> Loss | None:
 
     NaN for NaN or infinity, which `write` refuses. ValueError for a type that cannot be dequantized.
     """
-    if form.mode == "mxfp4":
+    if form.bits and form.mode != "affine":
         return None
     made, true = [], []
     with np.errstate(over="ignore", invalid="ignore"):
@@ -236,7 +266,7 @@ def _as_stored(entry: Entry, rows: np.ndarray, values: np.ndarray, form: Form) -
     """Return the values of rows, in float32, after storing them in a format."""
     if not form.bits:
         return np.array(mx.array(values).astype(form.dtype).astype(mx.float32))
-    codes, scales, biases = groups(entry, rows, form.bits)
+    codes, scales, biases = groups(entry, rows, form)
     assert biases is not None
     kind = np.float16 if form.dtype == mx.float16 else np.float32
     return Groups(codes, *(a.astype(kind).astype(np.float32) for a in (scales, biases))).values()
@@ -255,4 +285,9 @@ def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
     """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))
-    return listed({p.path.removesuffix(".weight"): Format(GROUP, p.form.bits, p.form.mode) for p in target})
+    return listed({p.path.removesuffix(".weight"): _format(p.form) for p in target})
+
+
+def _format(form: Form) -> Format:
+    blocks = BLOCK_FORMATS.get(form.mode)
+    return Format(GROUP if blocks is None else blocks.group_size, form.bits, form.mode)

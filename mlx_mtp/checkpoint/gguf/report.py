@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...kernels import BLOCK_FORMATS
 from ..report import size, table
 from .convert import Prepared
 from .plan import Row
@@ -20,6 +21,7 @@ def as_text(prepared: Prepared) -> str:
         ("heads", f"{count} MTP head{'s' * (count != 1)} in it" if count else "none in it"),
         *((" " if i else "types", _row(row, prepared)) for i, row in enumerate(prepared.rows)),
         ("computes", computes(prepared)),
+        ("read by", read_by(prepared)),
         ("tokenizer", prepared.tokenizer is None and not prepared.copied and described(source.meta)),
     )
 
@@ -35,6 +37,12 @@ def computes(prepared: Prepared) -> str:
     why = ", because this family's may not fit float16 (--dtype float16 tries it)"
     reason = why if dtype == "float32" and not fits else ""
     return f"in float32: scales are {other} and activations {dtype}{reason}"
+
+
+def read_by(prepared: Prepared) -> str:
+    """Return a note about block formats, which mlx-lm does not read; "" without any."""
+    modes = sorted({p.form.mode for p in prepared.parameters if p.form.mode in BLOCK_FORMATS})
+    return f"mlx_mtp, not mlx-lm ({', '.join(modes)}); --gguf-plan affine writes MLX's formats" if modes else ""
 
 
 def _row(row: Row, prepared: Prepared) -> str:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import GROUP, Groups
+from .blocks import GROUP, Groups, six_bits
 
 Q6_K, HALVES = 210, 16  # bytes of a block, and groups of 16 in it
 
@@ -53,9 +53,7 @@ def requantized(kind: str, rows: np.ndarray, bits: int) -> Groups:
 def _six_bits(rows: np.ndarray) -> Groups:
     """Return Q6_K rows in groups of 32 with 8 bits; the half of each group that has the larger scale is exact."""
     n, b = len(rows), np.ascontiguousarray(rows).reshape(-1, Q6_K)
-    low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
-    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    codes = (low.reshape(-1, 2, 4, 32) | high << 4).reshape(-1, HALVES // 2, 2, 16).astype(np.float32) - 32
+    codes = six_bits(b).reshape(-1, HALVES // 2, 2, 16).astype(np.float32) - 32
     d = np.ascontiguousarray(b[:, 208:]).view(np.float16).astype(np.float32)
     scales = (d * b[:, 192:208].view(np.int8)).reshape(-1, HALVES // 2, 2)
     larger = np.take_along_axis(scales, np.abs(scales).argmax(axis=-1)[..., None], -1)

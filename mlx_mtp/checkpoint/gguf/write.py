@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...kernels import BLOCK_FORMATS
 from ...machine.errors import naming
 from .. import convert_writer as writer
 from .blocks import GROUP, Groups, pack
@@ -88,12 +89,12 @@ def _rows(parameter: Parameter, begin: int, end: int) -> Any:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
-    """Return a range of rows as packed codes, scales and, unless mxfp4, biases.
+    """Return a range of rows as packed codes, scales and, of affine formats, biases.
 
     ValueError for NaN or infinity, or scales or biases that overflow float16.
     """
     form = parameter.form
-    parts = [(groups(entry, rows, form.bits), at) for entry, rows, at in _rows(parameter, begin, end)]
+    parts = [(groups(entry, rows, form), at) for entry, rows, at in _rows(parameter, begin, end)]
     codes, scales, biases = parts[0][0] if len(parts) == 1 else _joined(parts)
     if parameter.change.columns is not None:
         groups_at = parameter.change.columns[::GROUP] // GROUP
@@ -101,14 +102,20 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
         scales, biases = scales[:, groups_at], None if biases is None else biases[:, groups_at]
     words = pack(codes, form.bits)
     if biases is None:
+        blocks = BLOCK_FORMATS.get(form.mode)
+        _check_finite(parameter, [] if blocks is None else [scales[:, :: blocks.words].view(np.float16)])
         return [words, scales]
     kind = np.float16 if form.dtype == mx.float16 else np.float32
+    _check_finite(parameter, [scales, biases])
     stored = [scales.astype(kind, copy=False), biases.astype(kind, copy=False)]
-    if not all(np.isfinite(array).all() for array in stored):
-        overflown = np.isfinite(scales).all() and np.isfinite(biases).all()
-        cause = "scales beyond float16; use --gguf-exact" if overflown else "NaN or infinity"
-        raise ValueError(f"{parameter.entries[0].file}: tensor {parameter.entries[0].name} holds {cause}")
+    _check_finite(parameter, stored, "scales beyond float16; use --gguf-exact")
     return [words, *stored]
+
+
+def _check_finite(parameter: Parameter, arrays: list[np.ndarray], cause: str = "NaN or infinity") -> None:
+    """Raise ValueError, with the cause, if an array of scales or biases of a parameter has NaN or infinity."""
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ValueError(f"{parameter.entries[0].file}: tensor {parameter.entries[0].name} holds {cause}")
 
 
 def _joined(parts: list[tuple[Groups, np.ndarray]]) -> Groups:

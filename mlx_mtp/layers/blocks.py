@@ -1,0 +1,171 @@
+"""Layers whose weights stay in GGUF's block formats, IQ4_NL, IQ4_XS and Q6_K.
+
+MLX's own operations do not support these: without a kernel weights are dequantized, a piece at a time, and multiplied
+in float32.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..kernels import BLOCK_FORMATS, block_mode, block_product, dequantized_blocks, quantized_blocks
+
+MOST_PAIRS = 512  # pairs of a row and an expert from which each expert's rows are found, instead of a copy per pair
+PAIR_WEIGHTS = 1 << 22  # weights that are copied at a time
+WORDS = mx.uint16  # of scales; no other format has scales of this type
+
+
+class Blocks:
+    """Mixin for a quantized module whose `weight` and `scales` are of a block format, `mode`."""
+
+    def dequantized(self: Any) -> mx.array:
+        """Return all weights in float32."""
+        return dequantized_blocks(self["weight"], self["scales"], self.mode)
+
+    def to_quantized(self, **format_: Any) -> Any:
+        """Return the module itself, which is quantized already: mlx-lm's loader quantizes what config.json lists."""
+        return self
+
+
+class BlockLinear(Blocks, nn.QuantizedLinear):
+    """A linear layer in a block format."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = block_product(x, self["weight"], self["scales"], self.mode)
+        return y + self["bias"] if "bias" in self else y
+
+
+class BlockEmbedding(Blocks, nn.QuantizedEmbedding):
+    """An embedding in a block format; its rows have the type `dtype`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return dequantized_blocks(self["weight"][x], self["scales"][x], self.mode).astype(
+            getattr(mx, str(self.dtype))
+        )
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits [..., N] of an LM head with these weights."""
+        return block_product(x, self["weight"], self["scales"], self.mode)
+
+
+class BlockMultiLinear(Blocks, QuantizedMultiLinear):
+    """Per-head matrices [heads, N, K] in a block format."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        """Multiply x [..., heads, L, K] to [..., heads, L, N]; without `transpose` in the other direction."""
+        return block_product(x, self["weight"], self["scales"], self.mode, transpose=transpose)
+
+
+class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
+    """Stacked experts in a block format."""
+
+    @property
+    def input_dims(self) -> int:
+        return self.weight.shape[-1] * 32 // self.bits
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x [..., 1, K], broadcast to these.
+
+        With more than MOST_PAIRS indices their values are read, which evaluates them.
+        """
+        k = x.shape[-1]
+        pairs = mx.broadcast_to(x, (*indices.shape, 1, k)).reshape(-1, 1, k)
+        chosen = indices.reshape(-1)
+        y = self._by_pair(pairs, chosen) if chosen.size <= MOST_PAIRS else self._by_expert(pairs, chosen)
+        y = y.astype(x.dtype).reshape(*indices.shape, 1, -1)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+    def _by_pair(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Multiply rows x [P, 1, K] by the matrices of their experts [P]; each pair has a copy of its matrix."""
+        size, found = max(PAIR_WEIGHTS // (self.output_dims * self.input_dims), 1), []
+        for begin in range(0, len(chosen), size):
+            at = chosen[begin : begin + size]
+            if found:  # a piece is dequantized after the one before was used
+                at = mx.depends(at, found[-1])
+            rows = x[begin : begin + size]
+            found.append(block_product(rows, self["weight"][at], self["scales"][at], self.mode))
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _by_expert(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Multiply rows x [P, 1, K] by the matrices of their experts [P]; each expert is dequantized once."""
+        order = mx.argsort(chosen)
+        counts = (chosen[:, None] == mx.arange(self.num_experts)).sum(axis=0).tolist()
+        rows, found, begin = x[order, 0], [], 0
+        for expert, count in enumerate(counts):  # type: ignore[arg-type]
+            if count:
+                part = rows[begin : begin + count]
+                part = mx.depends(part, found[-1]) if found else part
+                found.append(block_product(part, self["weight"][expert], self["scales"][expert], self.mode))
+                begin += count
+        return mx.concatenate(found)[mx.argsort(order)][:, None]
+
+
+KINDS: dict[type, type] = {
+    nn.Linear: BlockLinear,
+    nn.Embedding: BlockEmbedding,
+    SwitchLinear: BlockSwitchLinear,
+    MultiLinear: BlockMultiLinear,
+}
+PLAIN = {blocks: plain for plain, blocks in KINDS.items()}
+
+
+def is_blocks(module: Any) -> bool:
+    """Return whether a module's weights are in a block format."""
+    return isinstance(module, Blocks)
+
+
+def block_kind(module: Any) -> type | None:
+    """Return the class of Blocks that replaces an unquantized module; None if there is none."""
+    return KINDS.get(type(module))
+
+
+def made_of(module: Any, mode: str, weight: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> Any:
+    """Return the module of a block format that replaces an unquantized one, with its bias.
+
+    weight, scales: packed codes, and the words of scales. dtype: of an embedding's rows.
+    """
+    kind: Any = KINDS[type(module)]
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.bits, made.group_size, made.mode = *BLOCK_FORMATS[mode][:2], mode
+    made.weight, made.scales = weight, scales
+    if kind is BlockEmbedding:
+        made.dtype = str(dtype).rpartition(".")[2]
+    if "bias" in module:
+        made.bias = module.bias
+    made.freeze()
+    return made
+
+
+def to_blocks(module: Any, mode: str) -> Any:
+    """Return an unquantized linear layer, embedding, stack of experts or of heads in a block format.
+
+    mode: "iq4_nl", "iq4_xs" or "q6_k". ValueError for rows that are not whole blocks.
+    """
+    return made_of(module, mode, *quantized_blocks(module.weight, mode), module.weight.dtype)
+
+
+def place_blocks(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Replace the model's modules whose scales in `weights` are words of a block format, to load these.
+
+    weights: all of the model's, by path; rows of embeddings get the type of its norms. ValueError for scales of words
+    that are of no such format.
+    """
+    named = (w.dtype for path, w in weights.items() if path.endswith("norm.weight"))
+    dtype, found = next(named, mx.float32), []
+    for path, module in model.named_modules():
+        scales, weight = weights.get(f"{path}.scales"), weights.get(f"{path}.weight")
+        if scales is None or weight is None or scales.dtype != WORDS or block_kind(module) is None:
+            continue
+        mode = block_mode(module.weight.shape[-1], scales.shape[-1])
+        if mode is None:
+            raise ValueError(f"{path}.scales has shape {scales.shape}, which is of no supported block format")
+        lead, k = module.weight.shape[:-1], module.weight.shape[-1]
+        form = BLOCK_FORMATS[mode]
+        shapes = (*lead, k * form.bits // 32), (*lead, k // form.span * form.words)
+        found.append((path, made_of(module, mode, mx.zeros(shapes[0], mx.uint32), mx.zeros(shapes[1], WORDS), dtype)))
+    model.update_modules(tree_unflatten(found))
