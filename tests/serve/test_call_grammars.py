@@ -229,6 +229,8 @@ def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
         ({"properties": {"a": {"type": ["array", "string"], "prefixItems": [{}]}}}, "prefixItems"),
         ({"properties": {"a": {"$ref": "https://example.org/a"}}}, "$ref"),
         ({"properties": {"a>": {"type": "string"}}}, "'a>'"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {"type": "string"}}}, "anyOf"),
+        ({"additionalProperties": {"type": "string"}, "minProperties": 1}, "minProperties"),
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):

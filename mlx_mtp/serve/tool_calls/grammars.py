@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...grammar.forms import MOST_SPACES, Grammar, composed, json_schema
 from ..schema_paths import path_in
-from .branches import Document
+from .branches import ANNOTATIONS, Document
 from .call_format import CallFormat
 from .default_layouts import layouts_of
 from .gemma import GemmaCalls
@@ -96,6 +96,18 @@ def object_schema(parameters: Schema) -> Schema:
     return {"properties": {}, **closed, **parameters, "type": "object"}
 
 
+def _check_root(parameters: Schema) -> None:
+    """Raise ValueError, with the keyword, unless a schema of arguments only states properties and which are required.
+
+    Members other than these properties are never written.
+    """
+    known = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
+    if others := set(parameters) - known:
+        raise ValueError(f"{sorted(others)[0]} is not supported with this model's tool calls")
+    if missing := set(parameters.get("required", ())) - set(parameters.get("properties", ())):
+        raise ValueError(f"required: {sorted(missing)[0]!r} is not among its properties")
+
+
 class CallWriter:
     """Writes the grammar of calls. ends: ids of the tokens that end an answer, which no grammar contains."""
 
@@ -156,8 +168,8 @@ class CallWriter:
         """Return the body of arguments that are not one JSON object."""
         tools, format = self._offer.tools, self._format
         properties, required = tools.properties(name), set(tools.parameters(name).get("required", ()))
-        if strict and (missing := required - set(properties)):
-            raise ValueError(f"required: {sorted(missing)[0]!r} is not among its properties")
+        if strict:
+            _check_root(tools.parameters(name))
         ordered = sorted(properties, key=str.lower) if layout.by_key else list(properties)
         if isinstance(format, TaggedCalls):
             values = TaggedValues(self._rules, format, layout, tools, name)
