@@ -23,7 +23,8 @@ def reply_of(port: int, i: int, **more) -> str:
         "max_tokens": 12 + i,
         "seed": 3,
     }
-    body |= {"temperature": 0.7 * (i % 2), "logit_bias": {"5": -10} if i == 2 else None, **more}
+    body |= {"temperature": 0.7 * (i % 2), "logit_bias": {"5": -10} if i == 2 else None}
+    body |= {"guided_regex": "[a-z]{7}" if i == 3 else None, **more}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
@@ -70,6 +71,7 @@ def test_concurrent_answers_equal_single_ones_and_ctrl_c_ends_both_ranks(tmp_pat
         for thread in threads:
             thread.join()
         assert together == {i: reply_of(port, i) for i in range(5)}
+        assert (together[3].isalpha(), len(together[3])) == (True, 7)
         ranks[0].send_signal(signal.SIGINT)
         found = rank_group.ended(ranks, timeout=30)
     finally:
