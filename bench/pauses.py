@@ -19,7 +19,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_block_path, demo_path
 from mlx_mtp.tuning.plan import PLAIN, Plan
 
-KEPT = (None, 32, 8)  # rows kept for the drafter; None: it reads all during the pause
+KEPT = (None, 32, 8, 1)  # rows kept for the drafter; None: it reads all during the pause
 
 
 class Pausing:
