@@ -7,10 +7,9 @@ it has read N's tokens, so that no pending work refers to the cache buffers and 
     device  N ─────────────────┤                   N+1 ──────────────────────────────────────────┤             N+2 ...
 
 The read is the only wait of a cycle, except with p_min, where `submit` also reads the confidence of the drafts, and
-with a grammar, where it reads the drafts while the device computes the target's pass, and writes the masks (a
-stepwise plan reads each draft before the next one is computed). The accepted count stays on the device: shapes do not
-depend on it. The plan of N+1 is made before N is read. A cycle whose logits processors need N's tokens is begun after
-they are yielded.
+with a grammar, where it reads the drafts while the device computes the target's pass, and writes the masks. The
+accepted count stays on the device: shapes do not depend on it. The plan of N+1 is made before N is read. A cycle
+whose logits processors need N's tokens is begun after they are yielded.
 """
 
 from collections.abc import Callable, Collection, Generator

@@ -3,6 +3,7 @@
 import itertools
 
 import grammars
+import mlx.core as mx
 import pytest
 from sweep import sampled
 
@@ -118,3 +119,18 @@ def test_batch_generate():
     how, prompts = {"grammar": grammar.json_schema({"enum": ["red", "green"]}), "max_tokens": 12}, ["def f():", "if"]
     texts = mlx_mtp.batch_generate(model, tokenizer, prompts, **how).texts
     assert texts == [mlx_mtp.generate(model, tokenizer, prompt, **how) for prompt in prompts]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_samplers_that_evaluate_their_logits(tiny_models, k):
+    """The masks are written before a caller's code sees the logits, alone and in a batch."""
+    model, _ = tiny_models(2)
+
+    def likeliest(logprobs):
+        return mx.array([int(mx.argmax(logprobs, axis=-1).item())])
+
+    expected = [alone(model, prompt, PATTERNS[0]) for prompt in PROMPTS[:2]]
+    assert alone(model, PROMPTS[0], PATTERNS[0], sampler=likeliest) == expected[0]
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, num_draft_tokens=k, sampler=likeliest)
+    batch.insert(PROMPTS[:2], grammars=[made(PATTERNS[0])] * 2)
+    assert tokens_of(drain(batch, {})) == expected
