@@ -53,8 +53,7 @@ class PromptCache(StepCache, ListOfOne):
     decoded alone. To continue, pass that token and the following ones as the next prompt; to go back, `trim`, or
     `rewind` to a `snapshot`.
 
-    primed:  number of positions that the heads have read.
-    live:    the heads follow the target in each cycle; otherwise hidden rows go to the backlog.
+    primed:  number of positions that the heads have read. live: they follow the target in each cycle.
     backlog: `drafting.pending` rows that the heads have not read and need, up to the last position held.
     kept:    per depth from 1 on, the previous depth's output [1, 1, H] at position primed - 1; or a drafter's own.
     aside:   the drafter's first caches and their `kept`, while it drafts without them (`aside.py`); None at rest.
@@ -315,7 +314,7 @@ def make_prompt_cache(
 ) -> PromptCache:
     """Return an empty cache for `model` and `num_draft_tokens` MTP heads (None: all; 0: none, nor another drafter).
 
-    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values; None: not quantized. The attention
+    kv_bits, mtp_kv_bits: bits of the target's and the heads' keys and values (None: not quantized). The attention
         kernel, which makes a row's bits independent of drafts, supports None, 4 and 8.
     kv_group_size: 32, 64 or 128; None is 64, or 32 where the head size needs it.
     quantized_kv_start: with kv_bits, positions before this one are read unquantized, as in mlx-lm; caches are

@@ -4,9 +4,7 @@ An external drafter, from a directory of its own, replaces the checkpoint's MTP 
 """
 
 import copy
-import json
 import warnings
-from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,29 +23,26 @@ from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port
 from ..layers.scaled import scale_outputs
 from ..machine.errors import first_line, one_line
-from ..models import drafter_kinds
 from ..models.config.normalize import normalize
 from ..models.config.rope_modules import apply_rope
 from ..ranks.group import Ranks
 from ..ranks.split import split
 from .block_drafter import attach_block, counted
 from .check_files import check_complete
-from .files import MAX_LAYERS, Header, fill_model, read_header, read_tensors, resolve
+from .files import MAX_LAYERS, fill_model, read_tensors, resolve
+from .find_drafter import check_drafter_fits, read_drafter
 from .head_self_test import naming_config
 from .norm_conventions import conventions, warn_of_unusual
 from .packed.arrays import read_arrays
-from .packed.contents import recognize, with_packed
-from .packed.find import replaced, without_scales
-from .packed.modules import Packed
+from .packed.contents import with_packed
+from .packed.find import without_scales
 from .parameters import check_codes, check_numbers, expected, named, origin, same
 from .port_parameters import Raw, parameters_of
 from .quant_methods import packed_by
 from .read_parts import read_parts
 from .report import drafting_bytes, lm_heads, make_report
-from .separate_heads import is_split
 from .sort_tensors import (
     EXPERT,
-    OF_ACTIVATIONS,
     Contents,
     Drafting,
     check_experts,
@@ -78,6 +73,7 @@ def load_port(
     reads and checks the heads' weights. ranks: split the target over them. ValueError if the checkpoint is damaged or
     too large.
     """
+    normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = without_broken_heads(partial(read_port, port, path, config), drafting)
     if ranks:
         split(model, ranks.group, config["model_type"])
@@ -113,11 +109,10 @@ def load_port(
 def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
     """Return (a port's model, the checkpoint's sorted tensors, the parts with zero-centred norms, as in `Raw`).
 
-    The parameters are lazy arrays: they are read when they are used. Warns about unusual keys of `config`. Raises
+    The parameters are lazy arrays: they are read when they are used. Raises
     ValueError for a checkpoint that is damaged or packed by an unsupported quantization method.
     """
     args = read_args(port, path, config)
-    normalize(config).warn(path / "config.json", stacklevel=5)
     contents = with_packed(sort_tensors(port, path, args.num_hidden_layers, drafting), path, config)
     if reason := packed_by(path, config, contents.heads | ({} if contents.alone else contents.trunk)):
         raise ValueError(reason)
@@ -277,7 +272,7 @@ def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path)
     if isinstance(drafter.mtp[0], BlockNetwork):
         return attach_block(model, drafter, contents, path), contents.ignored
     check_numbers(named(drafter), partial(origin, drafter, contents))
-    _check_drafter_fits(model, drafter.mtp[0], path)
+    check_drafter_fits(model, drafter.mtp[0], path)
     drafter.set_dtype(model.model.norm.weight.dtype)
     drafter.eval()
     model.spec, model.mtp = drafter.spec, drafter.mtp
@@ -315,7 +310,7 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     Weights stay lazy. size: the target's hidden size; None is the size that the drafter's tensors have. overrides:
     values that replace its spec's. ValueError if there is no drafter, or its files do not fit together.
     """
-    config, header, kind, packed = _read_drafter(path)
+    config, header, kind, packed = read_drafter(path)
     ignored = tuple(sorted(name for name in header if name.endswith(kind.IGNORED)))
     header = {name: tensor for name, tensor in header.items() if name not in ignored}
     try:
@@ -332,49 +327,6 @@ def _open_drafter(path: Path, layers: int, size: int | None, overrides: dict) ->
     drafter, contents = DrafterAlone(spec, head), Contents({}, header, 1, str(path), ignored, spec, packed=packed)
     _load_drafter(drafter, contents, path, f" (its target has {len(spec.capture)} x {size} features)")
     return config, drafter, contents
-
-
-def joins_heads(path: Path) -> bool:
-    """Return whether a directory contains a drafter that drafts next to MTP heads; False also if it is damaged."""
-    return is_drafter(path) and not is_split(path) and _read_drafter(path)[2].JOINS_HEADS
-
-
-def is_drafter(path: Path) -> bool:
-    """Return whether a directory contains an external drafter, or MTP heads that mlx-vlm split off a checkpoint.
-
-    False also if it is damaged or cannot be read.
-    """
-    with suppress(ValueError, OSError):
-        return is_split(path) or bool(_read_drafter(path))
-    return False
-
-
-def _read_drafter(path: Path) -> tuple[dict, Header, ModuleType, dict[str, Packed]]:
-    """Return (config.json, header, the kind's module, packed weights by module) of a drafter.
-
-    The header has packed weights in MLX's formats. ValueError if there is no drafter, or a damaged one.
-    """
-    kinds, reason, file = drafter_kinds(), None, path / "config.json"
-    accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
-    if not file.exists():
-        raise ValueError(f"{file}: not found; {accepted}")
-    with one_line(f"{file}: not valid JSON", (ValueError, RecursionError, OSError)):
-        config = json.loads(file.read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: expected an object")
-    files = sorted(path.glob("*.safetensors"))
-    if not files and list(path.glob("*.bin")):
-        raise ValueError(f"{path}: its weights are in PyTorch's .bin format; save them as model.safetensors first")
-    if not files:
-        raise ValueError(f"{path}: no *.safetensors in it; {accepted}")
-    header = read_header(files)
-    packed = recognize(path, config, header, None)
-    header = replaced({n: t for n, t in header.items() if not (packed and n.endswith(OF_ACTIVATIONS))}, packed)
-    for kind in kinds:
-        if (refusal := kind.refuses(config, header.keys())) is None:
-            return config, header, kind, packed
-        reason = reason or refusal
-    raise ValueError(f"{path}: {reason}; {accepted}")
 
 
 def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str) -> None:
@@ -399,21 +351,3 @@ def _load_drafter(model: DrafterAlone, contents: Contents, path: Path, note: str
     packed = {at.removesuffix(".scales") for at in weights if at.endswith(".scales")}
     nn.quantize(model, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
     _load_checked(model, contents, path, list(weights.items()), note=note)
-
-
-def _check_drafter_fits(model: Any, head: Any, path: Path) -> None:
-    """Raise ValueError if the drafter's hidden size, embedding or drafted tokens do not fit the target.
-
-    Another hidden size needs an embedding and an LM head of its own. An embedding may have more rows than the target.
-    """
-    size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
-    if head_size != size and not {"embed_tokens", "head"} <= head.keys():
-        needed = "an embedding and an LM head of its own"
-        raise ValueError(f"{path}: hidden_size {head_size} is not the target's {size}, which needs {needed}")
-    if "embed_tokens" in head and (rows := head.embed_tokens.weight.shape[0]) < vocab_size:
-        raise ValueError(f"{path}: made for {rows} tokens, the target has {vocab_size}")
-    if "head" in head:
-        tokens = head.token(mx.arange(head.head.weight.shape[0]))
-        low, high = tokens.min().item(), tokens.max().item()
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"{path}: drafts tokens {low} to {high}, the target has 0 to {vocab_size - 1}")

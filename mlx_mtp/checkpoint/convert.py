@@ -22,12 +22,14 @@ from ..layers.scaled import SCALE
 from ..machine import atomic
 from ..machine.errors import one_line
 from ..models import find_port, port_names
+from ..models.config.normalize import normalize
 from . import convert_writer as writer
-from .build import check_norms, is_drafter, open_drafter, read_args, read_port
+from .build import check_norms, open_drafter, read_args, read_port
 from .convert_plain import check_no_heads, convert_plain
 from .convert_precision import Precision, format_of, format_of_heads, formats, listed
 from .convert_writer import Progress, Tensors
 from .files import read_config, read_tensors, resolve
+from .find_drafter import is_drafter
 from .head_self_test import check_runs
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
@@ -131,6 +133,7 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
         config, drafter, contents = open_drafter(path)
         return Source(path, config, drafter, contents, (False, False))
     config = read_config(path)
+    normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
     if not alone:
         check_runs(model, path)

@@ -28,8 +28,9 @@ from ..machine.memory import METAL_BUFFERS, available
 from ..models import find_port
 from ..ranks.split import Share, take_part
 from .block_drafter import block_facts
-from .build import check_vectors, is_drafter, open_drafter, read_args
+from .build import check_vectors, open_drafter, read_args
 from .files import Header, read_config, read_header
+from .find_drafter import is_drafter
 from .load import load_model
 from .norm_conventions import conventions, mean
 from .packed.contents import recognize

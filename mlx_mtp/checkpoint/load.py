@@ -30,11 +30,12 @@ from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
 from .adapters import AdapterPath
 from .adapters import load_adapters as _adapted
-from .build import joins_heads, load_port
+from .build import load_port
 from .cure import NeverDrafts, adding_heads
 from .draft_vocab import DraftVocab, reduce_heads
 from .draft_vocab import read as read_vocab
 from .files import read_config
+from .find_drafter import joins_heads
 from .gguf.cached import find_checkpoint, find_heads
 from .head_self_test import FEW_TOKENS, WORDS, is_large, random_tokens, self_test
 from .load_plain import load_plain
@@ -196,13 +197,14 @@ def _tokenizer_for(
 def _load(path: Path, config: dict, options: LoadOptions) -> Any:
     """Return the model with its heads and adapters, before tests, kernels and a draft vocabulary."""
     drafting, budget, ranks, lazy = options.drafting, options.budget, options.ranks, options.lazy
-    drafter = None if drafting.draft_model is None else find_checkpoint(drafting.draft_model)
+    port, small, drafter = find_port(config), None, None
+    if port and drafting.draft_model is not None:
+        drafter = find_checkpoint(drafting.draft_model)
     drafting = replace(drafting, joins=drafter is not None and joins_heads(drafter))
     drafting.check()
     drafting = replace(drafting, mtp_path=find_heads(drafting.mtp_path, path))
     if program := config.get("model_file"):
         raise ValueError(f"{path}/config.json: model_file={program}: code of a checkpoint's own model is not run")
-    port, small = find_port(config), None
     if port is None:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")

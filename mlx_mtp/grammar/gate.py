@@ -16,9 +16,9 @@ PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched
 class Gate(NamedTuple):
     """Where in an answer its grammar applies, if not from its first token to its end.
 
-    after:    texts that the answer must contain in this order; the grammar applies behind the last one.
+    after:    texts that the answer must contain in this order; the grammar applies after the last one.
     patterns: `after` are regular expressions.
-    opens:    text that may begin the answer in place of the grammar; only then `after` is awaited. "": always.
+    opens:    text that may begin the answer instead of the grammar; only then `after` is awaited. "": always.
     instead:  texts that may begin where the grammar would; the rest of the answer is then free.
     optional: whether the answer may end while a text is awaited.
     repeats:  behind the grammar's end the last text of `after` is awaited again.

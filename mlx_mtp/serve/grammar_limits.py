@@ -17,7 +17,7 @@ MAX_TEXT = 20_000  # characters of a regular expression or a Lark grammar
 MAX_PROPERTIES = 2000  # of all objects together: the time to compile them grows with their square
 MAX_FIXED = 4000  # characters of a const, a value of enum, a name, and of the shortest match of a pattern
 MAX_SECONDS = 5.0  # to compile a grammar
-COMPILERS = threading.Semaphore(2)  # at most so many grammars are compiled at once
+COMPILERS = threading.Semaphore(2)  # the maximum of grammars that are compiled at once
 ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 

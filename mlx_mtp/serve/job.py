@@ -44,6 +44,7 @@ class DecodeRequest:
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     adapter:  name of the adapter to decode with; None for the server's default.
     grammar:  constrains the answer; None for none.
+    progress: send a `Prefilled` after each chunk of the prefill.
     """
 
     prompt: list[int]
@@ -63,6 +64,7 @@ class DecodeRequest:
     after_tool: bool = False
     adapter: str | None = None
     grammar: Constraint | None = None
+    progress: bool = False
 
 
 class Begun(NamedTuple):
@@ -190,7 +192,8 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
         for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
-            job.send(Prefilled(done))
+            if request.progress:
+                job.send(Prefilled(done))
             yield
         job.prefilling = False
         yield from _decode(served, job, caches, max_tokens, cached, crowded)

@@ -41,6 +41,7 @@ def decode_requests(
         most = max(info.max_tokens, rules.min_tokens)
     more["max_tokens"] = room if most is None or most == -1 else min(most, room)
     more |= {"penalties": _penalties(body, info), "rules": rules, "adapter": info.adapter_of(body)}
+    more["progress"] = boolean(body, "return_progress")
     sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
     return [DecodeRequest(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]

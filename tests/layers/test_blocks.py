@@ -177,8 +177,8 @@ def test_a_refused_kernel_is_a_reason(monkeypatch):
     """A load then uses the dequantized product."""
     refusing = StandIn(refuses=lambda op, template: "evaluate")
     site = SITES["verify_qmm"]("q6_k")
-    with emulator.emulated():
-        monkeypatch.setattr(mx.fast, "metal_kernel", refusing)
+    with emulator.emulated(), monkeypatch.context() as patch:
+        patch.setattr(mx.fast, "metal_kernel", refusing)
         assert ab_test.check(trial(site, 3)).startswith("fails with")
 
 

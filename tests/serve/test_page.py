@@ -201,7 +201,7 @@ def test_hostile_text_is_only_text(page):
     assert page.run(f"{said}.querySelector('pre button').textContent") == "Copy code"
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
     assert page.run("window.hit") is None
-    assert page.run("document.querySelector('details div').textContent") == "<b>t</b>"
+    assert page.run("document.querySelector('.assistant details div').textContent") == "<b>t</b>"
 
 
 def test_streamed_markdown_is_that_of_the_whole_text(page):

@@ -1,4 +1,4 @@
-"""Structured output of models that think: the grammar begins behind their reasoning, wherever that begins."""
+"""Structured output of models with reasoning: the grammar begins after it, also if the template opened it."""
 
 import functools
 import json

@@ -41,14 +41,12 @@ class Frame(NamedTuple):
 class Drafter(Protocol):
     """Proposes drafts after the rows of a run. These defaults suit a drafter without caches or weights.
 
-    source:  its name in plans. most: maximum number of drafts per cycle.
+    source:  its name in plans. most, usual: maximum drafts per cycle, and by default, 0 for the heads' default.
     others:  other names in plans, of a drafter with several ways to draft: the maximum of an adaptive cycle of each.
     spare:   number of its first caches that it does not need in cycles of one sequence, by name in plans.
-    usual:   default maximum number of drafts per cycle; 0 for that of heads.
-    in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it is called before the step,
-             whose input its drafts are, and may read tokens on the host.
+    in_step: `propose` depends on arrays only, and is recorded with the step. Otherwise it runs before the step.
     windows: one entry per cache, in the order of `frame.cache.heads`: a window, None for all positions, or a class.
-    chained: number of first caches, each of which starts one position after the last; `kept` has a row per such pair.
+    chained: number of first caches that start one position after the one before, with a row of `kept` for each pair.
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
