@@ -51,7 +51,7 @@ class Group:
     def __init__(
         self,
         model: Target,
-        controls: Callable[[int, int, int, bool], Control],
+        controls: Callable[..., Control],
         stats: Stats,
         *,
         chunk: int,
@@ -203,8 +203,8 @@ class Group:
         joining, self.pending = self.pending, []
         self.joining, self.drafts_evaluated = joining, False
         active = [s for s in (*rows, *(s for s, _ in joining)) if s and not s.finished]
-        masked = any(s.picker.matcher for s in active)
-        control = self.controls(len(active), max(s.k for s in active), max(s.max_lookup for s in active), masked)
+        masked = [True] if any(s.picker.matcher for s in active) else []
+        control = self.controls(len(active), max(s.k for s in active), max(s.max_lookup for s in active), *masked)
         pool = self.pool or self._open_pool(active[0].cache)
         matched = max((s.history.matched() for s in active if s.max_lookup), default=0)
         unread = self._unread_rows(pool, active)

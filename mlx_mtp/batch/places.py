@@ -21,7 +21,7 @@ class Places:
     do. Sequences move between two cycles. controls: returns a control, as `Controls.control`.
     """
 
-    def __init__(self, settings: Settings, controls: Callable[[int, int, int, bool], Control]):
+    def __init__(self, settings: Settings, controls: Callable[..., Control]):
         self.settings, self.controls = settings, controls
         self.lone: list[Lone] = []
         self.groups: dict[str, Group] = {}
