@@ -30,7 +30,8 @@ def test_loops_under_a_schema(tmp_path):
     keys = ["enable_dark_mode", "enable_offline_storage"]
     properties = {key: {"type": "boolean"} for key in keys}
     schema.write_text(json.dumps({"type": "object", "properties": properties, "required": keys}))
-    call("bench", "decode", "--grammar", str(schema), "--rounds", 1, "-m", 24, "--cooldown", 0, "--out", str(out))
+    done = call("bench", "decode", "--grammar", schema, "--rounds", 1, "-m", 24, "--cooldown", 0, "--out", out)
+    assert done.returncode == 0, done.stderr
     found = result.read(out, "decode")
     entries = {entry["contender"]: entry for entry in found["entries"]}
     assert [*entries] == found["options"]["contenders"] == LOOPS
