@@ -65,7 +65,8 @@ class Chat:
         notice: printed before the first prompt of a terminal.
         """
         if self.interactive and not self.quiet:
-            faint("\n".join(filter(None, [f"{self.name} · {mtp_state(self.session)} · /help", notice])) + "\n")
+            head = f"{self.name} · {mtp_state(self.session)} · /help"
+            faint(wrapped("\n".join(filter(None, [head, notice]))) + "\n")
         if not self.session.tokenizer.has_chat_template:
             self._note("The tokenizer has no chat template: messages and answers form one continuous text.")
         while (line := self._next()) is not None:
