@@ -148,8 +148,14 @@ def test_a_download_shows_its_size_and_continues(tmp_path):
         assert again.stdout == first.stdout
         assert "of it here" in again.stderr
         assert "--mtp-path" in again.stderr
-    offline = run("pull", "org/Other", **{**env, "HF_ENDPOINT": "http://127.0.0.1:9"})
-    assert "org/Other" in one_line_error(offline)
+
+
+def test_an_unknown_repository_is_one_line(monkeypatch):
+    def model_info(self, repo, **_):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(pull.HfApi, "model_info", model_info)
+    assert "org/Other: " in one_line_error(call("pull", "org/Other"))
 
 
 def test_smollm2_without_hub_and_package(machine, monkeypatch):

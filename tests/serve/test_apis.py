@@ -285,7 +285,7 @@ def test_arguments_of_calls():
 def test_progress_of_a_prefill_is_streamed_on_request(served):
     body = {"max_tokens": 1, "stream": True}
     for asked in (False, True):
-        question = {"role": "user", "content": f"{asked} " + "word " * 500}
+        question = {"role": "user", "content": f"{asked} " + "word " * 120}
         response = served.post(
             "/v1/chat/completions", json={**body, "messages": [question], "return_progress": asked}
         )
