@@ -61,7 +61,7 @@ class Controls:
 def most_together(sequences: int) -> int:
     """Return the maximum drafts in adaptive cycles of a number of sequences.
 
-    MOST_ON_GPU for several on a GPU, else what a cache takes.
+    MOST_ON_GPU for several on a GPU, else MAX_ROWS - 1: a ring takes these and the newest token.
     """
     return MOST_ON_GPU if sequences > 1 and mx.default_device() != mx.cpu else MAX_ROWS - 1
 

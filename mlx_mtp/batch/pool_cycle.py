@@ -39,7 +39,7 @@ class PoolCycle:
     grammar.
     passed: with a grammar, the rows that the run chooses from, which are submitted first. masks: with a grammar.
     most: as `limits` returns it, for a run that is built after the masks are written.
-    forced: per row, the number of drafts of a plan of "grammar".
+    forced: for a plan of "grammar", per row the number of drafts that the sequence's grammar forces; else [].
     """
 
     rows: Rows
@@ -67,7 +67,7 @@ class PoolCycle:
         return any(s is not None and s.picker.matcher is not None for s in self.rows)
 
     def accepts(self, row: int, verified: int) -> int:
-        """Return the number of drafts that the sequence of a row may accept, of those verified."""
+        """Return the number of drafts that the sequence of a row may accept of those verified; -1 for a free slot."""
         sequence = self.rows[row]
         if sequence is None:
             return -1
@@ -108,7 +108,7 @@ class Steps:
 
         base: upper bound of the position of the first row of `run`. Rows of plain cycles are kept for the drafter
         until it drafts again or a run has several rows. With p_min only the drafts are built, and `verify_sure`
-        builds the rest; with a grammar only the target's pass, and `choose_tokens` builds the choice.
+        builds the rest; with a grammar and a caller's sampler or processors `begin_pass` builds the choice.
         """
         plan, pool = new.plan, self.pool
         source = self.drafters[plan.source] if plan.k else None
@@ -142,8 +142,9 @@ class Steps:
         new.replayed, new.after = replay is not None, pool.mark()
 
     def verify_sure(self, new: PoolCycle) -> None:
-        """Evaluate a cycle's drafts, which writes the drafter's caches; build the verify, or with a grammar the pass.
+        """Evaluate a cycle's drafts, which writes the drafter's caches; build the rest of the step.
 
+        With a grammar that is the target's pass and the choice of tokens, else the verify.
         Every sequence has as many drafts verified as the one with the most before its first improbable one.
         """
         tic = time.perf_counter()
@@ -162,7 +163,7 @@ class Steps:
     def with_forced(self, last: PoolCycle, new: PoolCycle) -> PoolCycle:
         """Return the cycle after `last`, which was read: `new`, or one with drafts of grammars (`Matcher.drafts`).
 
-        It is `new` if building that changed the pool's sequences or heads.
+        It is `new` if no grammar forces a draft, or if building it changed the pool's sequences or heads.
         """
         if not new.same or last.after is None:
             return new
@@ -181,9 +182,10 @@ class Steps:
         return other
 
     def _forced(self, sequence: Sequence | None, most: int) -> int:
-        """Return the number of drafts, at most `most`, that a sequence's grammar forces; 0 if it is finished.
+        """Return the number of drafts that a sequence's grammar forces, at most its matcher's `most`.
 
-        A GrammarError ends the sequence: 0.
+        0 without a grammar, for a free slot or a finished sequence, and after a GrammarError, which ends the
+        sequence. most: not used.
         """
         matcher = sequence.picker.matcher if sequence else None
         if sequence is None or sequence.finished or matcher is None or not matcher.most:
@@ -196,7 +198,10 @@ class Steps:
             return 0
 
     def begin_pass(self, new: PoolCycle) -> None:
-        """Submit the target's pass of a cycle with grammars, and write its masks; build its run if it has none."""
+        """Submit the target's pass of a cycle with grammars, and write its masks; then build a missing run.
+
+        It is missing with a caller's sampler or processors, without p_min.
+        """
         passed, masks = new.passed, new.masks
         assert passed
         assert masks

@@ -89,7 +89,7 @@ class Settings:
 
         sampler, seed, k: None gives this batch's own value. cache, stats: None gives a new one; processors, stops,
         grammar: none. A given cache is copied. Empty segments are skipped; at least one must have tokens. Raises
-        ValueError for an argument out of range, or low memory.
+        ValueError for an invalid argument, such as a grammar without a tokenizer, or low memory.
         """
         pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
         assert pieces

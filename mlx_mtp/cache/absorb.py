@@ -44,8 +44,9 @@ def most_unread(cache: Any) -> int | None:
 def absorb(cache: Any, tokens: Any) -> bool:
     """Let an absorbing drafter read the pending rows of a prompt cache but the newest, if they exceed MOST_UNREAD.
 
-    Returns whether it did. No later rollback may be to a position before these rows, nor to an older mark. tokens: of
-    the sequence, at least up to that of the newest row.
+    Returns whether it did: never while the drafter follows the target, nor for other drafters. No later rollback may
+    be to the position of one of these rows or an earlier one, nor to an older mark. tokens: of the sequence, at least
+    up to that of the newest row.
     """
     pending = sum(rows.shape[1] for rows in cache.backlog)
     if pending <= MOST_UNREAD or cache.live or not is_absorbing(cache.model):

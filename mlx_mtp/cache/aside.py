@@ -1,6 +1,6 @@
-"""Set a part of a drafter's caches aside while the other part drafts; it then reads the rows of many cycles at once.
+"""Set the first caches of a drafter aside while the others draft; they later read the rows of many cycles at once.
 
-Rows wait in the backlog as in a pause, from which the whole drafter reads them: rows that the other part has read
+Rows wait in the backlog as in a pause, from which the whole drafter reads them: rows that the other caches have
 already are overwritten by equal ones.
 """
 
@@ -12,7 +12,7 @@ from .absorb import MOST_UNREAD
 def set_aside(cache: Any, count: int, base: int) -> None:
     """Take the drafter's first `count` caches, which have read all positions before `base`, out of the step.
 
-    Nothing happens if they are aside already.
+    Nothing happens if they are aside already, or for a count of 0. `kept` is put aside with them.
     """
     if count and not cache.aside:
         first, cache.heads = cache.heads[:count], cache.heads[count:]
@@ -20,16 +20,19 @@ def set_aside(cache: Any, count: int, base: int) -> None:
 
 
 def reunite(cache: Any) -> None:
-    """Put the caches that are aside before the drafter's others; all of them have to read the backlog."""
+    """Put the caches that are aside before the drafter's others; all of them have to read the backlog.
+
+    Nothing happens if none are aside.
+    """
     if cache.aside:
         first, cache.kept = cache.aside
         cache.heads, cache.aside = [*first, *cache.heads], None
 
 
 def end_aside(cache: Any, base: int, spare: int) -> None:
-    """Pause the drafter at position `base` if a plan needs caches that are aside, or if too many rows wait for them.
+    """Pause the drafter if a plan needs caches that are aside, or if more than MOST_UNREAD rows wait for them.
 
-    spare: number of first caches that the plan does not need.
+    base: as in `PromptCache.pause_heads`. spare: number of first caches that the plan does not need, 0 for none.
     """
     if cache.aside and (not spare or cache.pending_rows > MOST_UNREAD):
         cache.pause_heads(base)

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def chained_caches(model: Any, caches: int) -> int:
-    """Return the number of chained ones (`Drafter.chained`), which are the first, of a drafter's `caches` caches.
+    """Return the number of first ones of a drafter's `caches` caches that are chained (`Drafter.chained`).
 
     All those of MTP heads, and of a model without a drafter object.
     """
@@ -14,7 +14,7 @@ def chained_caches(model: Any, caches: int) -> int:
 
 
 def starts_of(model: Any, caches: int) -> list[int]:
-    """Return the first position of each of a drafter's `caches` caches: chained ones begin one after the other."""
+    """Return the first position of each of a drafter's `caches` caches: 0, 1, 2 ... for chained ones, else 0."""
     chained = chained_caches(model, caches)
     return [depth if depth < chained else 0 for depth in range(caches)]
 

@@ -88,7 +88,10 @@ class LayerCache:
 
     @property
     def places(self) -> int:
-        """The number of positions that there is room for; 0 for a ring or a state, or before the first row."""
+        """The number of positions that there is room for, rounded down to a multiple of STEP, in a pool of GRAIN.
+
+        0 for a ring or a state, for mlx-lm's caches, and before the first row.
+        """
         return 0
 
     def seek(self, offset: Any, limit: int) -> None:

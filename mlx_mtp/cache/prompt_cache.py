@@ -166,7 +166,7 @@ class PromptCache(StepCache, ListOfOne):
             seek(self.heads, mx.array([self.primed]), self.primed)
 
     def pause_heads(self, base: int) -> None:
-        """Stop the drafter at position `base`; if it was live, it has read all earlier ones."""
+        """Stop a live drafter at position `base`, or where caches were set aside; all have read the earlier ones."""
         if self.live:
             self.live, self.primed = False, self.primed if self.aside else base
             reunite(self)
@@ -184,7 +184,7 @@ class PromptCache(StepCache, ListOfOne):
             seek(self.layers, position, position)
 
     def advance(self, base: int) -> None:
-        """Note that a run begins at position `base`: heads that are live have read all earlier positions."""
+        """Note that a run begins at position `base`: live heads, if none are aside, have read all before it."""
         if self.live and not self.aside:
             self.primed = base
 

@@ -30,11 +30,9 @@ class Agreement:
     def meet(self, history: TokenHistory, pending_rows: int, refused: KernelRefused | None = None) -> None:
         """Receive rank 0's next plan, for `plan`, and compare the last tokens; all ranks must call it.
 
-        They call it between computations.
-
-        pending_rows: rows that the drafter must read before it drafts; only rank 0's is used. refused: this rank's
-        refused kernels. Raises on every rank: RuntimeError if the number of tokens or the last CHECKED of
-        them differ, KernelRefused if any rank has refused kernels.
+        They call it between computations. pending_rows: rows that the drafter must read before it drafts; only rank
+        0's is used. refused: this rank's refused kernels. Raises on every rank: RuntimeError if the number of tokens
+        or the last CHECKED of them differ, KernelRefused if any rank has refused kernels.
         """
         decision = [0, 0, 0, 0]
         if self.ranks.rank == 0:

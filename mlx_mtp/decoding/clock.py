@@ -23,7 +23,7 @@ class Clock:
         self._caller = 0.0
 
     def leave(self) -> None:
-        """Start the caller's time: a token was yielded."""
+        """Start the caller's time: a token is yielded next, or was."""
         self._left = time.perf_counter()
 
     def resume(self) -> None:
@@ -35,7 +35,8 @@ class Clock:
 
         waited: seconds that the host waited for it. built, following: seconds spent building this cycle and the next
         one, None if that is not built. With `following` the result is that of `steady_seconds`. late: it was begun
-        after the caller returned; only then is the caller's time subtracted, because the two do not overlap.
+        after the caller returned; only then is the caller's time subtracted, because the two do not overlap. Sets
+        `took`, and starts the next cycle's time.
         """
         now = time.perf_counter()
         elapsed, caller, self._arrival, self._caller = now - self._arrival, self._caller, now, 0.0

@@ -23,7 +23,8 @@ def agree(d: Decoder) -> None:
 def disable_kernels(d: Decoder, error: Trouble) -> None:
     """Switch off the kernels that may have caused an error, on every rank if a kernel is refused (`Fallback.take`).
 
-    That raises if no kernel can be the cause, and leaves all on after the first failure of a graph whose kernels run.
+    `Fallback.take` raises if no kernel can be the cause. It leaves all kernels on after the first failure of a graph
+    whose kernels each run by themselves.
     """
     if isinstance(d.control, Agreement) and isinstance(error, KernelRefused) and not error.voted:
         with suppress(KernelRefused):

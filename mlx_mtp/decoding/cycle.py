@@ -39,7 +39,7 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     """Submit the run that chooses a generation's first token; return it as a `Flight`.
 
     The cache is at rest and contains every earlier token. choose: builds the run, of one row. If a kernel is refused
-    or the graph fails, it is called again after `disable_kernels`.
+    or the graph fails, it is called again after `disable_kernels`. Raises as these two.
     """
     cache = d.cache
     d.history = TokenHistory(cache.tokens)
@@ -75,7 +75,7 @@ def can_build_ahead(d: Decoder, flight: Flight) -> bool:
 def begin(d: Decoder, last: Flight, max_drafts: float = float("inf")) -> Flight:
     """Plan the cycle after `last`, with at most `max_drafts` drafts, and build or replay its step, unevaluated.
 
-    With p_min only the drafts are built, with a grammar only the target's pass; `submit` builds the rest.
+    With p_min only the drafts are built, with a grammar and a caller's code only the pass; `submit` builds the rest.
     """
     return _built(d, last, _plan(d, last, max_drafts))
 
@@ -209,7 +209,7 @@ def start(d: Decoder, run: Run) -> None:
 
 
 def observe(d: Decoder, flight: Flight) -> None:
-    """Report a cycle's outcome to the control. Call it after any next submit, so that the device does not wait."""
+    """Report a cycle's outcome to the control and replay trial, after any next submit, so that the device is busy."""
     seconds = flight.seconds
     if d.compiled:
         seconds = d.compiled.observe(flight.plan, flight.run.size, flight.replayed, seconds)

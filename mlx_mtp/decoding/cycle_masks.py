@@ -19,14 +19,14 @@ from .members import Member, Members
 
 
 class CycleMasks:
-    """The masks of a cycle with k drafts per sequence; a bit that is not written allows its token.
+    """The masks of a cycle with k drafts per sequence, of which one or more have a grammar.
 
     rows:    per sequence int32 [k + 1, words]: the tokens that may be chosen in each row; None without a grammar.
     allowed: int32 [k, n, words]: the tokens that may be drafted, an input of the drafter's graph; None if no drafter
              in the step makes the drafts.
-    forced:  per sequence, the number of first drafts that its grammar forces, and that `allowed` prescribes.
+    forced:  per sequence, the number of first drafts that `allowed` prescribes, which are those of `Matcher.drafts`.
 
-    An error of a sequence's grammar goes to the member's `fail`.
+    All tokens are allowed until a mask is written. An error of a sequence's grammar goes to the member's `fail`.
     """
 
     def __init__(self, members: Members, k: int, *, drafted: bool):
@@ -48,9 +48,10 @@ class CycleMasks:
                 yield i, member
 
     def begin(self) -> None:
-        """Write the masks after all tokens that were read, and after forced ones; prescribe these as drafts.
+        """Write the masks after all tokens that were read; with `allowed`, prescribe the forced drafts in it.
 
-        Call it before drafts are computed that `allowed` masks, else while the device computes the pass.
+        The masks after these, and of the draft behind them, are then written too. Call it before drafts are computed
+        that `allowed` masks; without `allowed` while the device computes the pass.
         """
         k, allowed = self.k, self._writable()
         for i, member in self._guided():
@@ -78,13 +79,13 @@ class CycleMasks:
 
     @property
     def first_unknown(self) -> int:
-        """The first depth at which a draft must be read so that the next one can be masked."""
+        """The first depth at which a draft must be read before the next one is masked: the minimum of `forced`."""
         return min((self.forced[i] for i, _ in self._guided()), default=self.k)
 
     def read(self, drafts: Sequence[Sequence[int]]) -> int:
-        """Write the masks after the given first drafts of each sequence, and of the draft after them.
+        """Write the masks of the rows after the given first drafts of each sequence, in `allowed` of the next draft.
 
-        Returns the maximum, over sequences, of first drafts that are allowed.
+        Returns the maximum, over sequences with a grammar, of the number of first drafts that are allowed.
         """
         most, allowed = 0, self._writable()
         for i, member in self._guided():

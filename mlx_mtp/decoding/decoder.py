@@ -27,11 +27,13 @@ PROMPT = Plan()  # plan of the run that chooses the first token after a prompt
 class Flight:
     """A cycle from its plan until its tokens are yielded. Each function sets the fields of its own phase.
 
-    begin:   plan. matched: length of the sequence's repeated suffix. prefilled: rows that a paused drafter read for
-             it. before: mark of the caches after the previous cycle and these rows. run: the step's result (with
-             p_min `drafts`, from which `submit` builds it). replayed: a recorded step was used. built: the host's
-             seconds for it. late: whether it was begun after the previous cycle was read. passed: with a grammar, the
-             rows that the run chooses from, which `submit` submits first. masks, frame: with a grammar, of the step.
+    begin:   plan. matched: length in tokens of the sequence's repeated suffix, 0 without prompt lookup. prefilled:
+             rows that a paused drafter read for it. before: mark of the caches after the previous cycle and these
+             rows. run: the step's result; `submit` builds it with p_min, from `drafts`, and with a grammar and a
+             caller's sampler or processors. replayed: a recorded step was used. built: the host's seconds for it.
+             late: whether it was begun after the previous cycle was read. passed: with a grammar, the rows that the
+             run chooses from, which `submit` submits first (with p_min it also builds them). masks, frame: with a
+             grammar, those of the step.
     submit:  base: position of its first row. after: mark of the caches after it. failed: MLX could not evaluate it.
     read:    accepted: number of accepted drafts. seconds: None if not measured. late_reason: why the next cycle
              cannot be built before this one is read; None if it can.
@@ -61,7 +63,7 @@ class Flight:
 
     @property
     def forced(self) -> int:
-        """The number of the drafter's first drafts that the grammar forces."""
+        """The number of the drafter's first drafts that `Matcher.drafts` prescribes; 0 without a grammar."""
         return min(self.masks.forced[0], self.run.size - 1) if self.masks else 0
 
 

@@ -81,9 +81,10 @@ class HeadOutput(NamedTuple):
 
 
 class LogitRow(NamedTuple):
-    """One row of logits [n, m] of each sequence, from which a `DraftChooser` chooses a token.
+    """One row of logits of each sequence, from which a `DraftChooser` chooses a token.
 
-    tokens: the token ids of the m logits, int32 [m] or [n, m]; None for the ids 0..m-1.
+    scores: the logits [n, m]. tokens: their token ids, int32 [m] or [n, m]; None for the ids 0..m-1. vocab: size of
+    the target's vocabulary.
     """
 
     scores: mx.array
@@ -107,7 +108,7 @@ class LogitRow(NamedTuple):
         """Return None: no kernel chooses, the logits are computed already."""
 
     def logits(self) -> mx.array:
-        """Return the logits [n, vocab]; -infinity for tokens that have none."""
+        """Return the logits [n, vocab], -infinity for tokens that have none; `scores` themselves without `tokens`."""
         return self.scores if self.tokens is None else whole_rows(self.scores, self.tokens, self.vocab)
 
 
@@ -181,8 +182,8 @@ class DraftChooser:
 class Choosers:
     """Chooses the drafts of all sequences of a step: greedy ones without confidence in one operation.
 
-
-    allowed: masks of the tokens that may be drafted, int32 [k, n, words] by depth; None if any may.
+    allowed: masks of the tokens that may be drafted, int32 [k, n, words] by depth; None if any may. confidence:
+    choices contain each draft's probability too.
     """
 
     def __init__(self, members: Members, allowed: mx.array | None = None, *, confidence: bool = False):
@@ -192,11 +193,14 @@ class Choosers:
 
     @property
     def masked(self) -> bool:
-        """Whether only some tokens may be drafted."""
+        """Whether masks limit the tokens that may be drafted."""
         return self.allowed is not None
 
     def __call__(self, output: DraftOutput, position: mx.array, depth: int) -> Choice:
-        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n]; depth: its number."""
+        """Return the `Choice` of all sequences. position: of each one's draft, int32 [n].
+
+        depth: index of the draft, from 0. Its confidence is None unless requested; a free slot has 0.
+        """
         if self.allowed is not None:
             scores = masked(output.logits(), self.allowed[depth])
             output = LogitRow(scores, None, scores.shape[-1])
@@ -214,7 +218,7 @@ class Choosers:
 
 
 def joined(choices: list[Choice]) -> Drafts:
-    """Return the drafts of all depths."""
+    """Return the `Drafts` made of one `Choice` per depth, in order; NO_DRAFTS for none."""
     if not choices:
         return NO_DRAFTS
     tokens = mx.concatenate([choice.token for choice in choices], axis=1)

@@ -80,7 +80,7 @@ def plain_nbytes(cache: Any, context: int) -> int:
 def scratch(model: Target, cache: PromptCache, context: int, rows: int) -> int:
     """Estimate the bytes of temporary arrays that prefilling the last `rows` of `context` positions needs.
 
-    cache: filled for that context. 0 if `graph_of` returns no graph.
+    cache: filled for that context. 0 if `graph_of` returns [].
     """
     return peak(graph_of(model, cache, context, rows))
 

@@ -26,7 +26,7 @@ from .step import Passed, choose, roll_back
 def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
     """Return a plan that verifies drafts of the grammar after the tokens that were read; None to keep `planned`.
 
-    max_drafts: maximum number of drafts. Raises GrammarError.
+    max_drafts: maximum number of drafts. Raises GrammarError if the grammar forbids one of those tokens.
     """
     matcher = d.picker.matcher
     if matcher is None or not (most := int(min(matcher.most, max_drafts))):
@@ -38,14 +38,17 @@ def forced_plan(d: Decoder, planned: Plan, max_drafts: float) -> Plan | None:
 
 
 def redrafted(control: Any, planned: Plan, forced: Sequence[int]) -> Plan:
-    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence."""
+    """Return `planned`, or a plan of drafts that grammars force. forced: their number in each sequence.
+
+    A Controller compares estimates; with another control it is the latter if it has more drafts in sum.
+    """
     if isinstance(control, Controller):
         return control.redraft(planned, forced)
     return Plan("grammar", max(forced)) if sum(forced) > planned.k * len(forced) else planned
 
 
 def choose_early(d: Decoder, frame: Frame, new: Flight, passed: Passed) -> None:
-    """Set a cycle's pass, and its run unless `submit_guided` must build it."""
+    """Set a cycle's `frame` and `passed`, and build its run unless `submit_guided` must."""
     new.frame, new.passed = frame, passed
     if new.masks and not choose_late(frame):
         new.run = choose_allowed(frame, passed, new.masks, d.compiled, d.stats)
@@ -74,9 +77,10 @@ def choose_allowed(
     stats: Stats,
     limits: mx.array | None = None,
 ) -> Run:
-    """Build or replay the choice from the rows of a pass, under masks that the host writes after it is submitted.
+    """Build or replay the choice from the rows of a pass under masks, roll back rejected rows, and return the run.
 
-    compiled, limits: as in `step`; stats counts a new record.
+    Unless `choose_late`, the host writes the masks later, once the pass is submitted. compiled: None builds it.
+    limits: as in `step`. stats counts a new record.
     """
     rows = masks.of_rows(passed.hidden.shape[1])
     if compiled:
@@ -90,7 +94,8 @@ def choose_allowed(
 def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
     """Evaluate a cycle's drafts, which writes the drafter's caches; return those before the first improbable one.
 
-    It waits for the drafts only, not for the pass. With a grammar, also only those before the first that it forbids.
+    With a grammar, also only those before the first that it forbids. Raises KernelRefused for a kernel that was
+    launched for the first time, GraphFailed, and GrammarError.
     """
     if refused := newly_refused():
         raise refused
@@ -107,10 +112,11 @@ def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
 
 
 def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[float]:
-    """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts.
+    """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts, [] without any.
 
-    The host has all drafts before the pass ends. If the drafts are masked, it has called `masks.begin()`.
-    stepwise: it reads each draft before the next one is computed.
+    The host reads the drafts while the device computes the pass. With `masks.allowed` and drafts the caller has
+    called `masks.begin()`; otherwise this function does. stepwise: each draft from `masks.first_unknown` on is read
+    before the next one is computed.
     """
     waits: list[float] = []
     if passed.drafts is None:
@@ -130,7 +136,7 @@ def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[fl
 
 
 def _received(drafts: mx.array, waits: list[float]) -> list[list[int]]:
-    """Wait for drafts [n, k] and return them; append the seconds to `waits`."""
+    """Wait for drafts [n, k] and return them as n lists of k integers; append the seconds to `waits`."""
     tic = perf_counter()
     found = evaluated(np.array, drafts).tolist()
     waits.append(perf_counter() - tic)

@@ -13,9 +13,9 @@ Masks = Sequence[mx.array | None]  # per sequence, int32 [R, words] of its R row
 
 
 def mask_row(matcher: Matcher | None, tokens: Any) -> mx.array | None:
-    """Return the mask after all tokens of a sequence, int32 [1, words]; None without a matcher.
+    """Return the mask of the token after `tokens`, int32 [1, words]; None without a matcher.
 
-    Raises GrammarError.
+    tokens: all of the sequence, which the matcher follows. Raises GrammarError as that does.
     """
     if matcher is None:
         return None

@@ -27,7 +27,7 @@ class Member(Protocol):
     def finished(self) -> bool: ...
 
     def fail(self, error: Exception) -> None:
-        """Handle an error that this sequence's own sampler or processor raised: end it, or raise the error."""
+        """Handle an error of this sequence's own sampler, processors or grammar: end the sequence, or raise it."""
         ...
 
 
@@ -35,7 +35,7 @@ Members = Sequence[Member | None]  # by row of a pass; None for a free slot
 
 
 class Single(NamedTuple):
-    """The member of a step of one sequence; an error of its sampler or processors is raised."""
+    """The member of a step of one sequence; `fail` raises the error."""
 
     picker: Picker
     history: TokenHistory = TokenHistory()

@@ -177,12 +177,11 @@ def cache_for(
     start: int,
     layout: dict[str, int | None],
 ) -> PromptCache:
-    """Return the caller's cache, or for None a new one with `k` heads' caches in this layout.
+    """Return the caller's cache, or for None a new one by `make_prompt_cache` with k as its num_draft_tokens.
 
-    Raises ValueError for a cache together with an option of `layout` that is not None, for a cache with another
-    number of layers or more heads than the model, or of tokens read with another adapter, and for what
-    `make_prompt_cache` refuses. With a cache, k,
-    group_size and start are ignored.
+    Its `adapter` becomes the selected one's. With a cache, k, group_size and start are ignored. Raises ValueError for
+    a cache together with an option of `layout` that is not None, for a cache with another number of layers or more
+    heads than the model, or of tokens read with another adapter, and for what `make_prompt_cache` refuses.
     """
     adapters = model.runtime.adapters
     if given is None:

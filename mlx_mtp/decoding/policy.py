@@ -122,7 +122,10 @@ def source_of(model: Target) -> str:
 
 
 def others_of(model: Target, k: int) -> dict[str, int]:
-    """Return the other names of a model's drafter in plans, each with its maximum of adaptive drafts, at most k."""
+    """Return the other names of a model's drafter in plans, each with its maximum of adaptive drafts, at most k.
+
+    {} for a drafter with one name, or without a drafter.
+    """
     drafter = drafter_of(model)
     return {name: min(k, most) for name, most in drafter.others.items()} if drafter else {}
 

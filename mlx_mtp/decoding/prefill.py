@@ -52,7 +52,7 @@ def read_chunk(
     """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
     Only the first tokens are read if the caches must be quantized after them. After an error that `Fallback.take`
-    handles they are read again. heads: also prefill these, `chunk` rows at a time, if `reach` is None.
+    handles they are read again. heads: if `reach` is None prefill the drafter too; one that `absorbs` always is.
     """
     fallback = Fallback(model)
     while True:

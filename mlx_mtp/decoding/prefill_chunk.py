@@ -85,7 +85,7 @@ def sample_seconds(model: Target, blank: PromptCache) -> float:
 def growth(model: Target, blank: PromptCache, context: int) -> float:
     """Return the ratio of a row's multiply-adds at `context` positions to those within the first SAMPLE rows.
 
-    At least 1.0; 1.0 if `graph_of` returns no graph.
+    At least 1.0; 1.0 if `graph_of` returns [].
     """
     first = multiply_adds(model, blank, SAMPLE, SAMPLE)
     if not first:
@@ -100,7 +100,7 @@ def growth(model: Target, blank: PromptCache, context: int) -> float:
 def multiply_adds(model: Target, blank: PromptCache, context: int, rows: int) -> int:
     """Return the multiply-adds of products and attention when the last `rows` of `context` positions are prefilled.
 
-    0 if `graph_of` returns no graph.
+    0 if `graph_of` returns [].
     """
     full = blank.like_new()
     full.quantize_at(context - 1)

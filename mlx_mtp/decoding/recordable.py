@@ -11,11 +11,12 @@ WHOLE = 4096  # maximum positions of buffers that recorded steps read as a whole
 
 
 def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
-    """Return a step's frame and input as they are recorded; grow the caches to the step's end.
+    """Return a step's frame and input as they are recorded; grow the caches, if they have arrays, to hold the step.
 
-    `base` is raised so that the step ends at the end of the buffers or of a BLOCK. The run has only the rows that the
-    step reads, and rows that count as rejected up to the drafter's `read_least`. A built step with these reads as
-    many positions and rows as the recorded one, and so has the same bits.
+    `base` is raised so that the step ends at the end of buffers of up to WHOLE positions, or of a BLOCK. The run has
+    only the rows that the step reads, the newest one without a drafter; up to the drafter's `read_least`, rows that
+    count as rejected are added. A built step with these reads as many positions and rows as the recorded one, and so
+    has the same bits.
     """
     run = _padded(run, frame.drafter.read_least) if frame.drafter else Run(None, run.newest(), None)
     need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
@@ -29,7 +30,7 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
 
 
 def _padded(run: Run, rows: int) -> Run:
-    """Return the input of a step, with rows of zeros up to `rows` behind its own."""
+    """Return the input of a step, with rows of zeros behind its own up to `rows` in all, if it has fewer."""
     if (more := rows - run.size) <= 0:
         return run.given
     hidden, tokens = mx.pad(run.hidden, [(0, 0), (0, more), (0, 0)]), mx.pad(run.tokens, [(0, 0), (0, more)])

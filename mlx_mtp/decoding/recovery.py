@@ -12,7 +12,8 @@ from .run import Run
 def resume(d: Decoder, error: Trouble) -> Flight:
     """Continue after an error: call `disable_kernels`; return a first `Flight` after the last yielded token.
 
-    Its own token may be one that was yielded before. Raises if no kernel can have caused the error.
+    The flight's token is the last yielded one, which must not be yielded again; if none was, the first one. Raises if
+    no kernel can have caused the error.
     """
     try:
         disable_kernels(d, error)

@@ -65,8 +65,8 @@ class Kind(NamedTuple):
 
     plan: with the name of the drafter only if the step makes the drafts. drafts: whether the step has a drafter.
     rows: of the previous run. end: upper bound of all positions after the step. adapter: name of the selected one.
-    form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether a sequence has a
-    grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
+    form, shapes: of the caches and their arrays. pick: the same for all sequences. masked: whether any sequence has
+    a grammar; the record then ends with the hidden rows (`forward`), and the choice is recorded as a ChoiceKind.
     """
 
     plan: Plan
@@ -236,12 +236,12 @@ class Compiled:
         self._untimed = 0  # next cycles whose seconds include a recording, or a build because of a missing record
 
     def find(self, frame: Frame, run: Run, stats: Stats) -> tuple[Frame, Run, Callable | None]:
-        """Return (the frame and the input of a step, both `recordable` unless with p_min, its record).
+        """Return a step's frame, its input, and its record or None; frame and input are `recordable` without p_min.
 
         The record is a function of run, arrays, drafts and limits, or with a grammar of run, arrays and drafts, as
-        `forward`. None with p_min, a caller's sampler or processors, options that differ between sequences, or caches
-        without arrays; while the replay trial builds, or once building is found faster. In all other cases the
-        caches' buffers are grown to the end of the kind; then it is None only if the kind is not recorded yet.
+        `forward`. It is None with p_min, a caller's sampler or processors, options that differ between sequences, or
+        caches without arrays; while the replay trial builds, or once building is found faster; and until the kind has
+        occurred OFTEN times in this thread. Without p_min the caches are grown as `recordable` does, in any case.
         """
         pick, cache = _pick(frame), frame.cache
         if frame.plan.p_min:
@@ -269,9 +269,7 @@ class Compiled:
     def recall(self, model: Target, kind: Any, record: Callable, held: int, stats: Stats) -> Callable | None:
         """Return the recorded step of a kind, None until the kind has occurred OFTEN times in this thread.
 
-        stats: counts a new record.
-
-        record, held: as in `Recorder.find`.
+        stats: counts a new record. record, held: as in `Recorder.find`.
         """
         found, new = self.recorder.find(model, kind, record, held)
         stats.count_replays(0, int(new))

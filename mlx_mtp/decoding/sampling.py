@@ -66,7 +66,7 @@ class Sampling:
 
     @property
     def top(self) -> int:
-        """Number of greatest logits, up to MOST_TOP, that suffice for a draw with the sum of all; 0 if none does."""
+        """Number of greatest logits, at most MOST_TOP, that a draw needs besides all logits' logsumexp; 0 for all."""
         whole = self.xtc_probability > 0 or (self.min_p > 0 and self.min_tokens_to_keep > 1)
         return 0 if whole or self.top_k > MOST_TOP else self.top_k
 

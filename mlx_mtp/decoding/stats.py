@@ -23,10 +23,11 @@ class Stats:
                    drafter that replaces the heads or joins them.
     drafted_by, accepted_by: the sums of these by name in plans, such as "heads" and "block".
     lookups:       cycles that verified drafts of prompt lookup; lookup_drafted, lookup_accepted: these drafts.
-    grammar_drafted, grammar_accepted: drafts that the grammar forces, or that keep the style of its separators.
+    grammar_drafted, grammar_accepted: the number of drafts, verified and accepted, that the grammar forces, or that
+                   keep the style of its separators.
     lengths:       number of cycles by the number of drafts that they verified.
-    waits:         host reads in cycles: one per cycle, and one more if the drafts are read (p_min, a grammar),
-                   or one per draft where a grammar masks all of them.
+    waits:         host reads in cycles: one per cycle; with p_min one more; with a grammar one more for the drafts,
+                   if any, or one for each draft that it does not force where it masks all of them.
     built_late:    cycles built after the previous cycle was read, by reason; not the first, nor those that replace
                    one built ahead because the grammar forces tokens.
     compiled_cycles: replayed cycles; compiled_shapes: kinds of steps recorded for replay.
@@ -108,7 +109,7 @@ class Stats:
 
     @property
     def summary(self) -> str:
-        """One line: tokens per cycle, accepted drafts per depth, and why drafting is paused.
+        """One line: drafts and tokens per cycle, accepted drafts per depth and by source, why drafting is paused.
 
         "plain decoding" if num_draft_tokens is 0 and nothing was drafted, else "no cycles" before the first cycle.
         """

@@ -21,7 +21,7 @@ from .run import NO_DRAFTS, NONE_ACCEPTED, Drafts, Run
 class Passed(NamedTuple):
     """Rows that the target has read, R of each of n sequences, before their tokens are chosen.
 
-    hidden: [n, R, H]. position: of each sequence's first token after them, int32 [n], or an int if n = 1.
+    hidden: [n, R, H]. position: that of the token after each sequence's first row, int32 [n], or an int if n = 1.
     drafts: [n, R-1] int32, of the rows after the first; None if there were none. each: as `Drafts.each`.
     """
 

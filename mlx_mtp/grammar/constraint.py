@@ -26,9 +26,9 @@ class Constraint(NamedTuple):
 
     text:   the grammar's. eos: token ids that end an answer. words: number of int32 words of a mask, each for 32
             tokens. own_words: the same for the tokenizer's tokens alone.
-    parser: a matcher at the start, which is copied. styles: the same of each of the grammar's styles.
-    grammar: what was compiled. gate: where in an answer it applies; None: from its first
-            token to its end.
+    parser: llguidance's matcher at the start, which is copied. styles: the same of each usable style (`_style`).
+    vocabulary: of the tokenizer. grammar: what was compiled, without its tokenizer.
+    gate:   where in an answer the grammar applies; None: from its first token to its end.
     """
 
     text: str
@@ -44,7 +44,8 @@ class Constraint(NamedTuple):
     def matcher(self, start: int = 0, most: int = 0, stats: Any = None) -> Matcher:
         """Return the matcher of one answer, which begins after `start` tokens and has up to `most` drafts a cycle.
 
-        stats: as in `Matcher`.
+        A GatedMatcher if there is a gate. stats: as in `Matcher`. Raises GrammarError if the grammar does not accept
+        the gate's `begun`.
         """
         how = self.parser.deep_copy(), self.styles, self.eos, (self.own_words, self.words)
         found = GatedMatcher(*how, gate=self.gate, vocabulary=self.vocabulary) if self.gate else Matcher(*how)
@@ -52,9 +53,10 @@ class Constraint(NamedTuple):
         return found
 
     def behind(self, gate: Gate) -> "Constraint":
-        """Return this grammar for the part of an answer that a gate states.
+        """Return a copy of this constraint for the part of an answer that a gate states; Gate() is the whole answer.
 
-        Raises GrammarError if the grammar does not accept the gate's `begun`, or no text.
+        Raises GrammarError if the grammar does not accept the gate's `begun`; also, where the answer can begin with
+        the grammar, if that accepts no text or its first mask exceeds the limits of work or time.
         """
         found = self._replace(gate=None if gate == Gate() else gate)
         found.matcher().fill(np.empty((1, self.words), np.int32))
@@ -64,8 +66,9 @@ class Constraint(NamedTuple):
 
 
 def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> Constraint:
-    """Return a grammar compiled for a tokenizer and a model's number of logits; cached. A Constraint is unchanged.
+    """Return a grammar compiled for a tokenizer and a model's number of logits; a Constraint is returned unchanged.
 
+    The last used grammars of a tokenizer are cached (`Kept`).
     tokenizer: mlx-lm's or transformers', with `backend_tokenizer`, or an `LLTokenizer`; None: the grammar's own.
     Raises ValueError without llguidance or any tokenizer, for a tokenizer that llguidance cannot read or that has
     more tokens than logits, and for another type of grammar, or one that llguidance refuses with this tokenizer.
@@ -86,15 +89,19 @@ def compiled(grammar: Grammar | Constraint, tokenizer: Any, vocab_size: int) -> 
 
 
 def is_compiled(grammar: Grammar, tokenizer: Any, vocab_size: int) -> bool:
-    """Return whether `compiled` with these arguments returns at once."""
+    """Return whether `compiled` with these arguments finds the grammar and its styles cached.
+
+    tokenizer: not None. Its `vocabulary_of` is made if it is not cached, which takes time and can raise.
+    """
     parsers = vocabulary_of(tokenizer, vocab_size).parsers
     return all(text in parsers for text in (grammar.text, *grammar.styles))
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return llguidance's form of a tokenizer of mlx-lm or transformers; made once, with Python's lock held.
+    """Return the Vocabulary of a tokenizer: mlx-lm's, transformers', or an `LLTokenizer`, which is only wrapped.
 
-    That takes 0.1 to 6 seconds and 5 to 200 MB for 2k to 250k tokens. Raises ValueError as `compiled` does.
+    Of the others it is made once per `vocab_size` and end-of-text tokens, with Python's lock held; that takes 0.1 to
+    6 seconds and 5 to 200 MB for 2k to 250k tokens. Raises ValueError as `compiled` does for a tokenizer.
     """
     LLTokenizer = llguidance().LLTokenizer
     if isinstance(tokenizer, LLTokenizer):
@@ -103,7 +110,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
         return _vocabulary(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"tokenizer: {type(tokenizer).__name__} has no backend_tokenizer; grammars need a fast one")
+        raise ValueError(f"tokenizer: {type(tokenizer).__name__} has no backend_tokenizer; use a fast tokenizer")
     first = tokenizer.eos_token_id
     eos = getattr(tokenizer, "eos_token_ids", None)
     eos = eos if isinstance(eos, Collection) else [first]  # transformers has a number of this name
@@ -127,7 +134,8 @@ def _vocabulary(own: Any) -> Vocabulary:
 def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
     """Return a matcher at the start of a grammar, which has computed its first mask; it is copied, never advanced.
 
-    It is in error if it accepts no text. Raises ValueError, with the grammar's name, if the grammar is invalid.
+    It is in error if it accepts no text, or if that mask exceeds the limits of work. Raises ValueError, with the
+    grammar's name, if the grammar is invalid.
     """
     library = llguidance()
     limits = library.style_limits if style else library.limits
@@ -140,7 +148,10 @@ def _parser(own: Any, grammar: Grammar, *, style: bool = False) -> Any:
 
 
 def _style(own: Any, text: str) -> Any:
-    """Return a matcher as `_parser` does; None if the text is invalid or forces too much."""
+    """Return a matcher as `_parser` does, with lower limits.
+
+    None if the text is invalid, the matcher is in error, or it forces more than MOST_FORCED bytes at the start.
+    """
     try:
         parser = _parser(own, Grammar(text, "style"), style=True)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Rewrite a JSON schema (draft 2020-12) as one that accepts the same values and has fewer unsupported keywords.
+"""Rewrite a JSON schema (draft 2020-12) as one that accepts the same values, without some unsupported keywords.
 
-llguidance refuses a schema with a keyword that it does not implement, also where the keyword has no effect.
+llguidance refuses a schema with a keyword that it does not implement, also where the keyword has no effect: such
+keywords are removed, and `dependentRequired` is written with other keywords.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,10 @@ NO_EFFECT |= dict.fromkeys(("propertyNames", "unevaluatedItems", "unevaluatedPro
 
 
 def equivalent(schema: Any) -> Any:
-    """Return a schema that accepts the same values. RecursionError for one that is nested too deeply."""
+    """Return a new schema that accepts the same values; what is no Mapping, such as True, is returned unchanged.
+
+    Raises RecursionError for a schema that is nested too deeply.
+    """
     if not isinstance(schema, Mapping):
         return schema
     found = {name: _value(name, value) for name, value in schema.items()}
@@ -46,7 +50,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _drop_conditions(schema: dict[str, Any]) -> None:
-    """Remove `if` without a branch, and branches without `if`."""
+    """Remove `if` without `then` and `else`, and these without `if`, from a schema, which is changed."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -55,7 +59,10 @@ def _drop_conditions(schema: dict[str, Any]) -> None:
 
 
 def _drop_counts_of_contains(schema: dict[str, Any]) -> None:
-    """Remove the counts of `contains` without it, and `contains` if none of them needs an item."""
+    """Remove minContains and maxContains without `contains`, and `contains` with minContains 0 and no maximum.
+
+    The schema is changed.
+    """
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
@@ -64,7 +71,10 @@ def _drop_counts_of_contains(schema: dict[str, Any]) -> None:
 
 
 def _expand_dependent_required(schema: dict[str, Any]) -> None:
-    """Replace `dependentRequired`: a key is absent, or it and the keys that it requires are present."""
+    """Replace `dependentRequired` in a schema by `allOf`: each key is absent, or present with those that it requires.
+
+    The schema is changed, unless the value of one of the two keywords is malformed.
+    """
     needs, parts = schema.get("dependentRequired"), schema.get("allOf", [])
     if not (isinstance(needs, Mapping) and isinstance(parts, list)):
         return

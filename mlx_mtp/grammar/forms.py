@@ -40,13 +40,13 @@ class Grammar:
 
 
 def json_schema(schema: Any, *, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -> Grammar:
-    """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, its keys in the schema's order.
+    """Return the grammar of JSON values that a JSON schema (draft 2020-12) accepts, keys in the schema's order.
 
-    schema: a dict, its JSON text, or True for any value. A schema that cannot be enforced exactly is refused with a
-    ValueError that states why. `x-guidance` in it is ignored, and no `$ref` is fetched.
+    schema: a dict, its JSON text, or True for any value. Raises ValueError, with the reason, for a schema that cannot
+    be enforced exactly, and for an invalid `whitespace`. `x-guidance` is ignored, and no `$ref` is fetched.
     whitespace: between the tokens of JSON: an int is the maximum number of characters, 0 is none; a str is a regular
-    expression; None means none but the separators ", " and ": ", as `json.dumps` writes them. Before and behind the
-    value there is none.
+    expression of it, and there may also be none; None means none but in the separators ", " and ": ", as `json.dumps`
+    writes them. Before and behind the value there is none.
     """
     text, styles = _json_texts(parsed(schema), whitespace)
     return _checked(Grammar(text, "json_schema", styles, tokenizer))
@@ -59,7 +59,10 @@ def json(*, whitespace: int | str | None = MOST_SPACES, tokenizer: Any = None) -
 
 
 def regex(pattern: str, *, tokenizer: Any = None) -> Grammar:
-    """Return the grammar of texts that a regular expression in Rust's syntax matches as a whole."""
+    """Return the grammar of texts that a regular expression matches as a whole.
+
+    pattern: in the syntax of Rust's `regex`. Raises ValueError if llguidance does not support it.
+    """
     return _checked(Grammar(llguidance().LLMatcher.grammar_from_regex(pattern), "regex", (), tokenizer))
 
 
@@ -75,7 +78,10 @@ def lark(grammar: str, *, tokenizer: Any = None) -> Grammar:
 
 
 def parsed(schema: Any) -> dict[str, Any]:
-    """Return a schema as a dict; ValueError for false, which accepts nothing, and for anything that is no schema."""
+    """Return a schema as a dict: a dict or its JSON text (str or bytes); {} for true. The contents are not checked.
+
+    Raises ValueError for false, which accepts nothing, for text that is not JSON, and for any other type.
+    """
     if isinstance(schema, str | bytes):
         try:
             schema = json_text.loads(schema)
@@ -91,9 +97,10 @@ def parsed(schema: Any) -> dict[str, Any]:
 
 
 def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: int = MOST_SPACES) -> Grammar:
-    """Return the grammar of a Lark text that contains JSON. name: how messages name it.
+    """Return the grammar of a Lark text that contains JSON; ValueError if llguidance refuses it.
 
-    write: returns the text, given the options of llguidance for its JSON.
+    write: returns the Lark text, given llguidance's options for its JSON; it is called with those of `whitespace` (as
+    in `json_schema`), then with those of each style. name: how messages name the grammar.
     """
     make = llguidance().LLMatcher.grammar_from_lark
     own, styles = _spacings(whitespace)
@@ -108,7 +115,11 @@ def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[s
 
 
 def _spacings(whitespace: int | str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return llguidance's options for white space, and those of each of STYLES unless the first fix it, too."""
+    """Return llguidance's options for white space, and a list of the options for each of STYLES.
+
+    The list is empty if the first options leave no choice of style (0 or None). Raises ValueError for other values
+    of `whitespace` than those of `json_schema`.
+    """
     own = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True, "whitespace_pattern": None}
     fixed = {"whitespace_flexible": False, "whitespace_pattern": None}
     styles = [{"item_separator": item, "key_separator": key, **fixed} for item, key in STYLES]
@@ -145,7 +156,7 @@ def _checked(grammar: Grammar) -> Grammar:
 
 
 def _reason(error: str) -> str:
-    """Return llguidance's error message in one line; that of a pattern states the pattern and what is wrong."""
+    """Return the first line of llguidance's error message; of a pattern's, the pattern's start and what is wrong."""
     first, *rest = error.strip().splitlines()
     if not first.startswith("regex parse error") or len(rest) < 2:
         return first

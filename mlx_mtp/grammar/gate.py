@@ -1,4 +1,4 @@
-"""Apply a grammar to a part of an answer: behind its reasoning, or to calls that begin by themselves."""
+"""Apply a grammar to a part of an answer: behind its reasoning, or to tool calls where the model begins them."""
 
 import re
 from collections.abc import Sequence
@@ -14,15 +14,19 @@ PATTERN_TAIL = 256  # bytes of the answer in which a pattern is searched
 
 
 class Gate(NamedTuple):
-    """Where in an answer its grammar applies, if not from its first token to its end.
+    """Where in an answer its grammar applies; with the defaults from the first token to the end.
 
-    after:    texts that the answer must contain in this order; the grammar applies after the last one.
-    patterns: `after` are regular expressions.
-    opens:    text that may begin the answer instead of the grammar; only then `after` is awaited. "": always.
+    after:    texts that the answer must contain in this order; the grammar applies after the last one. One of them
+              is "awaited" until the answer contains it.
+    patterns: `after` are regular expressions; a match counts only if it ends where a token ends.
+    opens:    text that may begin the answer instead of the grammar; `after` is awaited only behind it. "": `after` is
+              awaited from the start.
     instead:  texts that may begin where the grammar would; the rest of the answer is then free.
     optional: whether the answer may end while a text is awaited.
     repeats:  behind the grammar's end the last text of `after` is awaited again.
     begun:    text before the answer which is the start of what the grammar describes; not with `after`.
+
+    `opens` and those of `instead` must be written with the tokens that the tokenizer has for them.
     """
 
     after: tuple[str, ...] = ()
@@ -40,8 +44,8 @@ class Place(NamedTuple):
     kind:  "first", "start": the grammar or another text begins, at the answer's start or later. "mark": within that
            text. "either": within text with which both start. "free": a text of `after` is awaited. "grammar": the
            grammar applies. "rest": nothing is awaited.
-    stage: index of the awaited text. tail: the last bytes of the answer. mark: tokens that must follow. then: the
-           kind of place behind them.
+    stage: index of the awaited text. tail: last bytes of the answer, in which it may have begun. mark: in "mark" and
+           "either", the remaining tokens of the other text. then: the kind of place behind these.
     """
 
     kind: str
@@ -52,10 +56,12 @@ class Place(NamedTuple):
 
 
 class GatedMatcher(Matcher):
-    """A matcher whose grammar applies where a gate states; elsewhere all tokens are allowed, with two exceptions.
+    """A matcher whose grammar applies where a gate states.
 
-    The end of text is forbidden while a text is awaited, unless the gate is optional; so are tokens that contain the
-    end of that text and more, because the grammar begins with a token.
+    Within `opens` or a text of `instead` that has begun, only its next token is allowed, or also the grammar's where
+    both have begun alike. Elsewhere all tokens are allowed, with two exceptions while a text is awaited: the end of
+    text, unless the gate is optional, and, without patterns, tokens that contain the end of that text and more,
+    because the grammar begins with a token.
     """
 
     def __init__(self, *how: Any, gate: Gate, vocabulary: Vocabulary):
@@ -73,7 +79,10 @@ class GatedMatcher(Matcher):
         self._place = self._begin()
 
     def follow(self, tokens: Any) -> None:
-        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too."""
+        """Follow the answer, from its first token that was not followed yet; `tokens` are all, the prompt's too.
+
+        GrammarError if the grammar forbids one where it applies; tokens elsewhere are not checked.
+        """
         for token in tokens[self.start + self.size :]:
             self._step(int(token))
 
@@ -94,7 +103,10 @@ class GatedMatcher(Matcher):
         return fits
 
     def drafts(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must follow, or probably do; see `Matcher.drafts`."""
+        """Return up to `most` tokens: as `Matcher.drafts` where the grammar applies, with `repeats` without its end.
+
+        Within `opens` or a text of `instead`, its remaining tokens; elsewhere none.
+        """
         if self._place.kind == "grammar":
             found = super().drafts(most)
             return found[:-1] if self._gate.repeats and found[-1:] == [self.eos[0]] else found
@@ -132,7 +144,7 @@ class GatedMatcher(Matcher):
         return [*ends, *self._vocabulary.beyond(mark)[_begun(mark, place.tail)]]
 
     def _step(self, token: int) -> None:
-        """Advance by a token of the answer; the place behind it follows from it alone."""
+        """Advance by the answer's next token; GrammarError if it belongs to the grammar, which forbids it."""
         place = self._place
         if place.kind in self._others:
             found = [
@@ -160,7 +172,11 @@ class GatedMatcher(Matcher):
             self._place = self._behind(place, token)
 
     def _either(self, place: Place, token: int) -> Place:
-        """Return the place before a token as "either" while it may belong to both, else as "mark" or "grammar"."""
+        """Return the place before the next token, of kind "either" only if that may belong to both texts.
+
+        Else "grammar" if the token is not the other text's next one, or "mark" if it is its last one or the grammar
+        forbids it; the grammar is then returned to its start.
+        """
         if token != place.mark[0]:
             return Place("grammar")
         if len(place.mark) > 1 and self._fits(token):
@@ -190,7 +206,7 @@ class GatedMatcher(Matcher):
 
 
 def _set(mask: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:
-    """Set the bits of tokens in a mask, int32 [words]."""
+    """Set the bits of tokens in a mask, int32 [words], in place: to 1 if they are allowed, else to 0."""
     bits = mask.view(np.uint32)
     for token in tokens:
         bit = np.uint32(1 << token % 32)
@@ -198,5 +214,5 @@ def _set(mask: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:
 
 
 def _begun(mark: bytes, text: bytes) -> int:
-    """Return the length of the longest end of a text that is a start of `mark`, but not all of it."""
+    """Return the length of the longest end of a text that is a start of `mark`, but not all of it; 0 without one."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""Keep the last used values by a text, bounded in number and in bytes of the texts."""
+"""Keep the last used values, each by a text, bounded in number and in characters of the texts."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,10 @@ KEPT, KEPT_BYTES = 200, 1_000_000
 
 
 class Kept:
-    """An LRU cache of at most KEPT values whose texts have at most KEPT_BYTES together. For any thread."""
+    """An LRU cache of at most KEPT values, each under a text. Any thread may use it.
+
+    The texts have at most KEPT_BYTES characters together, or there is only one.
+    """
 
     def __init__(self):
         self._values: OrderedDict[str, Any] = OrderedDict()
@@ -18,14 +21,14 @@ class Kept:
         return text in self._values
 
     def get(self, text: str, default: Any = None) -> Any:
-        """Return the value of a text, `default` if it is not kept."""
+        """Return the value of a text, which becomes the last used one; `default` if it is not kept."""
         with self._lock:
             if text in self._values:
                 self._values.move_to_end(text)
             return self._values.get(text, default)
 
     def put(self, text: str, value: Any) -> None:
-        """Keep a value; the least recently used ones are dropped, never the only one."""
+        """Keep a value instead of the text's former one; beyond the bounds, drop the least recently used others."""
         with self._lock:
             self._values.pop(text, None)
             self._values[text] = value

@@ -13,7 +13,10 @@ MASK_SECONDS = 0.5  # of the thread's processor time: a slower mask ends its ans
 
 
 class Library(NamedTuple):
-    """The parts of llguidance that grammars use. limits, style_limits: of the work for grammars and styles."""
+    """The parts of llguidance that grammars use.
+
+    limits, style_limits: of the work per token, for grammars and for `Grammar.styles`.
+    """
 
     LLMatcher: Any
     LLTokenizer: Any

@@ -16,9 +16,9 @@ class GrammarError(ValueError):
 class Matcher:
     """The position of one answer in its grammar. One thread at a time may use it.
 
-    parser: llguidance's matcher, at the start. styles: those of the grammar with fixed separators, which are copied.
-    eos: token ids that end the answer, the usual one first. words: of the tokenizer's masks, and of the model's,
-    which has zeros after them; a word has the bits of 32 tokens.
+    parser: llguidance's matcher, at the start. styles: its matchers of `Grammar.styles`, which are copied.
+    eos: token ids that end the answer, the usual one first. words: the argument is the number of int32 words of the
+    tokenizer's masks and that of the model's, the attribute the latter; the words in between are zeros, which forbid.
     start: number of tokens before the answer. size: number of the answer's tokens that it has followed.
     most: maximum number of `drafts` in a cycle, 0 for none.
     stats: an object whose `mask_time` the seconds of `fill` are added to, or None.
@@ -46,7 +46,7 @@ class Matcher:
         self._consume([int(token) for token in tokens[self.start + self.size :]])
 
     def _consume(self, new: Sequence[int]) -> None:
-        """Follow tokens that the grammar applies to."""
+        """Follow tokens that the grammar applies to; GrammarError if it forbids one."""
         self.size += len(new)
         if self._parser.try_consume_tokens([*new]) < len(new):
             raise self._error("the answer's tokens do not fit the grammar")
@@ -57,7 +57,7 @@ class Matcher:
 
         Rows after a forbidden draft, or after the answer's end, are left as they are: their tokens are not used.
         known: number of first rows that contain their masks already. Returns the number of first drafts that are
-        allowed.
+        allowed. Raises GrammarError if the work or time of a mask exceeds its limit.
         """
         tic = perf_counter()
         try:
@@ -96,7 +96,8 @@ class Matcher:
     def drafts(self, most: int) -> list[int]:
         """Return up to `most` tokens that must follow, or that follow if the text keeps the style of its separators.
 
-        The longer of both. Where the answer must end, an end-of-text token is the last. Masks decide on these drafts.
+        The longer of both. Where the answer must end, an end-of-text token is the last. They are only proposed: masks
+        decide whether each is allowed.
         """
         if new := self._unfollowed:
             self._twins = [twin for twin in self._twins if twin.try_consume_tokens(new) == len(new)]

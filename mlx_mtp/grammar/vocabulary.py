@@ -1,4 +1,4 @@
-"""Keep what is made from a tokenizer once: llguidance's form of it, compiled grammars, and tokens around texts."""
+"""Keep what is made from a tokenizer: llguidance's form of it, parsed grammars, and tokens that go beyond a text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,16 @@ from .kept import Kept
 
 
 class Vocabulary:
-    """llguidance's tokenizer `own`, with the parsers of grammars by their texts. Any thread may use it."""
+    """llguidance's tokenizer `own`, and `parsers`: its matchers of grammars by their texts. For any thread."""
 
     def __init__(self, own: Any):
         self.own, self.parsers = own, Kept()
         self._beyond: dict[bytes, list[list[int]]] = {}
 
     def parser(self, text: str, make: Callable[[], Any]) -> Any:
-        """Return the parser of a grammar's text, None for a style that is not used; it must be copied.
+        """Return what `make` returns for a grammar's text: a parser, which must be copied; None for an unused style.
 
-        make: called if it is not kept.
+        make: called only if no result of this text is kept; its errors are raised and not kept.
         """
         found = self.parsers.get(text, make)
         if found is make:
@@ -24,11 +24,14 @@ class Vocabulary:
         return found
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """Return a text's tokens, special tokens included."""
+        """Return a text's token ids, () for ""; names of special tokens in the text become these tokens."""
         return tuple(self.own.tokenize_str(text, parse_special=True)) if text else ()
 
     def beyond(self, mark: bytes) -> list[list[int]]:
-        """Return, by the number of a mark's bytes before them, the tokens that complete it and have more bytes."""
+        """Return, per n = 0 .. len(mark) - 1, the token ids that go beyond a mark whose first n bytes precede them.
+
+        Such a token completes the mark, or contains it, and has more bytes behind it. Kept per mark.
+        """
         if mark not in self._beyond:
             found: list[list[int]] = [[] for _ in mark]
             for token in range(self.own.vocab_size):

@@ -27,9 +27,10 @@ class Controller:
     """Plans each cycle from the observed ones; `plan` may be called before the previous cycle is observed.
 
     max_drafts, max_lookup: maximum drafts of `source` and of prompt lookup, 0 for none. others: maximum drafts of
-    further sources, which need the same rows. p_min: whether to try plans that read the drafter's confidence. masked:
-    whether to try plans that mask all drafts by a grammar. known: costs measured in earlier sequences; they are
-    copied. growth: how the cost of a cycle grows with its drafts, for lengths that were not measured.
+    other names of the same drafter, which must read the same pending rows first. p_min: whether to try plans that
+    read the drafter's confidence. masked: whether to try plans that mask all drafts by a grammar. known: costs
+    measured in earlier sequences; they are copied. growth: how the cost of a cycle grows with its drafts, for lengths
+    that were not measured.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class Controller:
                 self._compete(plan.source, cycle.accepted)
 
     def _compete(self, source: str, accepted: float) -> None:
-        """Let counts grow old after a cycle with drafts of `source`, while other own sources could draft instead.
+        """Lower the weight of acceptance counts after a cycle with drafts of `source`, one of several own sources.
 
-        Those of the others, so that these are tried again; its own if several cycles accepted none, unlike before.
+        Counts of the others decay, so that these are tried again. Its own are reduced if its last cycles, in a row,
+        accepted none, which has a probability below UNLIKELY by these counts. accepted: by the cycle.
         """
         for other in self.own.keys() - {source}:
             self._count(other)
@@ -135,9 +137,10 @@ class Controller:
         return choice.rate * (1 + bonus / math.sqrt(PRIOR_WEIGHT + self.costs.weights.get(choice.plan, 0.0)))
 
     def _retried(self, best: Choice, choices: list[Choice], spare: float) -> Choice:
-        """Return the best choice of another own source than that of `best`, if its next trial is due; else `best`.
+        """Return the longest choice of another own source than that of `best`, if its next trial is due; else `best`.
 
-        Even if none of their drafts is accepted, trials take about EARNED of the time. There are none in debt.
+        Even if none of their drafts is accepted, trials take about EARNED of the time. There are none next to a
+        plain step or a lookup, nor while `spare`, what is left of the budget, is below half of ALLOWANCE.
         """
         costs, sources = self.costs, self.own.keys() - {best.plan.source}
         others = [c for c in choices if c.plan.source in sources and c.risk <= spare]
@@ -184,8 +187,8 @@ class Controller:
     def _after_forced(self, plan: Plan, forced: Sequence[int]) -> Choice:
         """Return a Choice of a plan in which each sequence's first drafts are those that its grammar forces.
 
-        A plan of the drafter has its own drafts after them, one of the grammar has none; one of a lookup has no
-        forced drafts.
+        Its tokens are the mean of the sequences. A plan of the drafter has its own drafts after the forced ones, one
+        of the grammar has none; one of a lookup has no forced drafts.
         """
         tokens = 0.0
         for most in forced:

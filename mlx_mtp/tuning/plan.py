@@ -12,10 +12,10 @@ STAY = 8  # cycles over which the cost of resuming the drafter is spread
 class Plan:
     """What one cycle drafts.
 
-    source: "lookup" for prompt lookup, "grammar" for a grammar's own drafts, else the name of the model's
+    source: "lookup" for prompt lookup, "grammar" for a grammar's own drafts, else a name of the model's
     drafter. k: maximum number of drafts, 0 for a plain step. p_min: whether the drafter's confidence is read, and
     only the leading confident drafts are verified. stepwise: with a grammar, the host reads each draft before the
-    next one is made, and all are masked; otherwise the first one is, and those that the grammar forces before it.
+    next one is made, and all are masked; otherwise only those that the grammar forces, and the first one after them.
     """
 
     source: str = "heads"
@@ -60,10 +60,10 @@ class Cycle:
 
     verified: number of drafts verified; fewer than plan.k if p_min cut them or the sequence ends. accepted: number
     of accepted drafts, in a batch the mean. seconds: None if not measured. prefilled: pending rows that the drafter
-    read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: in a batch, per depth the
-    shares of sequences whose draft was accepted, and of those that could accept it, because their earlier drafts all
-    were. forced: the same of a drafter's first drafts that grammars force, which `depths` leaves out.
-    context: positions before it, in a batch of the longest sequence.
+    read first, which `seconds` includes. matched: as passed to `Controller.plan`. depths: per depth the share of
+    sequences whose draft was accepted, and that of those that could accept it, because their earlier drafts all were;
+    () means those of one sequence with `accepted`. forced: the same of a drafter's first drafts that grammars force;
+    `depths` begins behind these. context: positions before it, in a batch of the longest sequence.
     """
 
     plan: Plan
@@ -78,7 +78,10 @@ class Cycle:
 
 
 class Accepted(NamedTuple):
-    """Of one sequence's drafts in a cycle: the accepted ones, those it could accept, and those a grammar forces."""
+    """Numbers of one sequence's drafts in a cycle.
+
+    accepted: the accepted ones. most: those that it could accept at most. forced: first ones that a grammar forces.
+    """
 
     accepted: int
     most: int
@@ -86,7 +89,10 @@ class Accepted(NamedTuple):
 
 
 def by_depth(sequences: Sequence[Accepted], verified: int) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Return the `depths` and `forced` of a Cycle that verified a number of drafts of each sequence."""
+    """Return a dict of the fields `depths` and `forced` of a Cycle, each with `verified` pairs.
+
+    sequences: one or more. verified: number of drafts of each that were verified.
+    """
     n, found = len(sequences), {}
     for name in ("depths", "forced"):
         shares = []

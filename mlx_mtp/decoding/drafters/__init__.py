@@ -16,7 +16,10 @@ def drafter_of(model: Target) -> Drafter | None:
 
 
 def drafters_of(model: Target, max_lookup: int) -> dict[str, Drafter]:
-    """Return drafters by name: the model's if any, prompt lookup if `max_lookup` is not 0, then always `Forced`."""
+    """Return drafters by their names in plans: the model's, if any, under each of its names; then prompt lookup.
+
+    Prompt lookup only if `max_lookup` is not 0. The last one is always `Forced`, for a grammar's drafts.
+    """
     own, lookup = drafter_of(model), Lookup(max_lookup) if max_lookup else None
     every = [drafter for drafter in (own, lookup, Forced(GRAMMAR_DRAFTS)) if drafter]
     return {source: drafter for drafter in every for source in (drafter.source, *drafter.others)}

@@ -72,7 +72,7 @@ class Block(Drafter):
     ) -> mx.array:
         """Return the output rows [n, k, H] of a block after the newest tokens, int32 [n, 1], of n sequences.
 
-        context, last: as in `BlockNetwork`; None if the caches are at the newest tokens.
+        context, last: as in `BlockNetwork.__call__`; None if the caches are at the newest tokens.
         """
         masks = mx.full((newest.shape[0], k - self.net.shape.anchored), self.net.shape.mask_token, mx.int32)
         block = mx.concatenate([newest, masks], axis=1)

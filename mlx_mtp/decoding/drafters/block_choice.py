@@ -15,7 +15,7 @@ class BlockChoice:
     """Chooses the drafts of n sequences from a block's output rows.
 
     newest: their newest tokens, int32 [n, 1]. first: positions [n] of the first drafts. allowed: as in `Choosers`.
-    confidence: whether each draft's probability is needed; a network with a confidence head estimates it there.
+    confidence: whether each draft's probability is needed; a network's confidence head, if any, estimates it.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class Frame(NamedTuple):
     drafter: the drafter that reads the previous run's rows in this step, and drafts if the plan names it; or None.
     members: the sequences, by row.
     base:    position of the first row of the previous run, or an upper bound of it.
-    allowed: of the drafts that grammars mask, int32 [k, n, words] (`CycleMasks`); None if any token may be drafted.
+    allowed: masks of drafts by grammars, int32 [k, n, words] (`CycleMasks`); None if any token may be drafted.
     """
 
     model: Target
@@ -50,7 +50,7 @@ class Drafter(Protocol):
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
-    read_least: minimum number of rows of a run in recorded steps, which are padded to it and so are fewer.
+    read_least: recorded steps read a run padded to at least this number of rows, so that fewer kinds are recorded.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that) and, along the same axis, the stream after each of these numbers of layers.
     """

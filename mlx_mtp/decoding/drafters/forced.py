@@ -8,9 +8,10 @@ from .drafter import Drafter, Frame
 
 
 class Forced(Drafter):
-    """Drafts what `Matcher.drafts` returns, whose matchers must have followed all tokens; has no caches.
+    """Drafts what each sequence's `Matcher.drafts` returns; has no caches.
 
-    A sequence with fewer such tokens, or without a grammar, gets token 0 for the other drafts.
+    The matchers must have followed all tokens. A sequence with fewer than k such tokens, or without a grammar, and a
+    free slot get token 0 for the other drafts.
     """
 
     source = "grammar"

@@ -65,7 +65,7 @@ class Heads(Drafter):
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the heads' caches, which then read `rows` rows from position `first` on.
 
-        Depth j starts later than depth j-1, which it reads: by a window if there are rows enough, else by one row.
+        Depth j starts later than depth j-1, which it reads: by its window if there are rows enough, else by one row.
         """
         exact = rows >= sum(kv.window for kv in cache.heads)
         for kv in cache.heads:

@@ -1,8 +1,9 @@
 """Draft with MTP heads or a block drafter, by cycle: both follow the target, and each plan names the one that drafts.
 
 A call of either reads the run's hidden rows, of which heads take the stream before the final norm, and the block
-drafter the streams behind it. While heads draft the block drafter reads the same rows, which costs little. While
-blocks draft the heads of one sequence are set aside (`cache/aside.py`); in a pool they read the rows, too.
+drafter the streams after it along the last axis (`Drafter.reads`). While heads draft the block drafter reads the same
+rows, which costs little. While blocks draft the heads of one sequence are set aside (`cache/aside.py`); in a pool
+they read the rows, too.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from .heads import Heads
 class HeadsAndBlock(Drafter):
     """MTP heads and a block drafter. A cache's `heads` are the heads' caches, then the block drafter's.
 
-    usual_heads: default maximum number of the heads' drafts per cycle.
+    Plans name them "heads" and "block". usual_heads: maximum number of the heads' drafts in an adaptive cycle.
     """
 
     source = Block.source
@@ -37,7 +38,7 @@ class HeadsAndBlock(Drafter):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The numbers of the target's layers that the block drafter reads."""
+        """As `Drafter.reads`: the numbers of target layers after which the block drafter reads the stream."""
         return self.block.reads
 
     @property
@@ -46,7 +47,10 @@ class HeadsAndBlock(Drafter):
         return self.block.summary
 
     def propose(self, frame: Frame, run: Run, k: int) -> Drafts:
-        """Let both read all rows of the run, heads unless they are aside; return k drafts of the plan's source."""
+        """Let both read all rows of the run, heads unless they are aside; return k drafts of the plan's source.
+
+        NO_DRAFTS for k = 0.
+        """
         heads, block = self._split(frame.cache)
         drafts, reading = NO_DRAFTS, [(self.block, block)]
         for part, cache in [(self.heads, heads), *reading] if heads.heads else reading:
@@ -57,7 +61,10 @@ class HeadsAndBlock(Drafter):
         return drafts
 
     def read_rows(self, model: Target, cache: StepCache, hidden: mx.array, tokens: Any, first: int) -> None:
-        """Let both read the rows; of many rows heads with windows read the last ones, as after a pause without it."""
+        """Let both read the rows; heads with windows read at most the last `window_reach` of them.
+
+        They read the same rows after a pause in a model without a block drafter.
+        """
         heads, block = self._split(cache)
         rows = hidden.shape[1]
         skipped = max(0, rows - self._reach) if self._reach else 0
@@ -73,11 +80,11 @@ class HeadsAndBlock(Drafter):
 
 
 class PartCache:
-    """The part of a StepCache that a drafter reads and writes; of the drafter's caches and arrays only these."""
+    """The part of a StepCache that one of the two drafters uses: the target's caches, its own `heads` and `kept`."""
 
     def __init__(self, whole: StepCache, heads: list[Any], kept: list[mx.array]):
         self.layers, self.heads, self.kept = whole.layers, heads, kept
 
     def heads_follow(self) -> None:
-        """Set the position of these caches of the drafter to the target's."""
+        """Set the position of this drafter's caches to the target's."""
         seek(self.heads, self.layers[0].offset, self.layers[0].limit)
