@@ -33,7 +33,7 @@ class ModelInfo:
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
-    tool_format: in which answers' tool calls are read; None: calls stay text. frames: as in `Served`.
+    tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
     """
 
     names: tuple[str, ...]
