@@ -77,7 +77,7 @@ class ChatSession:
         **options: Any,
     ):
         """template_config: variables of the chat template. options: those of `stream_generate`; with max_tokens=-1 an
-        answer ends where the model's context is full.
+        answer ends at the latest when the conversation has `positions` tokens.
 
         The first message continues the prompt of a given `prompt_cache`, whose system prompt and template_config are
         then used. Raises ValueError for an option out of range, and for a cache that contains tokens without the
@@ -164,12 +164,16 @@ class ChatSession:
 
     @property
     def positions(self) -> int | None:
-        """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None if unknown."""
+        """The maximum tokens of a conversation: the model's, or `max_context` if it is less; None without either."""
         limits = (getattr(self.model.args, "max_position_embeddings", None), self.options.get("max_context"))
         return min((limit for limit in limits if limit), default=None)
 
     def change(self, **options: Any) -> None:
-        """Replace options of `stream_generate` in later turns; ValueError, without a change, for one out of range."""
+        """Replace options of `stream_generate` in later turns; the others stay.
+
+        Not for num_draft_tokens and the options of the cache; a `grammar` needs a tokenizer of its own. Raises
+        ValueError, without a change, for an option out of range.
+        """
         changed = {**self.options, **options}
         generate_step([0], self.model, **changed).close()
         self.options = changed
@@ -177,7 +181,8 @@ class ChatSession:
     def take_back(self) -> str:
         """Remove the last message and its answer from the conversation, and return the message.
 
-        The next turn reuses the caches before it. Draws of a seed do not repeat. ValueError if there is no message.
+        The next turn reuses the caches of earlier messages if they can be rolled back. The count of answers stays, so
+        that seeded draws do not repeat. Raises ValueError if there is no message.
         """
         if len(self.messages) < len(self._system) + 2:
             raise ValueError("the conversation has no message yet")
@@ -194,7 +199,7 @@ class ChatSession:
         Nothing happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
         answer. The conversation keeps the yielded part, and drops the message if nothing was yielded. The first step
         raises ValueError if the chat template refuses the messages, the prompt has no token, or it does not fit in
-        memory (unless check_memory=False) or in `max_context`.
+        memory (unless check_memory=False), in `max_context` or, with max_tokens=-1, in `positions`.
         progress: called after each chunk with the number of new prompt tokens processed and their total.
         """
         return in_turns(self._answer(text, progress))
@@ -244,7 +249,7 @@ class ChatSession:
         first, rest, total = prompt[reused:end], prompt[max(end, reused) :], len(prompt) - reused
         self._intact = True  # the check does not write to the caches
         if self.options.get("max_tokens") == -1 and self.positions and len(prompt) >= self.positions:
-            raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are {self.positions - 1}")
+            raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are at most {self.positions - 1}")
         self._check_memory(total)
         self._intact = False
         options: dict[str, Any] = {**self.options, "check_memory": False}  # checked above for the whole prompt

@@ -37,7 +37,10 @@ class Answer(NamedTuple):
 
 
 class CallIds:
-    """Generates ids of a response's tool calls: `prefix` and 24 hex digits; 9 digits alone if they must be short."""
+    """Generates ids of a response's tool calls: `prefix` and 24 hex digits, or 9 if the template needs short ids.
+
+    Short ids have no prefix.
+    """
 
     def __init__(self, info: ModelInfo, prefix: str):
         self._prefix, self._nonce = prefix, secrets.token_hex(12)
@@ -71,7 +74,7 @@ class ApiRequest:
     def begin(self, begun: Begun) -> Iterable[str]: ...
 
     def prefilled(self, choice: int, event: Prefilled) -> Iterable[str]:
-        """Return the stream's lines after a chunk of a choice's prefill, by default none."""
+        """Return the lines to stream after a prefill chunk of choice number `choice`; none in this base class."""
         return ()
 
     def part(self, choice: int, part: Part) -> Iterable[str]: ...
@@ -194,9 +197,10 @@ def chat_decode_requests(
 ) -> list[DecodeRequest]:
     """Encode a conversation in OpenAI's form; return one request per choice. Raises Refused.
 
-    messages: their contents are strings. warnings: appended to. ids: of tool calls in the response. output: the
-    grammar of the content. more: options of `decode_requests`: `most` is required, `choices` is 1 by default (the
-    body's `n` is not read).
+    messages: their contents are strings. choice: the offered tools, and how the answer may call them. template:
+    variables of the chat template. warnings: appended to. ids: of tool calls in the response. output: the grammar of
+    the content, None for free text; that of a forced call replaces it. more: options of `decode_requests`: `most` is
+    required, `choices` is 1 by default (the body's `n` is not read).
     """
     how, tools, output = end_of_prompt(body, messages), choice.offered, call_output(info, choice, output)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)

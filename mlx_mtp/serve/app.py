@@ -115,7 +115,7 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 
 async def page(request: Request) -> Response:
-    """Return the chat page, whose own files are below the server's root path."""
+    """Return the chat page's HTML; the addresses of its scripts and styles begin with the server's root path."""
     text = (PAGE / "index.html").read_text("utf-8").replace("{root}", html.escape(request.scope.get("root_path", "")))
     return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 

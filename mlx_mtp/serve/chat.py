@@ -101,7 +101,7 @@ def _logprob(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 def strict_names(tools: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the strict tools. tools: as in a request, their fields at the top or in `function`."""
+    """Return the names of tools with "strict": true. tools: of a request, with fields at the top or in `function`."""
     inner = [each if isinstance(each := tool.get("function"), dict) else tool for tool in tools]
     return [each["name"] for each in inner if each.get("strict") is True and isinstance(each.get("name"), str)]
 

@@ -83,7 +83,7 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field("h-r-", "needs `logprobs`", (0,)),
     # Tools
     "tools": Field("h-hh", "functions; other types next to them are left out, with a warning"),
-    "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; arguments fit its schema"),
+    "tool_choice": Field("h-hh", "auto, none, required (any), a tool, allowed_tools; forced calls fit their schemas"),
     "tool_choice.type": Field("h-hh"),
     "tool_choice.name": Field("--hh"),
     **_alike("h---", "tool_choice.function tool_choice.allowed_tools"),
@@ -119,7 +119,7 @@ FIELDS: dict[str, Field] = {
     "text.format": Field("--h-", FORMATS),
     "text.verbosity": Field("--i-"),
     "output_config": Field("---h"),
-    "output_config.format": Field("---h", "type json_schema"),
+    "output_config.format": Field("---h", FORMATS),
     **_alike("---i", "output_config.effort output_config.task_budget"),
     "output_format": Field("---h", "as `output_config.format`"),
     "guided_json": Field("hhhh", "a JSON schema, or its text"),
@@ -127,7 +127,7 @@ FIELDS: dict[str, Field] = {
     "guided_choice": Field("hhhh", "a list of texts, one of which is the answer"),
     "guided_grammar": Field("hhhh", "a Lark grammar in llguidance's dialect"),
     "structured_outputs": Field("hhhh", "an object with one of json, json_object, regex, choice, grammar"),
-    "guided_whitespace_pattern": Field("hhhh", "white space between the tokens of JSON; default: at most four"),
+    "guided_whitespace_pattern": Field("hhhh", "a regular expression of white space in JSON; default: at most four"),
     **_alike("rrrr", "grammar json_schema regex ebnf structural_tag format guided_decoding", SCHEMA),
     "guided_decoding_backend": Field("iiii", "it is always llguidance"),
     # Other output, and state

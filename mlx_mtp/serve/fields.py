@@ -31,9 +31,9 @@ class ModelInfo:
     positions: maximum tokens of prompt and answer together. max_tokens: default of an answer; None: what fits.
     template: default variables of the chat template. turns: whether encoded prompts need `Prompt.turns`.
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
-    unread_calls: reason why tool calls may be returned as text; None if they are parsed.
+    unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
-    tool_format, frames: as in `Served`.
+    tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
     """
 
     names: tuple[str, ...]
@@ -83,7 +83,7 @@ class ModelInfo:
     def adapter_of(self, body: dict[str, Any]) -> str | None:
         """Return the adapter that a request names in `adapter` or after its model's name; None if in neither.
 
-        Raises Refused for an unknown one in `adapter`, or two different ones.
+        Raises Refused for an unknown name in `adapter`, or another one there than after the model's name.
         """
         model, name = body.get("model"), body.get("adapter")
         before, _, after = ("" if model in self.names else text(body, "model")).rpartition(":")

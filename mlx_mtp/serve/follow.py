@@ -15,7 +15,8 @@ PREFILL = 0  # the number of the background prefill; jobs have other numbers
 def as_json(request: DecodeRequest) -> dict[str, Any]:
     """Return a request's fields, without `follows`, as values that JSON can express.
 
-    `penalties` becomes a list of pairs, and so does a dict in it, because its keys are numbers.
+    `penalties` becomes a list of pairs, and so does a dict in it, because its keys are numbers; `grammar` becomes
+    the value of `structured.as_json`.
     """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
@@ -25,7 +26,10 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRequest:
-    """Return the request that `as_json` wrote, without `follows`, and without a grammar if `served` is None."""
+    """Return the request that `as_json` wrote, without `follows`; its grammar is compiled for `served`.
+
+    Without `served` the request has no grammar.
+    """
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])
     tuples = {"turns": tuple(content["turns"]), "stops": tuple(content["stops"]), "rules": TokenRules(*rules)}

@@ -164,8 +164,8 @@ def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conve
 def with_calls_as_text(conversation: Conversation, *, calls: bool = True, results: bool = True) -> Conversation:
     """Return the conversation with tool calls, tool results or both as text.
 
-    calls: move calls, in the generic format, into the content of their answers. results: turn messages of role `tool`
-    into user messages, and merge adjacent user messages.
+    calls: move calls into the content of their answers, each as JSON between <tool_call> and </tool_call>. results:
+    turn messages of role `tool` into user messages, and merge adjacent user messages.
     """
     messages = conversation.messages
     if calls:

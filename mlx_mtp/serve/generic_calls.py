@@ -18,9 +18,11 @@ To call a tool, answer with its name and its arguments in this form:
 def with_tools(
     info: ModelInfo, messages: list[Message], tools: list[Any] | None, template: dict[str, Any]
 ) -> tuple[list[Message], list[Any] | None]:
-    """Return messages and tools for the chat template; the generic format of calls is added to the system prompt.
+    """Return the messages to render, and the given tools.
 
-    That is for a model without a format of its own; tools that its template does not print are added, too.
+    If there are tools and the model's own format of calls is unknown (`info.tool_format` is GENERIC), the system
+    prompt, a new one if there is none, also describes the generic format, and lists the tools if the chat template
+    does not print them. Otherwise the messages are unchanged.
     """
     if not tools or info.tool_format is not GENERIC:
         return messages, tools

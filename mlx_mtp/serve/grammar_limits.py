@@ -1,4 +1,4 @@
-"""Bound the size of clients' grammars, and the time to compile them outside of the engine's turn."""
+"""Limit the size of clients' grammars, and the seconds for which a request waits until one is compiled."""
 
 import json
 import re
@@ -24,7 +24,8 @@ ITEM = re.compile(r"\{(?P<count>\d+)(?:,\d*)?\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.
 def compiled_within(make: Callable[[], T], field: str, param: str) -> T:
     """Return make(), called on another thread, or raise its ValueError; other exceptions become one.
 
-    Raises Refused, with the field, after MAX_SECONDS (400; the thread is abandoned), or while too many compile (503).
+    Raises Refused, with `field` in its message and `param`: status 400 if make() takes longer than MAX_SECONDS (its
+    thread continues, and the result is dropped), 503 if two other calls still run MAX_SECONDS after this one began.
     """
     if not COMPILERS.acquire(timeout=MAX_SECONDS):
         raise Refused(f"{field}: other grammars are being compiled; try again later", status=503, param=param)
@@ -47,20 +48,27 @@ def _run(make: Callable[[], T], found: Future[T]) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Raise ValueError, which names the key, for a schema whose grammar is too large."""
+    """Raise ValueError if a JSON schema, or a list of choices, exceeds one of the limits above.
+
+    The message begins with the keyword at fault, unless all of the JSON is too large.
+    """
     if (size := len(json.dumps(schema))) > MAX_BYTES:
-        raise ValueError(f"the schema has {size} bytes; allowed are {MAX_BYTES}")
+        raise ValueError(f"the JSON has {size} bytes; allowed are at most {MAX_BYTES}")
     properties = 0
     for _, name, value in keywords(schema):
         properties += len(value) if name == "properties" and isinstance(value, dict) else 0
         if properties > MAX_PROPERTIES:
-            raise ValueError(f"properties: allowed are at most {MAX_PROPERTIES} in the schema")
+            raise ValueError(f"properties: allowed are at most {MAX_PROPERTIES} in all objects together")
         if (length := max(_fixed(name, value), default=0)) > MAX_FIXED:
-            raise ValueError(f"{name}: a text of {length} characters; allowed are {MAX_FIXED}")
+            raise ValueError(f"{name}: needs a text of {length} characters; allowed are at most {MAX_FIXED}")
 
 
 def _fixed(name: str, value: Any) -> Iterator[int]:
-    """Yield the lengths of the texts that a keyword fixes, or of the shortest that its patterns match."""
+    """Yield the number of characters of each text that a keyword fixes; nothing for other keywords.
+
+    Those are a const and the values of an enum, as JSON, names in an object of schemas, and, estimated, the shortest
+    match of a pattern.
+    """
     if name == "const":
         yield len(json.dumps(value))
     elif name == "enum" and isinstance(value, list):
@@ -72,15 +80,18 @@ def _fixed(name: str, value: Any) -> Iterator[int]:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for a regular expression or a Lark grammar that is too large."""
+    """Raise ValueError for a regular expression or a Lark grammar of more than MAX_TEXT characters.
+
+    Also if its shortest match, by estimate, is longer than both MAX_FIXED characters and its own text.
+    """
     if len(text) > MAX_TEXT:
-        raise ValueError(f"{len(text)} characters; allowed are {MAX_TEXT}")
+        raise ValueError(f"{len(text)} characters; allowed are at most {MAX_TEXT}")
     if (length := least_length(text)) > max(MAX_FIXED, len(text)):
-        raise ValueError(f"repetitions of {length} characters; allowed are {MAX_FIXED}")
+        raise ValueError(f"repetitions of {length} characters; allowed are at most {max(MAX_FIXED, len(text))}")
 
 
 def least_length(pattern: str) -> int:
-    """Estimate the length of a regular expression's shortest match; of alternatives the longest counts."""
+    """Estimate the characters of a regular expression's shortest match; of alternatives the longest counts."""
     groups, repeated = [[0, 0, 0]], False  # per open group: its length, that of alternatives before, of its last item
     for found in ITEM.finditer(pattern):
         sign, group = found[0], groups[-1]

@@ -33,7 +33,7 @@ class Rules:
     def check(self, path: str, method: str, headers: Headers) -> None:
         """Raise Refused for headers that violate the rules.
 
-        Host and Origin: 403. The key, which paths in OPEN do not need: 401. The content type of a POST: 415.
+        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415.
         """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):

@@ -43,7 +43,7 @@ class DecodeRequest:
               result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
     adapter:  name of the adapter to decode with; None for the server's default.
-    grammar:  constrains the answer; None for none.
+    grammar:  the compiled grammar that the answer must match; None for a free answer.
     progress: send a `Prefilled` after each chunk of the prefill.
     """
 
@@ -74,7 +74,10 @@ class Begun(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """An event: the first `done` tokens of the prompt are in the cache; another one follows after the next chunk."""
+    """An event: a prefill chunk has ended, and the first `done` tokens of the prompt are in the cache.
+
+    The last one need not reach the end of the prompt: a rest shorter than a chunk is prefilled without an event.
+    """
 
     done: int
 

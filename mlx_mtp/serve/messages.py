@@ -152,7 +152,10 @@ def _reason(end: End) -> dict[str, Any]:
 
 
 def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
-    """Return the offered tools, in OpenAI's form, and how they may be called. Raises Refused."""
+    """Return a body's tools, converted to OpenAI's form, and how the answer may call them.
+
+    warnings: appended to. Raises Refused for a tool without a name, and as `anthropic_choice`.
+    """
     tools, given = [], functions_of(items(body, "tools"), warnings, "custom")
     for tool in given:
         if not text(tool, "name"):

@@ -28,13 +28,13 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "gra
 
 
 def output_of(api: str, body: dict[str, Any]) -> Output | None:
-    """Return the grammar that a request requires for its answer; None for free text.
+    """Return the grammar that a request requires for its answer, with the field that does; None for free text.
 
     Raises Refused, naming the field, for an unknown format, several formats, and a grammar that cannot be enforced.
     """
     found = [*_formats(api, body), *_guided(body)]
     if len(found) > 1:
-        raise Refused(f"{found[1][0]}: contradicts {found[0][0]}; send one", param=found[1][0].partition(".")[0])
+        raise Refused(f"{found[1][0]}: cannot be used with {found[0][0]}", param=found[1][0].partition(".")[0])
     return _output(*found[0]) if found else None
 
 
@@ -42,7 +42,7 @@ Wanted = tuple[str, str, Any, Any]  # field path, key of MADE, its value, white 
 
 
 def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
-    """Return the format of an API's own field; [] for text."""
+    """Return what the API's own fields require, for messages two; [] for text. Raises Refused as `_format`."""
     if api == "responses":
         given = {"text.format": fields_of(body, "text").get("format")}
     elif api == "messages":
@@ -55,18 +55,22 @@ def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
 
 
 def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
-    """Return a format {type, ...}. flat: the schema is its member, not that of its member json_schema."""
+    """Return what an output format {"type": ..., ...}, or its type alone, requires; None for text, or no format.
+
+    name: path of its field. flat: its schema is its own member `schema`; otherwise, if it has an object as member
+    `json_schema`, that of this object. Raises Refused for another type, and without a schema.
+    """
     param = name if name.startswith("text") else name.partition(".")[0]
     given = {"type": given} if isinstance(given, str) else given
     if not isinstance(given, dict | None):
-        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a type", param=param)
+        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`", param=param)
     kind = (given or {}).get("type", "text")
     if kind == "text":
         return None
     if kind == "json_object" and "schema" not in (given or {}):
         return name, kind, None, MOST_SPACES
     if kind not in ("json_object", "json_schema"):
-        allowed = "json_schema" if flat and not name.startswith("text") else "text, json_object and json_schema"
+        allowed = "text, json_object and json_schema"
         raise Refused(f"{name}: type {repr(kind)[:80]} is not supported; allowed are {allowed}", param=param)
     assert given
     if not flat and isinstance(inner := given.get("json_schema"), dict):
@@ -77,7 +81,10 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
 
 
 def _guided(body: dict[str, Any]) -> list[Wanted]:
-    """Return the formats of vLLM's fields."""
+    """Return what vLLM's fields require: `guided_*`, and the members of `structured_outputs`.
+
+    A null or false value requires nothing. Raises Refused for an unknown member, and for white space that is no text.
+    """
     inner = fields_of(body, "structured_outputs")
     given = {f"structured_outputs.{key}": (key, value) for key, value in inner.items()}
     given |= {name: (key, body.get(name)) for name, key in GUIDED.items()}
@@ -89,13 +96,17 @@ def _guided(body: dict[str, Any]) -> list[Wanted]:
         if key in ("whitespace_pattern", "disable_any_whitespace") or value in (None, False):
             continue
         if key not in MADE:
-            raise Refused(f"{name}: not supported; allowed are {', '.join(MADE)}", param=name.partition(".")[0])
+            allowed = ", ".join([*MADE, "whitespace_pattern", "disable_any_whitespace"])
+            raise Refused(f"{name}: not supported; allowed are {allowed}", param=name.partition(".")[0])
         found.append((name, key, value, spaces))
     return found
 
 
 def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
-    """Return the grammar of a field. Raises Refused."""
+    """Return the grammar of a field's value. name: the field's path. key: of MADE.
+
+    Raises Refused, naming the field, for a value of another type, and one that `_made` refuses.
+    """
     param = "text.format" if name.startswith("text") else name.partition(".")[0]
     allowed, fits = _allowed(key, value)
     if not fits:
@@ -114,7 +125,7 @@ def _output(name: str, key: str, value: Any, whitespace: Any) -> Output:
 
 
 def _made(key: str, value: Any, whitespace: Any) -> Grammar:
-    """Return the grammar of a field. Raises ValueError if it is too large, or cannot be enforced."""
+    """Return the grammar of a field's value. Raises ValueError if it is too large, or cannot be enforced."""
     if key in TEXT_KINDS:
         check_text(value)
     else:
@@ -123,7 +134,7 @@ def _made(key: str, value: Any, whitespace: Any) -> Grammar:
 
 
 def _allowed(key: str, value: Any) -> tuple[str, bool]:
-    """Return the allowed values of a field in words, and whether a value is one."""
+    """Return the allowed values of key `key` of MADE in words, and whether `value` is one (any is, for "json")."""
     if key == "choice":
         texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
         return f"a list of 1 to {MAX_CHOICES} texts, none empty", texts and 0 < len(value) <= MAX_CHOICES

@@ -14,10 +14,11 @@ from .grammar_limits import compiled_within
 
 
 class Output(NamedTuple):
-    """The grammar of an answer's content. field: path of the request field that requires it. param: its name.
+    """A grammar that an answer must match. field: path of the request field that requires it, for messages.
 
-    gate: where it applies within the content. Reasoning, frames and a begun answer are added by `constraint_of`.
-    calls: it is the grammar of tool calls, which stand outside of the content.
+    param:  the field's name, for the `param` of an error response.
+    gate:   where the grammar applies within the content; `constraint_of` adds reasoning and the like before it.
+    calls:  the grammar describes tool calls, not the content.
     """
 
     grammar: Grammar
@@ -30,8 +31,9 @@ class Output(NamedTuple):
 def constraint_of(
     info: ModelInfo, output: Output, prompt: Sequence[int] = (), begun: Message | None = None, *, chat: bool = False
 ) -> Constraint:
-    """Return the compiled grammar of an answer behind a prompt. Raises Refused if it cannot be enforced.
+    """Return the compiled grammar of the answer to a prompt. Raises Refused if it cannot be enforced.
 
+    prompt: token ids, which show whether the answer begins within reasoning; read for a chat and calls only.
     begun: the message of the assistant that the prompt ends with and the answer continues. chat: the answer is split
     into reasoning and content.
     """
@@ -55,7 +57,10 @@ def constraint_of(
 
 
 def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | None) -> Gate:
-    """Return a gate within the content as one within the answer."""
+    """Return a gate of the content as one of the whole answer, which may begin with reasoning or other frames.
+
+    begun: the assistant's message that the answer continues; the grammar then describes both together.
+    """
     tokenizer = info.tokenizer
     begun = begun_answer([begun], tokenizer) if begun else {}
     content: str = begun.get("content") or ""
@@ -75,7 +80,7 @@ def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | N
 
 
 def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
-    """Return the gate of tool calls as one within the answer: they follow reasoning."""
+    """Return a gate of tool calls as one of the whole answer, which may begin with reasoning."""
     tokenizer = info.tokenizer
     if not tokenizer.has_thinking:
         return gate
@@ -87,13 +92,13 @@ def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
 
 
 def as_json(constraint: Constraint | None) -> Any:
-    """Return what `from_json` needs to compile a constraint on another rank."""
+    """Return what `from_json` needs to compile a constraint on another rank: a list for JSON; None for None."""
     made = constraint.grammar if constraint else None
     return constraint and made and [made.text, made.name, made.styles, constraint.gate]
 
 
 def from_json(content: Any, tokenizer: Any, vocab_size: int) -> Constraint | None:
-    """Return the constraint that `as_json` wrote."""
+    """Return the constraint that `as_json` wrote, compiled for this tokenizer; None for None."""
     if content is None:
         return None
     text, name, styles, gate = content

@@ -19,9 +19,9 @@ from .tool_calls.table import GENERIC
 class ToolChoice(NamedTuple):
     """The tools of a request and how the answer may call them.
 
-    offered: those in the prompt, in OpenAI's form, None if there are none. names: those that may be called; None:
-    all. forced: the answer must be a call. one: it has at most one. strict: names of tools whose arguments must fit
-    their schemas even if no call is forced.
+    offered: those in the prompt, in OpenAI's form; None if there are none, or tool_choice is none. names: of those
+    that may be called; None: all. forced: the answer must be one call or more. one: it has at most one. strict: names
+    of tools whose arguments must fit their schemas; if a call is forced, those of every tool must.
     """
 
     offered: list[Any] | None = None
@@ -32,14 +32,15 @@ class ToolChoice(NamedTuple):
 
     @property
     def allowed(self) -> list[Any] | None:
-        """The offered tools that may be called; None if there are none."""
+        """The offered tools that may be called, in OpenAI's form; None if there are none."""
         return [each for each in self.offered or () if self.names is None or _name(each) in self.names] or None
 
 
 def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
     """Return the choice in a body of OpenAI's APIs. tools: the offered functions, in the form of chat completions.
 
-    Raises Refused for a function without a name, and for a choice of a tool that is not offered.
+    strict: names of strict tools. Raises Refused for a function without a name, an unknown tool_choice, a tool in it
+    that is not offered, and a forced call without tools.
     """
     for tool in tools:
         if not isinstance(function := tool.get("function"), dict) or not text(function, "name"):
@@ -60,16 +61,21 @@ def openai_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Ite
         if inner.get("mode", "auto") in ("auto", "required") and isinstance(inner.get("tools"), list):
             names = tuple(_name(each) for each in inner["tools"])
             return _checked(choice._replace(names=names, forced=inner.get("mode") == "required"), given)
-    allowed = "auto, none, required, a function and allowed_tools"
+    allowed = "the texts auto, none and required, and objects of type function or allowed_tools"
     raise Refused(f"tool_choice={repr(given)[:80]}: allowed are {allowed}", param="tool_choice")
 
 
 def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: Iterable[str]) -> ToolChoice:
-    """Return the choice in a body of Anthropic's API. tools: in the form of OpenAI's chat completions."""
+    """Return the choice in a body of Anthropic's API. tools: in the form of OpenAI's chat completions.
+
+    strict: names of strict tools. Raises Refused for an unknown tool_choice, a tool in it that is not offered, and a
+    forced call without tools.
+    """
     given = body.get("tool_choice") or {"type": "auto"}
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(given, dict) or kind not in ("auto", "any", "tool", "none"):
-        raise Refused(f"tool_choice={repr(given)[:80]}: allowed are auto, any, tool and none", param="tool_choice")
+        allowed = "an object of type auto, any, tool or none"
+        raise Refused(f"tool_choice={repr(given)[:80]}: allowed is {allowed}", param="tool_choice")
     one = switch_of(given, "disable_parallel_tool_use") is True
     if kind == "none":
         return ToolChoice(one=one)
@@ -79,7 +85,10 @@ def anthropic_choice(body: dict[str, Any], tools: list[dict[str, Any]], strict: 
 
 
 def _checked(choice: ToolChoice, given: Any) -> ToolChoice:
-    """Return a choice whose tools are all offered. Raises Refused for another."""
+    """Return the choice. Raises Refused if it names a tool that is not offered, or forces a call without tools.
+
+    given: the request's tool_choice, for the message.
+    """
     offered = [_name(each) for each in choice.offered or ()]
     if choice.forced and not offered:
         raise Refused(f"tool_choice={repr(given)[:80]}: the request offers no tools", param="tool_choice")
@@ -95,9 +104,12 @@ def _name(tool: Any) -> Any:
 
 
 def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> Output | None:
-    """Return the grammar of an answer with tools: that of a forced call or of strict tools, else `output`.
+    """Return the grammar of an answer with tools; None if it is free. output: the grammar of the content, or None.
 
-    With a grammar of the content a call may begin instead of it. Raises Refused for a schema that cannot be honoured.
+    A forced call: the grammar of calls alone. Else, with `output`: that, and instead of content the answer may be a
+    free call if the format's calls begin with a fixed mark. Else, with strict tools: the grammar of calls, from where
+    the answer begins one. Without tools that may be called: `output`. Raises Refused for a schema that cannot be
+    honoured.
     """
     allowed, format = choice.allowed, info.tool_format
     if not allowed or format is None:
@@ -129,9 +141,10 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> O
 def _grammar(
     tokenizer: Any, format: CallFormat, tools: str, forced: bool, one: bool, strict: tuple[str, ...]
 ) -> Grammar:
-    """Return `call_grammar` of tools as JSON text; cached, since clients send the same tools again.
+    """Return `call_grammar` of these tools; cached, since clients send the same tools again.
 
-    Raises ValueError for a schema that is too large, too.
+    tools: a list in OpenAI's form, as JSON text. strict: as in `Offer`. Raises ValueError as `call_grammar`, and if
+    the schemas of strict tools together exceed a limit of `check_schema`.
     """
     offer = Offer(Tools(json.loads(tools)), forced, one, strict)
     check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})

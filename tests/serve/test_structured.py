@@ -190,7 +190,7 @@ REFUSED = [
     (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format: type 'grammar'"),
     (MESSAGES, {"output_config": {"format": FLAT}}, "output_config.format.schema.not: "),
     (MESSAGES, {"output_config": {"format": {"type": "json"}}}, "output_config.format: type 'json'"),
-    (MESSAGES, {"output_format": FLAT, "output_config": {"format": FLAT}}, "output_format.schema: contradicts"),
+    (MESSAGES, {"output_format": FLAT, "output_config": {"format": FLAT}}, "output_format.schema: cannot be used"),
     (CHAT, {"guided_json": "{"}, "guided_json: "),
     (CHAT, {"guided_json": {"not": {}}}, "guided_json.not: "),
     (CHAT, {"guided_regex": "("}, "guided_regex: "),
@@ -199,7 +199,7 @@ REFUSED = [
     (CHAT, {"guided_choice": ["a", 1]}, "guided_choice="),
     (CHAT, {"guided_grammar": "start: b"}, "guided_grammar: "),
     (CHAT, {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag: "),
-    (CHAT, {"guided_json": {}, "guided_regex": "a"}, "guided_regex: contradicts guided_json"),
+    (CHAT, {"guided_json": {}, "guided_regex": "a"}, "guided_regex: cannot be used with guided_json"),
     (CHAT, {"ebnf": "root ::= 1"}, "ebnf: "),
 ]
 
@@ -300,7 +300,7 @@ def test_a_grammar_in_error_ends_its_answer_with_an_error_and_no_other(served, m
 
 LIMITED = {  # hostile schemas that are refused without being compiled
     "3000 names": f"{CHATTED}.properties: ",
-    "3000 required names": f"{CHATTED}: the schema has ",
+    "3000 required names": f"{CHATTED}: the JSON has ",
     "long value": f"{CHATTED}.enum: ",
     "fixed repetition": f"{CHATTED}.pattern: ",
 }

@@ -13,7 +13,7 @@ ANNOTATIONS = {
     *("$comment", "$defs", "definitions", "$schema", "$id", "x-guidance"),
 }
 TYPES = ("string", "null", "boolean", "integer", "number", "array", "object")
-# Keywords of each type, those that `writers` and `Branch.patterns` honour.
+# Keywords of each type, those that `Structures`, `TaggedValues` and `Branch.patterns` honour.
 KEYWORDS = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "null": set(),
@@ -43,14 +43,20 @@ FORMATS = {
 
 
 class Branch(NamedTuple):
-    """One alternative of a schema. kind: its JSON type. schema: its keywords. values: the only value, if not ()."""
+    """One alternative of a schema. kind: its JSON type. schema: its keywords.
+
+    values: a tuple with the only value that it allows; () if it has no const or enum.
+    """
 
     kind: str
     schema: Schema
     values: tuple[Any, ...] = ()
 
     def patterns(self) -> list[str]:
-        """Return regular expressions that the text of a string of this branch must match, all of them."""
+        """Return regular expressions; a string of this branch must match each of them as a whole. [] allows any.
+
+        Raises ValueError for a `format` that is not in FORMATS.
+        """
         schema, found = self.schema, list[str]()
         if "minLength" in schema or "maxLength" in schema:
             found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
@@ -64,10 +70,14 @@ class Branch(NamedTuple):
 
 
 def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
-    """Yield the alternatives of a schema, each of one type. Raises ValueError, with the keyword, for others."""
+    """Yield the alternatives of a schema, each of one type. root: where its `$ref` are resolved.
+
+    Raises ValueError, when it gets there, for a schema that cannot be split, and for an unsupported keyword.
+    depth: maximum levels of anyOf, oneOf and allOf.
+    """
     schema = {} if schema is True else target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
-        raise ValueError("a schema that is false, or an invalid or long chain of $ref")
+        raise ValueError("a schema is false, nests anyOf too deeply, or has an invalid or long chain of $ref")
     keys = set(schema) - ANNOTATIONS
     for choice in ("anyOf", "oneOf", "allOf"):
         if choice not in keys:
@@ -77,18 +87,22 @@ def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
             or not isinstance(schema[choice], list)
             or (choice == "allOf" and len(schema[choice]) != 1)
         ):
-            raise ValueError(f"{choice} with other keywords is not supported with this model's tool calls")
+            what = f"{choice} with other keywords, or allOf of several,"
+            raise ValueError(f"{what} is not supported with this model's tool calls")
         found = [list(branches(each, root, depth - 1)) for each in schema[choice]]
         kinds = [kind for each in found for kind in {branch.kind for branch in each}]
         if choice == "oneOf" and len(kinds) != len(set(kinds)):
-            raise ValueError("oneOf is not supported with this model's tool calls, unless the types differ")
+            raise ValueError("oneOf is not supported with this model's tool calls, unless its schemas differ in type")
         yield from (branch for each in found for branch in each)
         return
     yield from _typed(schema, keys)
 
 
 def _typed(schema: Schema, keys: set[str]) -> Iterator[Branch]:
-    """Yield the branches of a schema without alternatives."""
+    """Yield the branches of a schema without anyOf, oneOf and allOf: one per type, or per value of const or enum.
+
+    keys: its keywords without annotations. Raises ValueError for an unsupported one.
+    """
     named = schema.get("type", [])
     types = [named] if isinstance(named, str) else list(named)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -97,7 +111,7 @@ def _typed(schema: Schema, keys: set[str]) -> Iterator[Branch]:
             if not types or kind_of(value) in types or (kind_of(value) == "integer" and "number" in types):
                 yield Branch(kind_of(value), schema, (value,))
         if others := keys - {"type", "const", "enum"}:
-            raise ValueError(f"enum with {sorted(others)[0]} is not supported with this model's tool calls")
+            raise ValueError(f"const or enum with {sorted(others)[0]} is not supported with this model's tool calls")
         return
     types = types or [each for each in TYPES if each != "integer"]
     known = {"type"}.union(*(KEYWORDS.get(each, set()) for each in types))
@@ -109,7 +123,7 @@ def _typed(schema: Schema, keys: set[str]) -> Iterator[Branch]:
 
 
 def searched(pattern: str) -> str:
-    """Return the regular expression of the texts in which a schema's `pattern` is found."""
+    """Return a regular expression that matches, as a whole, each text in which a schema's `pattern` is found."""
     return "(?:" + "|".join(_anchored(each) for each in _alternatives(pattern)) + ")"
 
 
@@ -134,13 +148,13 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 class Document:
-    """A schema in which `$ref` points to its root, and schemas of its parts that can stand alone."""
+    """A schema whose parts can be made schemas of their own. root: the schema, where `$ref` of parts are resolved."""
 
     def __init__(self, root: Schema):
         self.root, self._definition = root, rerooted(root)
 
     def within(self, schema: Any) -> Schema:
-        """Return a part of the document as a schema of its own."""
+        """Return a part of the document as a schema of its own, with the document in `$defs` if it has a `$ref`."""
         schema = {} if schema is True else rerooted(schema)
         if "$ref" not in json.dumps(schema):
             return schema
@@ -148,7 +162,10 @@ class Document:
 
 
 def rerooted(schema: Any, *, data: bool = False) -> Any:
-    """Return a schema with `$ref` to `#/$defs/root` instead of `#`. data: it is no schema, but data or names."""
+    """Return a copy of a schema in which each `$ref` to "#..." refers to "#/$defs/root...".
+
+    data: `schema` is an object of schemas by name, such as `properties`, where "$ref" would be a name.
+    """
     if isinstance(schema, list):
         return [rerooted(each) for each in schema]
     if not isinstance(schema, dict):

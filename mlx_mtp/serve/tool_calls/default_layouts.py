@@ -1,4 +1,4 @@
-"""List the layouts of formats whose calls a chat template does not render, as their models write them."""
+"""List the layouts of each format, as models write it; used if a chat template renders no calls in the format."""
 
 from typing import Any
 
@@ -156,11 +156,11 @@ DEFAULTS: dict[CallFormat, tuple[Layout, ...]] = {
 def layouts_of(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
     """Return the layouts in which a model may write calls: its chat template's, else the format's defaults.
 
-    Raises ValueError if neither is known.
+    HARMONY always has the defaults. Raises ValueError if neither is known.
     """
     found = () if format == HARMONY else rendered_layouts(tokenizer, format)
     found = found or DEFAULTS.get(format)
     if not found:
-        raise ValueError("the chat template renders no tool calls, so their format is not known well enough")
+        raise ValueError("the chat template renders no tool calls that can be read, so their exact text is unknown")
     leads = LEADS.get(format, ()) if frames_of(tokenizer) else ()
     return tuple(layout._replace(leads=leads) for layout in found)

@@ -39,8 +39,8 @@ class Offer(NamedTuple):
 def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     """Return the grammar of a text of tool calls, as the model's chat template writes them.
 
-    The text is an answer if a call is forced; otherwise it begins with one of `call_starts` in an answer. Raises
-    ValueError, with the tool and the keyword, for a schema that cannot be honoured.
+    The text is the whole answer if a call is forced; otherwise it follows the text of `call_mark` in an answer.
+    Raises ValueError if no layout is known, and, with the tool's name, for a schema that cannot be honoured.
     """
     layouts = layouts_of(tokenizer, format)
     special, ends = special_tokens(tokenizer), {*tokenizer.eos_token_ids}
@@ -61,9 +61,9 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
 
 
 def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bool]:
-    """Return the text behind which the grammar of a call begins in an answer, and whether it is no pattern.
+    """Return the text behind which the grammar of a call begins in an answer, and whether it is literal.
 
-    A call without a mark begins only at the start of an answer.
+    Otherwise it is a regular expression. A call without a mark begins only at the start of an answer.
     """
     found = [_mark(layout, format) for layout in layouts_of(tokenizer, format)]
     if len(set(found)) == 1 and found[0] in format.marks:
@@ -74,22 +74,26 @@ def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bo
 
 
 def _mark(layout: Layout, format: CallFormat) -> str:
-    """Return the first mark of a call of this layout, or all text before its name if that has no mark."""
+    """Return the text with which calls of a layout begin: `first`, else a mark of the format, else `start`.
+
+    `start` is cut before an id or a number that varies.
+    """
     marks = sorted(format.marks, key=len, reverse=True)
     fixed = VARIES.split(layout.start)[0]
     return layout.first or next((mark for mark in marks if layout.start.startswith(mark)), fixed)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the tokens that llguidance does not accept as text, by token."""
+    """Return the ids of the special added tokens by their texts; llguidance does not accept them as text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): id for id, token in added.items() if getattr(token, "special", False)}
 
 
 def object_schema(parameters: Schema) -> Schema:
-    """Return the schema of a function's arguments: an object, without undeclared members unless it states them.
+    """Return the schema of a function's arguments: an object that forbids undeclared members.
 
-    Without this limit a model could add parameters without end.
+    That is unless `parameters` has a keyword that states what other members may be. Without this limit a model could
+    add parameters without end.
     """
     stated = {"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "unevaluatedProperties"}
     closed = {} if stated & set(parameters) else {"additionalProperties": False}
@@ -97,9 +101,10 @@ def object_schema(parameters: Schema) -> Schema:
 
 
 def _check_root(parameters: Schema) -> None:
-    """Raise ValueError, with the keyword, unless a schema of arguments only states properties and which are required.
+    """Raise ValueError, with the keyword, for a schema of arguments that cannot be written without JSON.
 
-    Members other than these properties are never written.
+    It may have type, properties, required, additionalProperties and annotations, and require declared properties
+    only. Undeclared members are never written, whatever additionalProperties states.
     """
     known = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
     if others := set(parameters) - known:
@@ -109,7 +114,10 @@ def _check_root(parameters: Schema) -> None:
 
 
 class CallWriter:
-    """Writes the grammar of calls. ends: ids of the tokens that end an answer, which no grammar contains."""
+    """Writes the grammar of calls. ends: ids of the tokens that end an answer, which no grammar contains.
+
+    A body is the right side of a rule in Lark.
+    """
 
     def __init__(self, rules: Rules, format: CallFormat, offer: Offer, ends: set[int]):
         self._rules, self._format, self._offer, self._ends = rules, format, offer, ends
@@ -118,7 +126,10 @@ class CallWriter:
         return self._rules.text(self._rules.either(self._answer(layout) for layout in layouts))
 
     def _answer(self, layout: Layout) -> str:
-        """Return the body of an answer that consists of calls, or of one block of them behind its mark."""
+        """Return the body of an answer of calls or, if none is forced, of what follows the mark of a call.
+
+        In the second case further calls belong to it only if they begin without such a mark.
+        """
         start, offer, mark = layout.start, self._offer, _mark(layout, self._format)
         space, between = "", layout.between or ""
         further = bool(between) and not offer.one and not self._ends_in(between)
@@ -137,14 +148,14 @@ class CallWriter:
         return f"{body} {self._varied(self._without_end(layout.end))}"
 
     def _before(self, layout: Layout) -> str:
-        """Return the body of what may precede the calls of an answer: white space, or a lead of the layout."""
+        """Return the body of what may precede the calls of an answer: white space, or a lead; "" if nothing may."""
         names = self._offer.tools.names
         leads = [self._rules.literal(lead.format(name=name)) for lead in layout.leads for name in names]
         spaces = [] if layout.start[:1].isspace() else ["/[ \\n]{1,2}/"]
         return f"({' | '.join([*spaces, *dict.fromkeys(leads)])})? " if spaces or leads else ""
 
     def _call(self, layout: Layout, name: str) -> str:
-        """Return the body of a call, from its name to its arguments."""
+        """Return the body of a call, from its name to the end of its arguments."""
         quoted = isinstance(self._format, JsonCalls) and layout.start.endswith('"')
         written = dumps(name)[1:-1] if quoted else name
         arguments, empty = self._arguments(layout, name)
@@ -154,7 +165,10 @@ class CallWriter:
         return self._rules.either((f"{self._varied(layout.head, written)} {arguments}", without))
 
     def _arguments(self, layout: Layout, name: str) -> tuple[str, bool]:
-        """Return the body of a function's arguments, and whether there may be none."""
+        """Return the body of a function's arguments, and whether a call may have none (for JSON always True).
+
+        Raises ValueError, with the tool's name, for a strict schema that cannot be written.
+        """
         tools, strict = self._offer.tools, name in self._offer.strict
         if isinstance(self._format, JsonCalls):
             return self._rules.json(object_schema(tools.parameters(name)) if strict else {"type": "object"}), True
@@ -165,7 +179,10 @@ class CallWriter:
             raise ValueError(f"tool {name!r}: {e}") from None
 
     def _written(self, layout: Layout, name: str, strict: bool) -> str:
-        """Return the body of arguments that are not one JSON object."""
+        """Return the body of arguments that are not one JSON object. strict: they must fit the schema.
+
+        Otherwise any declared arguments with any values. Raises ValueError.
+        """
         tools, format = self._offer.tools, self._format
         properties, required = tools.properties(name), set(tools.parameters(name).get("required", ()))
         if strict:
@@ -186,7 +203,7 @@ class CallWriter:
         return f"({member} ({dumps(layout.separator)} {member})*)?" if member else ""
 
     def _member(self, layout: Layout, document: Document, key: str, schema: Any) -> str:
-        """Return the body of one argument of a format without tags."""
+        """Return the body of one argument, key and value, of a format without tags. Raises ValueError."""
         rules, format = self._rules, self._format
         if isinstance(format, GemmaCalls):
             check_key(key, r"[^\s:{}\[\],]+")
@@ -198,7 +215,7 @@ class CallWriter:
         return f"{rules.literal(key + '=')} {values.value(schema)}"
 
     def _varied(self, text: str, name: str = "") -> str:
-        """Return the body of a text, after a name; what varies in the text is a pattern."""
+        """Return the body of `name` and then `text`; a pattern replaces each call id and number in `text`."""
         bodies, at, before = [], 0, name
         for match in VARIES.finditer(text):
             bodies += [self._rules.literal(before + text[at : match.start()]), PATTERNS[match.lastgroup]]

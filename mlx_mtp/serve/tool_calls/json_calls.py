@@ -24,7 +24,7 @@ class JsonCalls:
     start, end: marks around a block of calls; end is "" if the format has no mark for the end.
     call: mark that starts one call, also where a model omits the block's mark.
     head: pattern between that mark and the arguments, with {name}; "" if the JSON contains the name.
-    shared: other text starts with the same mark, so that only a mark with a name starts a call.
+    shared: other text starts with the same mark, so that only a mark with an offered name starts a call.
     foot: pattern after the arguments. names_are_keys: an object with an offered name as its only key is a call too.
     """
 

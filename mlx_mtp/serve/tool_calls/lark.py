@@ -13,20 +13,21 @@ ANY = r"(?s:.*)"
 
 
 def pattern(text: str) -> str:
-    """Return the regular expression of a literal text."""
+    """Return a regular expression that matches this text only."""
     return "".join(ESCAPES.get(letter) or SYNTAX.sub(r"\\\g<0>", letter) for letter in text)
 
 
 def containing(text: str) -> str:
-    """Return the regular expression of all texts that contain a literal text."""
+    """Return a regular expression that matches, as a whole, each text that contains this one."""
     return f"{ANY}{pattern(text)}{ANY}"
 
 
 class Rules:
-    """The rules of one grammar. special: ids of the special tokens, which no text matches. spaces: options of JSON.
+    """The rules of one grammar, by name. A body is the right side of a rule.
 
-    tight: options of JSON that allows white space next to its separators only: such JSON can stand where raw text is
-    allowed too, because its white space is no lexeme of its own.
+    special: ids of the special tokens by their texts; only an id in a rule matches one. spaces: llguidance's options
+    for JSON. tight: those for JSON with white space next to its separators only; such JSON can stand where raw text
+    is allowed too, because its white space is no lexeme of its own.
     """
 
     def __init__(self, special: Mapping[str, int], spaces: Mapping[str, Any]):
@@ -45,11 +46,11 @@ class Rules:
         }
 
     def text(self, start: str) -> str:
-        """Return the grammar as text; start: the body of its first rule."""
+        """Return the grammar as text; start: the body of its rule `start`, which is the first."""
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])
 
     def rule(self, body: str, *, terminal: bool = False) -> str:
-        """Return the name of a rule with this body; equal bodies share it."""
+        """Return the name of a rule with this body, which is added once. terminal: the rule is one lexeme."""
         key = f"{terminal} {body}"
         if key not in self._names:
             self._names[key] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
@@ -65,7 +66,7 @@ class Rules:
         self._rules[name] = body
 
     def either(self, bodies: Iterable[str]) -> str:
-        """Return the name of a rule that is one of these bodies, or the body itself if there is one."""
+        """Return the name of a rule that allows any of these bodies; a single body is returned itself."""
         found = list(dict.fromkeys(bodies))
         return found[0] if len(found) == 1 else self.rule(" | ".join(found))
 
@@ -97,7 +98,7 @@ class Rules:
         return None if found is None else (found, self._special[found])
 
     def json(self, schema: Schema, *, tight: bool = False) -> str:
-        """Return the name of the rule of a JSON value. tight: see above."""
+        """Return the name of the rule of a JSON value that fits a schema. tight: with the options `tight`."""
         options = self.tight if tight else self._spaces
         return self.rule("%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False))
 
@@ -111,7 +112,8 @@ class Rules:
         """Return the body of a text and the literal `close` after it.
 
         The text matches all of `patterns` and none of `without`, and does not contain `mark`, by default `close`
-        ("": it may contain any). Its end belongs to one lexeme with it: a lexeme takes as much text as it can.
+        ("": it may contain any). It is one lexeme with the part of `close` before the first special token, because a
+        lexeme takes as much text as it can.
         """
         mark = close if mark is None else mark
         excluded = [*([containing(mark)] if mark else []), *without]

@@ -26,8 +26,8 @@ FIRST = (NAME, ARGUMENTS)
 class Parameter(NamedTuple):
     """The text around an argument of `TaggedCalls`: `before`, its key, `after`, its value, `close`.
 
-    {key} in `close` is the key. {type} in `after` is a type, as the template writes it: `types` has those of a string
-    and of other values; the second is "" if it is the JSON type.
+    {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: that
+    of a string, "" if no type is written, and that of other values, "" if it is the value's JSON type.
     """
 
     before: str
@@ -39,12 +39,12 @@ class Parameter(NamedTuple):
 class Layout(NamedTuple):
     """The text around the calls of an answer: `start`, name, `head`, arguments, `between`, the next name, ..., `end`.
 
-    between: None if an answer has only one call. empty: replaces head and arguments of a call without any, None: no
-    replacement. parameter: of `TaggedCalls`. separator: between arguments, if no tag ends with it. quote: around
-    strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks. python:
-    lists and objects are written as Python's. ascii: JSON has escape sequences for all other letters. first: the mark
-    with which a call starts, if the format has another. leads: texts that may precede `start` at the start of an
-    answer, with {name} for a tool's name.
+    between: None if an answer has only one call. empty: replaces head and arguments of a call without any; None:
+    nothing does. parameter: of `TaggedCalls`. separator: between arguments, unless it is part of their tags. quote:
+    around strings of `PythonicCalls`. by_key: arguments are sorted by key. spread: JSON arguments have line breaks.
+    python: lists and objects are written as Python's. ascii: JSON has escape sequences instead of letters that are
+    not ASCII. first: the text with which a call starts, "" if it is the format's mark. leads: texts that may precede
+    `start` at the start of an answer, with {name} for a tool's name.
     """
 
     start: str
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 def rendered_layouts(tokenizer: Any, format: CallFormat) -> tuple[Layout, ...]:
     """Return the layouts of the calls that a tokenizer's chat template renders; () if none are in `format`.
 
-    There are two if calls without results are rendered otherwise.
+    There are two if calls that no results follow are rendered differently.
     """
     template = getattr(tokenizer, "chat_template", None)
     return _rendered_layouts(tokenizer, format, str(template)) if template else ()
@@ -90,7 +90,10 @@ def _rendered_layouts(tokenizer: Any, format: CallFormat, template: str) -> tupl
 
 
 def _rendered(tokenizer: Any, format: CallFormat, probe: Probe, calls: Calls, results: bool) -> str | None:
-    """Return these calls as the template renders them in the form of `probe`; None if it does not render them all."""
+    """Return the text of these calls as the template renders them; None if it does not render them all.
+
+    probe: the form of the message and its calls. results: a result follows for each call.
+    """
     made = [_call(probe, i, *call) for i, call in enumerate(calls)]
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": probe.content, "tool_calls": made}]
     for each in made if results else ():
@@ -107,7 +110,7 @@ def _call(probe: Probe, index: int, name: str, arguments: dict[str, Any]) -> dic
 
 
 def _block(text: str, format: CallFormat, calls: Calls) -> str | None:
-    """Return the part of a rendered conversation that consists of these calls; None if there is none."""
+    """Return the part of a rendered conversation that consists of these calls, stripped; None if there is none."""
     parameters = {"type": "object", "properties": {key: {} for key in ARGUMENTS}}
     tools = Tools([{"function": {"name": name, "parameters": parameters}} for name in (NAME, SECOND)])
     for match in format.opening(tools).finditer(text):
@@ -142,7 +145,7 @@ class Region(NamedTuple):
 
 
 def _region(text: str, at: int, format: CallFormat) -> Region:
-    """Return the arguments of the call whose name ends at `at`. Raises ValueError if they are not found."""
+    """Return the region of the arguments of the call whose name ends at `at`; ValueError if it is not found."""
     x, y = (text.index(value, at) for value in ARGUMENTS.values())
     by_key = Layout("", "", None, "", by_key=y < x)
     first, second = min(x, y), max(x, y)
@@ -163,7 +166,10 @@ def _region(text: str, at: int, format: CallFormat) -> Region:
 
 
 def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: int) -> Region:
-    """Return the arguments of a call of tagged arguments whose values are at `first` and `second`."""
+    """Return the region of two tagged arguments, whose values begin at `first` and `second`, after index `at`.
+
+    Raises ValueError if they are not tags of the format.
+    """
     found = list(format.parameters(text[:second], at))
     if len(found) != 2:
         raise ValueError("arguments are no tags")
@@ -186,7 +192,10 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
 
 
 def _empty(layout: Layout, text: str | None) -> str | None:
-    """Return what the template writes after the name of a call without arguments, None if that is `head`."""
+    """Return the `empty` of a layout, from a rendered call without arguments; None if it writes `head`, too.
+
+    text: the rendered call, or None. The result is None also for formats without tags, and another end of the call.
+    """
     if not text or layout.parameter is None or not text.endswith(layout.end):
         return None
     after = text[text.index(NAME) + len(NAME) : len(text) - len(layout.end)]

@@ -150,7 +150,7 @@ class UnescapedReader:
                 return
 
     def _ends(self, start: int) -> Iterator[int]:
-        """Yield the indices at which the value at `start` may end."""
+        """Yield the indices at which the value at `start` may end; none after MOST_STEPS of the whole text."""
         for found in VALUE_END.finditer(self._text, start + 1):
             self._steps += 1
             if self._steps > MOST_STEPS:
@@ -158,7 +158,7 @@ class UnescapedReader:
             yield found.start()
 
     def _container_end(self, start: int) -> Iterator[int]:
-        """Yield the end of a list or dict at `start`, if it is a literal: its strings may contain any text."""
+        """Yield the index after a list or dict at `start` if that is a literal; its strings may contain any text."""
         end = _literal_end(self._text, start) if self._text[start : start + 1] in ("{", "[") else None
         if end is not None:
             with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Write the grammar of values that are no plain JSON: Gemma's, Python's, nested tags, and JSON without a mark."""
+"""Write the grammar of values that are no plain JSON: Gemma's, Python's, nested tags, JSON that avoids a mark."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,10 @@ CONSTANTS = {None: "None", True: "True", False: "False"}
 
 
 class Style(NamedTuple):
-    """The marks of a way to write values. kind: "json", "python", "gemma" or "nested".
+    """A way to write values. kind: "json", "python", "gemma" or "nested".
 
-    mark: no string contains it; for "gemma" it is at both ends of strings, and for "nested" before every tag.
+    mark: a text that no string contains, "" if there is none; for "gemma" it is at both ends of strings, and for
+    "nested" before every tag.
     """
 
     kind: str
@@ -48,15 +49,18 @@ class Style(NamedTuple):
 class Structures:
     """Adds the rules of values in one style to a grammar. document: where `$ref` is resolved.
 
-    by_key: members of objects are sorted by key. quote: at both ends of Python's strings that have no escape
-    sequences, outside of lists and objects; "" if all have them.
+    by_key: members of objects are sorted by key. quote: at both ends of Python's strings outside of lists and objects
+    if these have no escape sequences; "" if they may have some.
     """
 
     def __init__(self, rules: Rules, document: Document, style: Style, *, by_key: bool = False, quote: str = ""):
         self.rules, self.document, self.style, self.by_key, self.quote = rules, document, style, by_key, quote
 
     def value(self, schema: Any, close: str = "") -> str:
-        """Return the name of the rule of a value and the literal `close` after it."""
+        """Return the name of the rule of a value that fits `schema` and the literal `close` after it.
+
+        Raises ValueError for a schema that cannot be written in this style.
+        """
         key = f"{self.style} {self.quote} {self.by_key} {close} {json.dumps(schema)} {json.dumps(self.document.root)}"
         name, new = self.rules.begun(key)
         if new:
@@ -64,16 +68,16 @@ class Structures:
             types = types_of(schema, self.document.root)
             bodies = [body for each in found for body in self._bodies(each, types, close)]
             if not bodies:
-                raise ValueError("no value of this schema can be written")
+                raise ValueError("no value of a schema can be written in this model's tool calls")
             self.rules.complete(name, " | ".join(dict.fromkeys(bodies)))
         return name
 
     def _inside(self) -> "Structures":
-        """Return the same for values inside lists and objects."""
+        """Return a writer of values inside lists and objects: this one, without `quote`."""
         return Structures(self.rules, self.document, self.style, by_key=self.by_key) if self.quote else self
 
     def _bodies(self, branch: Branch, types: set[str], close: str) -> Iterable[str]:
-        """Yield the bodies of a branch's values. types: those that the parser assumes for the text."""
+        """Yield the bodies of a branch's values and `close`. types: of the whole schema, which the parser assumes."""
         literal = self.rules.literal
         if branch.values:
             yield from (literal(text + close) for text in self.texts(branch.values[0], types))
@@ -91,7 +95,7 @@ class Structures:
             yield f"{write(branch.schema)} {literal(close)}"
 
     def texts(self, value: Any, types: set[str]) -> list[str]:
-        """Return the texts of one value, [] if it cannot be written so that it is read back."""
+        """Return the texts that may be written for one value; [] if none of them would be read back as this value."""
         style, text = self.style, dumps(value)
         if isinstance(value, dict | list):
             return [text] if style.kind in ("json", "python") and style.mark not in text else []
@@ -151,7 +155,7 @@ class Structures:
         required = set(schema.get("required", ()))
         members = []
         if missing := required - set(properties):
-            raise ValueError(f"required: {sorted(missing)[0]!r} is no property")
+            raise ValueError(f"required: {sorted(missing)[0]!r} is not among the properties")
         for key, inner in self.ordered(properties):
             before, after = self._tag(key) if nested else (self._key(key), "")
             literal = self.rules.literal(before) if nested or gemma else before
@@ -163,7 +167,7 @@ class Structures:
         return inner if nested else f'"{{" {inner} "}}"'
 
     def ordered(self, properties: Schema) -> list[tuple[str, Any]]:
-        """Return the members of an object in the order in which they are written."""
+        """Return (key, schema) of an object's members in the order in which they are written."""
         return sorted(properties.items(), key=lambda each: each[0].lower()) if self.by_key else [*properties.items()]
 
     def _separator(self, sign: str) -> str:
@@ -173,7 +177,7 @@ class Structures:
         return self.rules.rule(f"/{options}/", terminal=True)
 
     def _key(self, key: str) -> str:
-        """Return the text of a member's key and what follows it, for Gemma; else the body of its rule."""
+        """Return a member's key with the colon after it: for Gemma the text, else a body. Raises ValueError."""
         if self.style.kind == "gemma":
             check_key(key, r"[^\s:{}\[\],]+")
             return f"{key}:"
@@ -201,7 +205,10 @@ class Structures:
 
 
 def excluded(types: set[str]) -> list[str]:
-    """Return the regular expressions of texts that are not read as strings, if the schema allows these types."""
+    """Return the regular expressions of texts that are not read as strings if the schema allows these types.
+
+    types: empty if it allows any.
+    """
     if types == {"string"}:
         return []
     if not types:
@@ -210,13 +217,13 @@ def excluded(types: set[str]) -> list[str]:
 
 
 def check_key(key: str, allowed: str) -> None:
-    """Raise ValueError if a parameter's name cannot be written in a format. allowed: a regular expression."""
+    """Raise ValueError unless `allowed`, a regular expression, matches all of a parameter's name."""
     if not regex.fullmatch(allowed, key):
         raise ValueError(f"properties: {key!r} cannot be written in this model's tool calls")
 
 
 def repeated(item: str, separator: str, least: int, most: int | None) -> str:
-    """Return the body of `least` to `most` items (None: any number) with separators."""
+    """Return the body of `least` to `most` items (None: any number) with separators; "" if `most` allows none."""
     if most is not None and most < max(least, 1):
         return ""
     further = f"({separator} {item})" + _times(max(least - 1, 0), None if most is None else most - 1)
@@ -228,7 +235,10 @@ def _times(least: int, most: int | None) -> str:
 
 
 def sequence(rules: Rules, members: list[tuple[str, bool]], separator: str, free: str = "") -> str:
-    """Return the body of members (body, required) in this order, with separators; at the end any number of `free`."""
+    """Return the body of members (body, required) in this order; those that are not required may be missing.
+
+    free: with a separator, the body of any number of members after them; "" for none.
+    """
     if not separator:
         return " ".join(body if required else f"({body})?" for body, required in members)
     rest, alternatives, optional = f"({separator} {free})*" if free else "", list[str](), True

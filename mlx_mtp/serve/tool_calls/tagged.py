@@ -70,7 +70,7 @@ class TaggedCalls:
         return None
 
     def parameters(self, text: str, at: int) -> Iterator[tuple[regex.Match[str], str, str | None]]:
-        """Yield the start of each argument after `at`, its key, and the type that the model wrote or None."""
+        """Yield, for each argument from index `at` on: match of its start tag, key, and written type or None."""
         for match in regex.finditer(self.parameter, text, pos=at):
             yield match, match["key"], match.groupdict().get("type")
 

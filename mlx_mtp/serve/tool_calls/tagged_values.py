@@ -15,7 +15,7 @@ CDATA = "<![CDATA["
 
 
 class TaggedValues:
-    """Adds the rules of a function's tagged arguments to a grammar."""
+    """Adds the rules of the tagged arguments of the function `name` to a grammar. A body is a rule's right side."""
 
     def __init__(self, rules: Rules, format: TaggedCalls, layout: Layout, tools: Tools, name: str):
         assert layout.parameter, "tagged calls have tags"
@@ -24,7 +24,7 @@ class TaggedValues:
         self._document = Document(tools.parameters(name))
 
     def argument(self, key: str, schema: Any) -> str:
-        """Return the body of one argument with its tags."""
+        """Return the body of one argument, which fits `schema`, with its tags. Raises ValueError if none can."""
         check_key(key, r"[^<>/\n\"]+")
         parameter, by_type = self._parameter, dict[str, list[str]]()
         if self._format.nested:
@@ -40,7 +40,7 @@ class TaggedValues:
         return self._rules.either(f"{start} {self._rules.either(bodies)}" for start, bodies in starts)
 
     def any_argument(self, key: str) -> str:
-        """Return the body of one argument with its tags and any text as value."""
+        """Return the body of one argument with its tags; its value is any text that does not contain the end tag."""
         parameter = self._parameter
         close = self._close(key)
         mark = self._format.close.replace("{key}", key)
@@ -62,7 +62,7 @@ class TaggedValues:
         return Structures(self._rules, self._document, Style(kind, mark))
 
     def _values(self, key: str, schema: Any) -> Iterator[tuple[str, str]]:
-        """Yield (JSON type, body) of the values of an argument, each with the literal after it."""
+        """Yield (JSON type, body) of the values of an argument, each with the end tag after it. Raises ValueError."""
         types = types_of(schema, self._document.root)
         close, kinds = self._close(key), {self._type(kind) for kind in types}
         if not types or "string" in types or len(kinds) > 1:
@@ -77,7 +77,10 @@ class TaggedValues:
                 yield from ((branch.kind, body) for body in self._python_values(branch, close))
 
     def _closed(self, value: str, close: str) -> str:
-        """Return the body of a value that is no raw text and what follows it."""
+        """Return the body of `value`, a body that is no raw text, and the literal `close`.
+
+        If the format has CDATA sections, the value may be in one.
+        """
         plain = f"{value} {self._rules.literal(close)}"
         section = f"{self._rules.literal(CDATA)} {value} {self._rules.literal(']]>' + close)}"
         return f"({plain} | {section})" if self._format.cdata else plain
@@ -125,5 +128,5 @@ class TaggedValues:
         yield self._rules.raw(close, patterns=patterns, without=without, mark=mark)
 
     def _read(self, key: str, text: str) -> str:
-        """Return the JSON as which the parser reads the text of a string."""
+        """Return the JSON that the parser returns for a raw text between the tags of argument `key`."""
         return dumps(text) if self._parameter.types[0] else self._format.as_json(self._tools, self._name, key, text)
