@@ -44,7 +44,7 @@ def places(folders: Iterable[Path] = ()) -> list[Place]:
 
 
 def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
-    """Return the path of the model with this short name, in any case; None if there is none.
+    """Return the directory or GGUF file of the model with this short name, in any case; None if there is none.
 
     folders: searched in addition, as in `places`. ValueError, with their paths, if there are several.
     """

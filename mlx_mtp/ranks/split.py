@@ -75,7 +75,7 @@ def check_divides(model: Any, ranks: int, name: str) -> None:
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     if any(getattr(module, "mode", None) in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
-        needed = "--gguf-plan affine converts them to a format that can"
+        needed = "--gguf-plan affine converts a GGUF file to formats that can"
         raise ValueError(f"ranks={ranks}: weights in GGUF's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
