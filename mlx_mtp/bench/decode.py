@@ -2,7 +2,8 @@
 
 A speed is the number of tokens after the first, divided by the time since the first; the prefill is timed separately.
 "adaptive" is the default of our loop: it measures costs while it generates, and keeps them for the next prompt.
-Under grammars the loops are ours alone: plain, and adaptive with drafts of the heads, of the grammar, and of both.
+Under grammars the loops are ours alone: plain, plain without the grammar, and with drafts of the heads, of the
+grammar, and of both.
 All loops start from the same state: a prompt without its last token is prefilled once, and each generation continues
 a copy of that cache.
 """
@@ -43,7 +44,8 @@ Progress = Callable[[str, int, int], None]  # receives what is next, the number 
 class LoopSettings:
     """Options shared by all loops.
 
-    kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized. grammar: of our loops but FREE.
+    kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized. grammar: compiled, which all of our
+    loops except FREE follow; None without one.
     """
 
     max_tokens: int = 128
@@ -195,8 +197,8 @@ def entry_of(prompt: BenchPrompt, reader: Reader, runs: Sequence[TimedRun]) -> d
 
     context: the length that the prompt was padded to, or 0. read_seconds: of the prefill without the last token.
     text: a digest of the first round's tokens. tokens: number of tokens. seconds: since the first token. drafted,
-    accepted: per depth, of the drafter; of lookups and of grammars in all. drafted_by, accepted_by: of the drafter,
-    by its names in plans. paused: why drafting was paused at the end, else "".
+    accepted: per depth, of the drafter. drafted_by, accepted_by: of the drafter, by its names in plans.
+    lookup_drafted, grammar_drafted and so on: totals. paused: why drafting was paused at the end, else "".
     """
     stats = [run.stats for run in runs if run.stats]
     of_drafter = "drafted", "accepted", "drafted_by", "accepted_by"
@@ -259,7 +261,8 @@ def open_session(subject: Subject, drafts: Sequence[int], rounds: int, cooldown:
 def open_guided_session(subject: Subject, rounds: int, cooldown: float) -> Session:
     """Return a session of our loops under grammars: plain, with drafts of the heads, of the grammar, and of both.
 
-    FREE is the plain loop without a grammar. Without heads or a drafter: no drafts of heads.
+    FREE is the plain loop without a grammar. For a model without heads and drafter, the loops with heads are left
+    out.
     """
     model, target = subject.model, subject.facts["target_bytes"]
     both = target + subject.facts["head_bytes"]

@@ -24,7 +24,7 @@ Setting = tuple[int, int | None, int | None]  # context, kv_bits, mtp_kv_bits
 class Row:
     """One loop over some prompts in one setting.
 
-    tokens, drafted, accepted: per round on average, drafts of lookups and grammars included.
+    tokens, drafted, accepted: per round on average, with drafts of lookups and grammars.
     rates:  per depth, the share of the heads' drafts that were accepted; None without drafts.
     paused: why drafting was paused at the end of its last run, else "".
     speed:  tokens/s since the first token; vs_plain, vs_mlx_lm: ratio to these loops within a round. None without

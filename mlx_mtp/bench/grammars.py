@@ -15,10 +15,11 @@ PROMPT = "Answer with an example."  # of a grammar from a file
 
 
 def guided_prompts(subject: Subject, name: str) -> list[BenchPrompt]:
-    """Return a prompt per grammar, in a category of its name: of BUILT_IN, or of a file.
+    """Return a prompt for each grammar, with the grammar's name as category. name: BUILT_IN, or the path of a file.
 
-    A file whose name ends in .lark is a grammar in llguidance's dialect of Lark, any other one a JSON schema. Raises
-    ValueError for a model without a tokenizer, a missing file, or a grammar that cannot be honoured.
+    BUILT_IN has five JSON schemas. A file whose name ends in .lark is a grammar in llguidance's dialect of Lark, any
+    other one a JSON schema. Raises ValueError for a model without a tokenizer, an unreadable file, or a grammar that
+    is invalid or not supported.
     """
     if subject.tokenizer is None:
         raise ValueError("grammar: a model without a tokenizer cannot write answers that fit it")

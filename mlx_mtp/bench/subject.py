@@ -202,8 +202,8 @@ FILE = Path(__file__).parent / "prompts.json"
 class BenchPrompt:
     """Token ids of one prompt of a category.
 
-    context: the maximum length that it was padded to, 0 if it was not. grammar: that answers must fit, compiled; None
-    without one.
+    context: the maximum length that it was padded to, 0 if it was not. grammar: compiled, which the answer must fit;
+    None without one.
     """
 
     category: str

@@ -42,14 +42,17 @@ def attach_block(model: Any, drafter: Any, contents: Any, path: Path) -> str:
 
 
 def with_heads(model: Any, block: Block) -> Block | HeadsAndBlock:
-    """Return the drafter of a model with a block drafter: with its MTP heads, if it has any."""
+    """Return a drafter of the model's MTP heads and `block`, or `block` alone if the model has no heads."""
     heads = Heads.of(model)
     return HeadsAndBlock(model, heads, block, default_draft_tokens(model)) if heads else block
 
 
 @contextmanager
 def counted(model: Any, net: Any) -> Generator[None, None, None]:
-    """Give the model the block drafter `net`, lazily, inside the block; another kind of network has no effect."""
+    """Inside the `with` block, count the block drafter `net` among the model's parameters; nothing is evaluated.
+
+    Another kind of network is not counted. The model has no drafter afterwards.
+    """
     try:
         if isinstance(net, BlockNetwork):
             set_drafter(model, with_heads(model, Block(net)))

@@ -1,6 +1,6 @@
 """Build a port's model from a checkpoint, and check that each tensor is present, has the right shape and is trained.
 
-An external drafter, from a directory of its own, replaces the checkpoint's MTP heads.
+An external drafter, from a directory of its own, replaces the checkpoint's MTP heads, unless it is a block drafter.
 """
 
 import copy
@@ -109,8 +109,8 @@ def load_port(
 def read_port(port: ModuleType, path: Path, config: dict, drafting: Drafting) -> tuple[Any, Contents, Raw]:
     """Return (a port's model, the checkpoint's sorted tensors, the parts with zero-centred norms, as in `Raw`).
 
-    The parameters are lazy arrays: they are read when they are used. Raises
-    ValueError for a checkpoint that is damaged or packed by an unsupported quantization method.
+    The parameters are lazy arrays: they are read when they are used. Raises ValueError for a checkpoint that is
+    damaged or packed by an unsupported quantization method.
     """
     args = read_args(port, path, config)
     contents = with_packed(sort_tensors(port, path, args.num_hidden_layers, drafting), path, config)
@@ -224,7 +224,8 @@ def _expand_experts(model: nn.Module) -> bool:
 def _read_heads(model: Any, contents: Contents, stored: dict[str, Any]) -> None:
     """Read and check the weights of the MTP heads, and drop embeddings and LM heads that equal the target's.
 
-    Updates the report's size and LM heads. Errors and warnings are those of `check_numbers` and `check_codes`.
+    Updates `head_bytes` and `lm_head` in the report. Errors and warnings are those of `check_numbers` and
+    `check_codes`.
     """
     check_numbers(stored, partial(origin, model, contents))
     check_codes(model, partial(origin, model, contents), heads=True)
@@ -267,7 +268,8 @@ def _open_for(model: Any, drafting: Drafting) -> tuple["DrafterAlone", Contents,
 def _attach(model: Any, drafter: "DrafterAlone", contents: Contents, path: Path) -> tuple[str, tuple[str, ...]]:
     """Attach an opened external drafter; return (its source for the report, names of its unused tensors).
 
-    It replaces the heads; a block drafter joins them. Its weights are read. ValueError if it does not fit the target.
+    A block drafter joins the MTP heads, any other one replaces them. Its weights are read. ValueError if they are
+    damaged, or do not fit the target.
     """
     if isinstance(drafter.mtp[0], BlockNetwork):
         return attach_block(model, drafter, contents, path), contents.ignored

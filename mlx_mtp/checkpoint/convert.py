@@ -94,7 +94,7 @@ class Source:
         return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
 
     def facts(self, place: str) -> Report:
-        """Return the report about the converted model; warn of missing heads, and formats only read here.
+        """Return the report about the converted model; warn of missing heads and of formats unknown to mlx-lm.
 
         place: the heads' location in the conversion.
         """
@@ -308,9 +308,9 @@ def extract_heads(
     """Write only a checkpoint's MTP heads, to the new file `mtp_path` or as `mtp.safetensors` into that directory.
 
     `load` finds mtp.safetensors in the directory of a conversion; give another place to it as `mtp_path`. If there is
-    a shard index, only those of the model's files that `files_of_heads` returns are downloaded or needed. mtp_q_bits:
-    None, without mtp_q_group_size, is 8 in the directory of quantized weights, and else does not quantize. Other
-    parameters and errors are those of `convert`.
+    a shard index, only those of the model's files that `files_of_heads` returns are downloaded or needed. mtp_q_bits,
+    mtp_q_group_size: if both are None, the heads are not quantized, but get 8 bits if mtp_path is a directory whose
+    config.json states a quantization. Other parameters and errors are those of `convert`.
     """
     new = Path(mtp_path).expanduser().resolve()
     quantized = new.is_dir() and is_quantized(new)

@@ -17,7 +17,7 @@ from .sort_tensors import Drafting
 
 
 def check_no_heads(path: Path, **options: Any) -> None:
-    """Raise ValueError for an option of the heads that is not None; the family of a checkpoint `path` has none."""
+    """Raise ValueError if an option of the heads is not None. path: a checkpoint of a family without a port."""
     for name, value in options.items():
         if value is not None:
             family = read_config(path)["model_type"]
@@ -25,10 +25,10 @@ def check_no_heads(path: Path, **options: Any) -> None:
 
 
 def convert_plain(path: Path, new: Path, **options: Any) -> tuple[int, Report]:
-    """Write a conversion by mlx-lm to the new directory `new`; return the bytes of its tensors, and its report.
+    """Write a conversion by mlx-lm to the new directory `new`; return its safetensors files' bytes, and its report.
 
-    options: those of `mlx_lm.convert`. A failed conversion leaves no files. ValueError, one line, if mlx-lm cannot
-    convert the checkpoint.
+    options: those of `mlx_lm.convert`, None for its default. If mlx-lm fails, no files are left. ValueError, one
+    line, if it cannot convert the checkpoint.
     """
     given = {name: value for name, value in options.items() if value is not None}
     with atomic.directory(new) as folder:

@@ -105,7 +105,7 @@ class Precision:
                 raise ValueError(f"mtp_q_bits={self.heads.bits}: {_nothing_left(before, heads=True)}")
 
     def _replaces(self, path: str) -> bool:
-        """Return whether the module at this path, of the target or the heads, is to be quantized."""
+        """Return whether the part with the module at this path, the heads or the target, is to be quantized."""
         return (self.heads if path.startswith("mtp.") else self.target) is not None
 
 
@@ -146,9 +146,10 @@ def formats(model: nn.Module) -> dict[str, Format]:
 
 
 def listed(found: dict[str, Format]) -> dict[str, Any] | None:
-    """Return config.json's "quantization": the target's most frequent format, and modules of other formats by path.
+    """Return config.json's "quantization": the target's usual format, and modules of other formats by path.
 
-    None if no module of the target is quantized, even if heads are. MLX's own formats come before block formats.
+    The usual one is the most frequent of MLX's own formats in the target or, without any, of block formats. None if
+    no module of the target is quantized, even if heads are.
     """
     target = Counter(form for path, form in found.items() if not path.startswith("mtp."))
     if not target:
@@ -197,16 +198,15 @@ def _quantize(module: nn.Module, form: Format, predicate: Callable[[str, nn.Modu
 
 
 def _in_8_bits(model: nn.Module) -> list[str]:
-    """Return the paths of the modules with 8-bit floats and no scales of groups, as FP8 releases have them."""
+    """Return the paths of the modules whose 8-bit floats have an output scale, as in FP8 releases."""
     return [path for path, m in model.named_modules() if SCALE in m and m.mode == "mxfp8"]
 
 
 def _dequantize(model: nn.Module, dtype: mx.Dtype, paths: list[str]) -> None:
-    """Replace the quantized modules at these paths by ordinary ones.
+    """Replace the quantized modules at these paths by unquantized ones.
 
-    ValueError for an unsupported class, or one with a global scale.
-
-    Their type is that of floating-point scales, else `dtype`.
+    Weights of affine modules get the type of their scales, others `dtype`. ValueError for an unsupported class, or a
+    module with a global scale.
     """
     ordinary, modules = [], dict(model.named_modules())
     for path in paths:

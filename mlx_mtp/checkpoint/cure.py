@@ -9,11 +9,11 @@ UNKNOWN = "RELEASED"  # the name of the released checkpoint in a command, if the
 
 
 class NeverDrafts(UserWarning):
-    """A model of a family that is never released with heads decodes plainly; commands do not show this warning."""
+    """Warns that a model decodes plainly because its family has no port or no released heads; commands hide it."""
 
 
 def base_model(path: Path) -> str:
-    """Return the hub name of the model that a checkpoint's model card states as its base, else UNKNOWN."""
+    """Return the hub name of the first base model in a checkpoint's model card (README.md), else UNKNOWN."""
     try:
         header = re.match(r"---\n(.*?)\n---\n", (path / CARD).read_text("utf-8"), re.DOTALL)
     except (OSError, UnicodeDecodeError):
@@ -23,5 +23,5 @@ def base_model(path: Path) -> str:
 
 
 def adding_heads(path: Path) -> str:
-    """Return the command that writes the heads of the released checkpoint into a checkpoint directory."""
+    """Return the command that writes the base model's heads, in 8 bits, into a checkpoint directory."""
     return f"mlx-mtp convert --hf-path {base_model(path)} --mtp-only --mtp-path {path} --mtp-q-bits 8"

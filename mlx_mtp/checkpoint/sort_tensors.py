@@ -58,9 +58,10 @@ class Drafting:
 
 
 def without_broken_heads(read: Callable[[Drafting], T], drafting: Drafting) -> T:
-    """Return read(drafting); if a checkpoint's heads are broken, without them, where a block drafter can draft alone.
+    """Return read(drafting); if that raises ValueError, read without MTP heads where a block drafter can draft alone.
 
-    A warning then names what is wrong. ValueError if reading fails for another reason, or heads are not optional.
+    It can if `draft_model` joins heads, and no `mtp_path` is given; a warning then states the error. Otherwise the
+    error is raised, and so is an error of the second read.
     """
     try:
         return read(drafting)

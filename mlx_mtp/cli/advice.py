@@ -13,9 +13,9 @@ ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def advised_sampling(path: Path) -> dict[str, Any]:
-    """Return the sampling values in a checkpoint's generation_config.json by name, temperature as temp.
+    """Return the numbers of ADVISED in a checkpoint's generation_config.json by name, temperature as "temp".
 
-    {} if it is missing or invalid, or do_sample is false.
+    {} if the file is missing or invalid, or its do_sample is false.
     """
     try:
         found = json.loads((path / "generation_config.json").read_text())
@@ -28,7 +28,7 @@ def advised_sampling(path: Path) -> dict[str, Any]:
 
 
 def advised_and_not_given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return those values of `advised_sampling`, of --model, that the command line does not set."""
+    """Return the values that the checkpoint of --model advises and the command line does not set, by name."""
     context = click.get_current_context()
     found = advised_sampling(checkpoint_path(flags["model"], flags=flags))
     given = {name for name in flags if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}

@@ -9,7 +9,7 @@ from .terminal import printable
 
 
 class PlainAnswer:
-    """Prints the text of an answer as it arrives; at the end of the `with` block it ends the line.
+    """Prints the text of an answer as it arrives; the end of the `with` block ends its last line.
 
     reasoning: always False, because marks of reasoning are printed as text.
     """
@@ -67,7 +67,7 @@ class MarkdownAnswer:
 
 
 def _splitter(session: ChatSession) -> Any:
-    """Return a splitter of reasoning and content, in the state in which the session's last prompt ends."""
+    """Return a splitter of reasoning and content; it starts in reasoning if the session's last prompt ends in it."""
     from ..serve.answer import Splitter
     from ..serve.frames import FramedSplitter, begun_in, frames_of
 

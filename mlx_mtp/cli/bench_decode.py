@@ -34,7 +34,7 @@ INTEGERS = partial(shared.numbers, int)
 @option("--seed", type=IntRange(0, 2**31), default=0, help="Seed of the draws.")
 @option("--kv-bits", type=BITS, help="Quantize the target's KV cache.")
 @option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches.")
-@option("--grammar", metavar=GRAMMAR, help="Decode under the JSON schema or .lark grammar FILE, or five schemas.")
+@option("--grammar", metavar=GRAMMAR, help="Decode under a JSON schema or .lark grammar; builtin: five schemas.")
 @option("--preset", type=Choice(["documents"]), help="The published experiment, compared with its figures.")
 @shared.run_options
 @option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
@@ -47,7 +47,7 @@ def decode(**flags: Any) -> None:
     target's cache is quantized.
 
     With --grammar the contenders are our plain loop under the grammar, drafts of the heads, of the grammar, both, and
-    our plain loop without the grammar.
+    our plain loop without the grammar, whose text may differ.
     """
     from ..bench import result
     from ..bench.decode import broken

@@ -36,7 +36,10 @@ class Command(NamedTuple):
 
 
 def execute(chat: Chat, name: str, argument: str) -> str:
-    """Run a command other than /exit; return what to print. Raises ValueError or OSError if it cannot be run."""
+    """Run a command other than /exit; return what to print, "" for nothing.
+
+    Raises ValueError or OSError if it cannot be run, and SubprocessError if the clipboard's program fails.
+    """
     command = COMMANDS.get(name)
     if command is None:
         raise ValueError(f"unknown command {printable(name)[:30]}: /help lists them; a space before the / sends it")
@@ -54,7 +57,8 @@ def completions() -> dict[str, Iterable[str] | None]:
 def named_file(name: str, command: str) -> Path:
     """Return the path that follows a command such as /save, with ~ expanded; ValueError if none does.
 
-    Quotes around it and backslashes before its spaces, as of a file dropped into a terminal, are removed.
+    Unless that path exists, quotes around it or else backslashes before its spaces are removed, as terminals add them
+    to a dropped file.
     """
     if not name:
         raise ValueError(f"{command}: name a file, as in {command} chat.json")
@@ -82,7 +86,7 @@ def _retry(chat: Chat, _: str) -> str:
 
 
 def _edit(chat: Chat, text: str) -> str:
-    """Replace the last message by `text`; without one the next prompt starts with it, to be edited."""
+    """Replace the last message by `text` and answer it; without `text` let the next prompt edit that message."""
     chat.last_message()
     if not text and not chat.interactive:
         raise ValueError("/edit: no terminal to edit in; write /edit TEXT")
@@ -93,7 +97,7 @@ def _edit(chat: Chat, text: str) -> str:
 
 
 def _copy(chat: Chat, _: str) -> str:
-    """Copy the last answer to the clipboard by the system's program, or by the terminal where there is none."""
+    """Copy the last answer to the clipboard by a program of CLIPBOARDS, else by an escape code for the terminal."""
     answers = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError("/copy: there is no answer yet")
@@ -104,7 +108,7 @@ def _copy(chat: Chat, _: str) -> str:
             subprocess.run(command, input=answers[-1].encode(), check=True, timeout=10)
             return f"Copied {count(len(answers[-1]), 'character')}."
     if not chat.interactive or dumb():
-        raise ValueError(f"/copy: no clipboard; install one of {', '.join(command[0] for _, command in CLIPBOARDS)}")
+        raise ValueError(f"/copy: no clipboard; it needs one of {', '.join(command[0] for _, command in CLIPBOARDS)}")
     sys.stdout.write(f"\x1b]52;c;{base64.b64encode(answers[-1].encode()).decode()}\a")
     return f"Sent {count(len(answers[-1]), 'character')} to the terminal's clipboard."
 
@@ -119,7 +123,7 @@ def _file(chat: Chat, name: str) -> str:
     if file.exists() and not file.is_file():
         raise ValueError(f"{printable(str(file))}: not a regular file")
     if (size := file.stat().st_size) > LARGEST_FILE:
-        raise ValueError(f"{printable(str(file))}: {size:,} bytes; allowed are {LARGEST_FILE:,}")
+        raise ValueError(f"{printable(str(file))}: {size:,} bytes; at most {LARGEST_FILE:,} are allowed")
     try:
         text = file.read_text("utf-8")
     except UnicodeDecodeError:
@@ -129,7 +133,7 @@ def _file(chat: Chat, name: str) -> str:
 
 
 def _mtp(chat: Chat, argument: str) -> str:
-    """Switch drafting on or off; without an argument return the state."""
+    """Return the state of drafting, after switching it if the argument is "on" or "off"."""
     if argument not in ("on", "off", ""):
         raise ValueError(f"/mtp {printable(argument)[:30]}: expected on or off")
     if argument == "on" and not chat.drafts:

@@ -13,7 +13,7 @@ LEGEND = (
 
 
 def footer(turn: Turn, last: GenerationResponse, context: str = "") -> str:
-    """Return an answer's figures in one line, plus one line with the reason if drafting is paused.
+    """Return an answer's figures as text: one line, and a second one with the reason if drafting is paused.
 
     context: as `context_used` returns it, left out if it is empty.
     """
@@ -35,14 +35,14 @@ def context_used(session: ChatSession) -> str:
 
 
 def mtp_state(session: ChatSession) -> str:
-    """Return whether the next answer will use drafts, as text."""
+    """Return, as text, whether the next answer will use drafts, and their number per cycle."""
     k = session.num_draft_tokens
     most = "up to " if session.options.get("adaptive", True) else ""
     return f"MTP on, {most}{count(k, 'draft')} per cycle" if k else "MTP off"
 
 
 def totals(session: ChatSession, turns: list[Turn]) -> list[str]:
-    """Return the lines of /stats; figures of drafts include only turns that could draft."""
+    """Return the three lines of /stats: answers, drafts (only of turns that could draft), caches and memory."""
     every, drafting = Stats(), Stats()
     for turn in turns:
         every.add(turn.stats)

@@ -18,7 +18,7 @@ NAMES = sorted({*KINDS, *ALIASES} - {"temp"})
 
 
 def apply_penalties(session: ChatSession, penalties: Mapping[str, float]) -> None:
-    """Use mlx-lm's penalties of these names in later turns; those without an effect are ignored.
+    """Apply mlx-lm's penalties, by name, in later turns instead of earlier ones; neutral values are ignored.
 
     Raises ValueError, without a change, for a repetition_penalty that is not above 0.
     """
@@ -35,7 +35,7 @@ def settings(session: ChatSession, penalties: Mapping[str, float]) -> str:
 
 
 def change(session: ChatSession, penalties: dict[str, float], argument: str) -> str:
-    """Set an option for later answers; return its name and value. argument: "NAME VALUE", or NAME to show it.
+    """Set an option for later answers; return its name and value. argument: "NAME VALUE", or "NAME" to show it.
 
     Raises ValueError, without a change, for an unknown name or a value that is not allowed.
     """

@@ -33,8 +33,8 @@ Execute = Callable[["Chat", str, str], str]
 class Chat:
     """The loop of `mlx-mtp chat`: reads lines, and answers them or runs them as commands.
 
-    files: those that the next message brings. sent: those of the last one. edits: the next line replaces the last
-    message. penalties: mlx-lm's penalties by name.
+    files: (name, text) of the files for the next message. sent: those of the last message. edits: whether the next
+    line replaces the last message. penalties: mlx-lm's penalties by name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Chat:
         self.start_over()
 
     def start_over(self) -> None:
-        """Remove the turns and files of a conversation that was replaced."""
+        """Drop the turns and files of the previous conversation; the session itself is unchanged."""
         self.turns: list[Turn] = []
         self.files: list[File] = []
         self.sent: list[File] = []
@@ -62,7 +62,7 @@ class Chat:
     def run(self, notice: str = "") -> None:
         """Run until /exit, the end of input, or two Ctrl-C at the prompt, on several ranks one.
 
-        notice: printed before the first prompt of a terminal.
+        notice: printed before the first prompt of a terminal, unless quiet.
         """
         if self.interactive and not self.quiet:
             head = f"{self.name} · {mtp_state(self.session)} · /help"
@@ -94,7 +94,7 @@ class Chat:
         return self.read(default=(self._typed or self.last_message()) if self.edits else "")
 
     def confirm(self, question: str) -> bool:
-        """Ask on a terminal whether to do something; without one return False."""
+        """Ask on a terminal whether to do something; without one, and on several ranks, return False."""
         return self.interactive and not self.ranks and self.read.confirm(question)
 
     def _command(self, name: str, argument: str = "") -> None:
@@ -115,7 +115,7 @@ class Chat:
         raise ValueError("the conversation has no message yet")
 
     def with_files(self, text: str, files: list[File]) -> str:
-        """Return a message that contains the text files, each in a code block under its name, and then the text."""
+        """Return a message of the files, each in a code block under its name, and then `text`; they become `sent`."""
         self.sent, blocks = files, []
         for name, content in files:
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", content)), default=0))
@@ -131,7 +131,7 @@ class Chat:
             self.session.messages = before
 
     def _message(self, text: str, *, edits: bool) -> None:
-        """Answer a message that the user has typed. edits: it replaces the last one, and brings the same files."""
+        """Answer a message that the user has typed. edits: it replaces the last one, and contains the same files."""
         self._typed = text
         if edits:
             return self.replace_last(self.with_files(text, self.sent))
@@ -187,7 +187,7 @@ class Chat:
             self._note(f"The conversation exceeds the {limit:,} tokens the model supports; /reset starts a new one.")
 
     def _limit_reached(self, last: GenerationResponse) -> str:
-        """Return why the answer ended before its end."""
+        """Return a notice of the limit, of the context or of max_tokens, at which the answer was cut."""
         most, where = self.session.options.get("max_tokens"), " during its reasoning" if self._thinks else ""
         if most == -1:
             return f"(cut{where}: the context of {self.session.positions:,} tokens is full; /reset starts a new one)"

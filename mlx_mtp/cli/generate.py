@@ -62,7 +62,7 @@ def generate(**flags: Any) -> None:
 
 
 def _note_advice(flags: dict[str, Any]) -> None:
-    """Print on stderr that the checkpoint advises sampling, if it does and --temp is not given."""
+    """Print a note on stderr if the checkpoint advises a temperature, and decoding is greedy without --temp."""
     found = advised_and_not_given(flags)
     if found.get("temp") and not flags["temp"]:
         values = ", ".join(f"{name} {value}" for name, value in found.items())

@@ -43,7 +43,7 @@ class CommandCompleter(Completer):
 
 
 def make_editor(*, bold: bool, typed_on: Callable[[], None], values: Values) -> Any:
-    """Return a line editor, whose `prompt()` returns a message.
+    """Return a prompt_toolkit session, whose `prompt()` returns a message, and raises EOFError for Ctrl-D.
 
     Ctrl-C calls `typed_on` and clears the line; on an empty line it raises KeyboardInterrupt. bold: of the prompt.
     values: the completions of each command, as `CommandCompleter` takes them.
@@ -81,7 +81,7 @@ def make_editor(*, bold: bool, typed_on: Callable[[], None], values: Values) -> 
 def kept_history() -> History:
     """Return the history of earlier sessions, in a file that only the user can read.
 
-    Where the file cannot be written the history is this session's.
+    A file larger than LONGEST bytes is deleted first. If it cannot be written, the history is this session's alone.
     """
     try:
         file = cache_directory("chat") / "history"
@@ -95,7 +95,7 @@ def kept_history() -> History:
 
 
 def _resized(app: Any, redraw: Callable[[], None]) -> None:
-    """Erase all typed lines when the terminal is resized.
+    """Let prompt_toolkit's `redraw` erase all rows of the typed lines when the terminal is resized.
 
     A narrower terminal wraps rows that became too long, which moves the cursor down. prompt_toolkit uses the old
     number of rows and leaves copies on the screen; it has no public hook for this.
@@ -106,7 +106,7 @@ def _resized(app: Any, redraw: Callable[[], None]) -> None:
 
 
 def _reflowed(renderer: Any) -> Any:
-    """Return the cursor position after the terminal has wrapped the rows above it to its new width."""
+    """Return the cursor's Point, from the prompt's first row, after the terminal wrapped rows to its new width."""
     from prompt_toolkit.data_structures import Point
 
     cells, cursor = renderer._last_screen.data_buffer, renderer._cursor_pos

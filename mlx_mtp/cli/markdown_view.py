@@ -60,7 +60,7 @@ class AnswerMarkdown(Markdown):
 
 
 def blocks(text: str) -> list[str]:
-    """Split a Markdown text before each top-level block after the first.
+    """Return a Markdown text's top-level blocks; the newline between two blocks is left out.
 
     More lines after a text that ends with a newline, or is empty, can only change its last block.
     """
@@ -117,7 +117,7 @@ class MarkdownView:
         self._final, self._drawn = 0, []
 
     def _lines(self, text: str) -> list[str]:
-        """Return the lines of a text's blocks, with a blank line before each that is not the answer's first."""
+        """Return a text's rendered lines; a block of Markdown that is not the answer's first follows a blank line."""
         found: list[str] = []
         for block in [text] if self._reasoning else blocks(text):
             lines = self._rendered(block) if block.strip() else []
@@ -134,7 +134,7 @@ class MarkdownView:
         return lines
 
     def _show(self, lines: list[str]) -> None:
-        """Replace the lines of the last block that can still be redrawn, those that fit on the screen."""
+        """Redraw the last block as `lines`, but for those already above the screen, which stay as they were shown."""
         size, shown = terminal_size(), lines[self._final :]
         if not shown:
             return

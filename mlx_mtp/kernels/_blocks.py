@@ -1,8 +1,9 @@
 """Quantize, dequantize and multiply GGUF's block formats IQ4_NL, IQ4_XS and Q6_K, in plain MLX operations.
 
-Codes are packed as MLX packs 4 and 6 bits. Scales are words of 16 bits: of IQ4_NL a float16 number for each group, of
-the others records for 256 weights: a float16 number, then a factor for each group, a signed byte, two in a word. A
-weight is number * factor * value, bit for bit in float32; IQ4_NL's factors are 1.
+Codes are packed as MLX packs 4 and 6 bits. Scales are uint16 words. IQ4_NL has one word per group of 32 weights, the
+bits of a float16 number. The others have a record per 256 weights: a word with a float16 number, then a signed byte
+for each group, its factor, two in a word. A weight is number * factor * value, computed in float32: the factor of
+IQ4_NL is 1, the value is TABLE[code] or, of Q6_K, code - 32.
 """
 
 import math
@@ -18,7 +19,7 @@ PIECE = 1 << 22  # weights that are dequantized at a time
 
 
 class BlockFormat(NamedTuple):
-    """Bits of a code, weights under one scale, weights under one float16 number, and words of scales for these."""
+    """Bits of a code, weights in a group, weights under one float16 number (`span`), and words of scales per span."""
 
     bits: int
     group_size: int
@@ -34,7 +35,7 @@ BLOCK_FORMATS = {
 
 
 def block_mode(columns: int, words: int) -> str | None:
-    """Return the format of rows of `columns` weights whose scales have `words` words; None if it is none of these."""
+    """Return the name of the format whose rows of `columns` weights have `words` words of scales, else None."""
     fits = (mode for mode, form in BLOCK_FORMATS.items() if words * form.span == columns * form.words)
     return next(fits, None)
 
@@ -51,7 +52,7 @@ def _values(w: mx.array, bits: int) -> mx.array:
 
 
 def block_scales(scales: mx.array, mode: str) -> mx.array:
-    """Return the scales of groups, float32 [..., K / group_size], from their words [..., words]; exact."""
+    """Return number * factor of each group, exact in float32 [..., K / group_size]. scales: uint16 [..., words]."""
     lead, words = scales.shape[:-1], BLOCK_FORMATS[mode].words
     records = scales.reshape(*lead, -1, words)
     numbers = mx.contiguous(records[..., :1]).view(mx.float16).astype(mx.float32)
@@ -67,9 +68,10 @@ def dequantized_blocks(w: mx.array, scales: mx.array, mode: str) -> mx.array:
 
 
 def quantized_blocks(weights: mx.array, mode: str) -> tuple[mx.array, mx.array]:
-    """Return weights [..., K] in a block format: packed codes and the words of scales.
+    """Return weights [..., K] in a block format: packed codes, and the words of scales.
 
-    A group's value of the largest magnitude becomes the table's, or the range's, largest one; others the nearest.
+    A group's scale maps its weight of the largest magnitude to code 0, the value -127 or -32, before the scale is
+    rounded; each code is then the nearest. ValueError for rows that are not whole blocks of `span` weights.
     """
     form, lead = BLOCK_FORMATS[mode], weights.shape[:-1]
     if weights.shape[-1] % form.span:
@@ -88,7 +90,7 @@ def quantized_blocks(weights: mx.array, mode: str) -> tuple[mx.array, mx.array]:
 
 
 def _scale_words(scales: mx.array, form: BlockFormat) -> mx.array:
-    """Return the words of scales of groups [..., K / group_size]."""
+    """Return the uint16 words [..., words] for scales of groups, float32 [..., K / group_size], which are rounded."""
     if form.words == 1:
         return scales.astype(mx.float16).view(mx.uint16)
     most = MIDDLE if form.bits == 4 else 128  # factors are from -most on
@@ -113,7 +115,8 @@ def _packed(codes: mx.array, bits: int) -> mx.array:
 def block_product(x: mx.array, w: mx.array, scales: mx.array, mode: str, *, transpose: bool = True) -> mx.array:
     """Return x [..., M, K] times block weights [..., N, K], transposed: [..., M, N] in x's type, summed in float32.
 
-    Without `transpose` x [..., M, N] times the weights: [..., M, K]. About PIECE weights are in memory at a time.
+    Without `transpose` it is x [..., M, N] times the weights: [..., M, K]. At most PIECE weights, but at least one
+    row of each matrix, are dequantized at a time.
     """
     rows = w.shape[-2]
     count = math.prod(w.shape[:-2])

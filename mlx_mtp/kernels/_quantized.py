@@ -31,9 +31,9 @@ DEVICE = 8  # MLX passes arrays of fewer elements in constant memory, which the 
 class Quantized:
     """Weights of one or several linears with the same input x, stacked along N; of heads or experts, N is axis 1.
 
-    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], in block formats the words of `_blocks.py`;
-    biases is None except in affine formats. ends: the end of each linear along N. bias: [N] or None, added to the
-    rounded product by `verify_qmm`, `verify_glu` and `verify_qmm_mma` only.
+    w: [N, K * bits / 32] uint32. scales, biases: [N, K / group_size], but scales of block formats are the uint16
+    words [N, words] of `_blocks.py`; biases is None except in affine formats. ends: the end of each linear along N.
+    bias: [N] or None, added to the rounded product by `verify_qmm`, `verify_glu` and `verify_qmm_mma` only.
     """
 
     w: mx.array
@@ -108,14 +108,17 @@ def packs(bits: int) -> tuple[int, int]:
 
 
 def lanes(weights: Quantized) -> tuple[int, int]:
-    """Return (values of K that a lane reads at once, lanes per weight row) of MLX 0.32.4's kernel for one row."""
+    """Return (values of K that a lane reads at once, lanes per weight row).
+
+    They are those of MLX 0.32.4's kernel for one row; of block formats, which MLX does not support, of ours.
+    """
     if weights.k in (64, 128) and weights.bits in (2, 4, 8) and not weights.is_blocks:
         return weights.k // 4, 4  # qmv_quad
     return lane_values(weights), 32  # qmv_fast, qmv
 
 
 def lane_values(weights: Quantized) -> int:
-    """Return the values of K that a lane reads at once where 32 lanes share a weight row."""
+    """Return the values of K that a lane reads at once where 32 lanes share a weight row; see `lanes`."""
     if weights.is_blocks:
         return BLOCK_VALUES
     pack, fast = packs(weights.bits)
@@ -133,7 +136,10 @@ def dequantized(weights: Quantized) -> mx.array:
 
 
 def stock_product(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K] by MLX's own operation; of block formats dequantized in pieces."""
+    """Return x [..., K] times the weights [N, K], without a bias, as [..., N]: by MLX's quantized product.
+
+    MLX has none for block formats: their weights are dequantized in pieces, and multiplied in float32.
+    """
     if weights.is_blocks:
         return block_product(x, weights.w, weights.scales, weights.mode)
     w, scales, biases = weights.w, weights.scales, weights.biases
@@ -141,7 +147,7 @@ def stock_product(x: mx.array, weights: Quantized) -> mx.array:
 
 
 def multiplied(x: mx.array, weights: Quantized) -> mx.array:
-    """Return x [..., K] times the weights [N, K], in float32, rounded once to the type that MLX computes in."""
+    """Return x [..., K] times the weights [N, K], computed in float32, rounded once to `weights.dtype(x)`."""
     if weights.is_blocks:
         return block_product(x, weights.w, weights.scales, weights.mode)
     return (x.astype(mx.float32) @ dequantized(weights).T).astype(weights.dtype(x))

@@ -1,7 +1,7 @@
 """Layers whose weights stay in GGUF's block formats, IQ4_NL, IQ4_XS and Q6_K.
 
-MLX's own operations do not support these: without a kernel weights are dequantized, a piece at a time, and multiplied
-in float32.
+MLX's own operations do not support these. Where no kernel of ours runs, a product dequantizes its weights, a piece at
+a time, and multiplies in float32; its result has the type of its input.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ WORDS = mx.uint16  # of scales; no other format has scales of this type
 
 
 class Blocks:
-    """Mixin for a quantized module whose `weight` and `scales` are of a block format, `mode`."""
+    """Mixin for a module with packed codes `weight` and words `scales` of the block format that `mode` names."""
 
     def dequantized(self: Any) -> mx.array:
         """Return all weights in float32."""
         return dequantized_blocks(self["weight"], self["scales"], self.mode)
 
     def to_quantized(self, **format_: Any) -> Any:
-        """Return the module itself, which is quantized already: mlx-lm's loader quantizes what config.json lists."""
+        """Return this module, whatever the format: mlx-lm's loader calls it for modules that config.json lists."""
         return self
 
 
@@ -48,7 +48,7 @@ class BlockEmbedding(Blocks, nn.QuantizedEmbedding):
         )
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Return the logits [..., N] of an LM head with these weights."""
+        """Return the logits [..., N] of rows x [..., K], with the embedding as an LM head."""
         return block_product(x, self["weight"], self["scales"], self.mode)
 
 
@@ -56,7 +56,7 @@ class BlockMultiLinear(Blocks, QuantizedMultiLinear):
     """Per-head matrices [heads, N, K] in a block format."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Multiply x [..., heads, L, K] to [..., heads, L, N]; without `transpose` in the other direction."""
+        """Return [..., heads, L, N] for x [..., heads, L, K]; without `transpose`, L rows of K for L rows of N."""
         return block_product(x, self["weight"], self["scales"], self.mode, transpose=transpose)
 
 
@@ -70,7 +70,7 @@ class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return outputs [*I, 1, N] of the experts `indices` [*I] for rows x [..., 1, K], broadcast to these.
 
-        With more than MOST_PAIRS indices their values are read, which evaluates them.
+        More than MOST_PAIRS indices are evaluated, to group rows by expert. sorted_indices has no effect.
         """
         k = x.shape[-1]
         pairs = mx.broadcast_to(x, (*indices.shape, 1, k)).reshape(-1, 1, k)
@@ -80,7 +80,7 @@ class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
     def _by_pair(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """Multiply rows x [P, 1, K] by the matrices of their experts [P]; each pair has a copy of its matrix."""
+        """Return rows x [P, 1, K] times the matrices of experts `chosen` [P]: [P, 1, N]; copies a matrix per row."""
         size, found = max(PAIR_WEIGHTS // (self.output_dims * self.input_dims), 1), []
         for begin in range(0, len(chosen), size):
             at = chosen[begin : begin + size]
@@ -91,7 +91,7 @@ class BlockSwitchLinear(Blocks, QuantizedSwitchLinear):
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def _by_expert(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """Multiply rows x [P, 1, K] by the matrices of their experts [P]; each expert is dequantized once."""
+        """Return the result of `_by_pair`; each chosen expert is dequantized once, and `chosen` is evaluated."""
         order = mx.argsort(chosen)
         counts = (chosen[:, None] == mx.arange(self.num_experts)).sum(axis=0).tolist()
         rows, found, begin = x[order, 0], [], 0
@@ -119,14 +119,14 @@ def is_blocks(module: Any) -> bool:
 
 
 def block_kind(module: Any) -> type | None:
-    """Return the class of Blocks that replaces an unquantized module; None if there is none."""
+    """Return the class for an unquantized module in a block format; None for other modules and subclasses."""
     return KINDS.get(type(module))
 
 
 def made_of(module: Any, mode: str, weight: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> Any:
-    """Return the module of a block format that replaces an unquantized one, with its bias.
+    """Return a frozen module with these packed codes and words of scales, and the bias of `module`, if it has one.
 
-    weight, scales: packed codes, and the words of scales. dtype: of an embedding's rows.
+    module: the unquantized one that it replaces. mode: of the block format. dtype: of an embedding's rows.
     """
     kind: Any = KINDS[type(module)]
     made = kind.__new__(kind)
@@ -142,7 +142,7 @@ def made_of(module: Any, mode: str, weight: mx.array, scales: mx.array, dtype: m
 
 
 def to_blocks(module: Any, mode: str) -> Any:
-    """Return an unquantized linear layer, embedding, stack of experts or of heads in a block format.
+    """Return an unquantized linear layer, embedding, stack of experts or of heads as a new module in a block format.
 
     mode: "iq4_nl", "iq4_xs" or "q6_k". ValueError for rows that are not whole blocks.
     """
@@ -150,10 +150,10 @@ def to_blocks(module: Any, mode: str) -> Any:
 
 
 def place_blocks(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Replace the model's modules whose scales in `weights` are words of a block format, to load these.
+    """Replace the unquantized modules whose scales in `weights` are uint16 words by those of the block format.
 
-    weights: all of the model's, by path; rows of embeddings get the type of its norms. ValueError for scales of words
-    that are of no such format.
+    The new modules contain zeros; `weights`, all of the model's by path, are loaded later. Rows of embeddings have
+    the type of the first norm in `weights`, else float32. ValueError for a number of words that no block format has.
     """
     named = (w.dtype for path, w in weights.items() if path.endswith("norm.weight"))
     dtype, found = next(named, mx.float32), []

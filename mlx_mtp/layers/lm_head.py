@@ -55,7 +55,7 @@ class LMHeadSite(Site):
         return [mx.argmax(self.logits(x), axis=-1).astype(mx.int32)]
 
     def tokens(self, x: mx.array, *, fused: bool) -> mx.array:
-        """Return the token of each row's greatest logit, int32 [M]; fused: by the kernel."""
+        """Return the token of the greatest logit of each row of x [M, K], int32 [M]. fused: run the kernel."""
         return (self.ours(x) if fused else self.stock(x))[0]
 
     def logits(self, x: mx.array) -> mx.array:
@@ -64,7 +64,7 @@ class LMHeadSite(Site):
 
 
 class BlockHead(LMHeadSite):
-    """An LM head in a block format, for which MLX has no kernel: a trial compares the greatest logits."""
+    """An LM head in a block format, for which MLX has no kernel; trials compare each row's greatest logit, [M, 1]."""
 
     def computed(self, x: mx.array, split: bool) -> list[mx.array]:
         return [verify_head_top(x, self.weights, 1, self.bias, split=split)[0].astype(x.dtype)]

@@ -98,11 +98,11 @@ class Stack(Site):
         return self._finished([stock_product(wide, quantized(m)) for m in self.modules], x.dtype)
 
     def in_float32(self, x: mx.array) -> list[mx.array]:
-        """Return the products in float32."""
+        """Return the layers' outputs for x [..., K], computed in float32, a float32 array [..., n] for each layer."""
         return self.biased(verify_qmm_ref(x.astype(mx.float32), self.weights), mx.float32)
 
     def widened(self, x: mx.array) -> mx.array:
-        """Return x, but if a layer has an output scale in the type in which such layers compute."""
+        """Return x; where a layer has an output scale, float16 x is cast to float32, see `scaled.widened`."""
         return widened(x) if self.scaled else x
 
     def biased(self, products: list[mx.array], dtype: mx.Dtype) -> list[mx.array]:
@@ -198,7 +198,7 @@ class GLU(Site):
 
 
 class BlockGLU(GLU):
-    """A GLU in a block format, for which MLX has no kernel."""
+    """A GLU in a block format, for which MLX has no kernel; trials compare with a GLU in float32."""
 
     own_bits = True
 

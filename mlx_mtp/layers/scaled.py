@@ -70,7 +70,10 @@ SCALED = {
 
 
 def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
-    """Give quantized modules whose "<path>.output_scale" is in `weights` that parameter, of zeros, to load it."""
+    """Give quantized linear layers and experts whose "<path>.output_scale" is in `weights` that parameter, of zeros.
+
+    They become ScaledLinear or ScaledSwitchLinear in place, so that `weights` can be loaded.
+    """
     for path, module in model.named_modules():
         found = weights.get(f"{path}.{SCALE}")
         if found is not None and (kind := SCALED.get(type(module))):
@@ -80,7 +83,10 @@ def scale_outputs(model: nn.Module, weights: dict[str, mx.array]) -> None:
 
 
 def dequantized_weight(module: Any, dtype: mx.Dtype) -> mx.array:
-    """Return a quantized module's weights, times its output scale: in `dtype`, or affine ones in the scales' type."""
+    """Return a quantized module's weights: affine ones in their scales' type, others in `dtype`.
+
+    NVFP4, MXFP4 and MXFP8 ones are multiplied by the output scale, if there is one.
+    """
     if module.mode in BLOCK_FORMATS:
         return dequantized_blocks(module.weight, module.scales, module.mode).astype(dtype)
     form = module.group_size, module.bits, module.mode

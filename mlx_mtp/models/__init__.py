@@ -7,8 +7,9 @@ package names a family. If transformers writes a family's config.json with other
 `ModelArgs.respelled(config)` translates it.
 
 A drafter in a directory of its own (DRAFTERS) defines `refuses(config, names)`, `make_spec(config, names,
-num_hidden_layers, overrides)`, `features(header)`, `make_head(spec, config, names, captured)`, ACCEPTED, JOINS_HEADS
-and IGNORED instead.
+num_hidden_layers, overrides)`, `features(header)` and `make_head(spec, config, names, captured)` instead; ACCEPTED, a
+description of its directory for messages; JOINS_HEADS, whether it drafts next to the target's MTP heads instead of
+replacing them; and IGNORED, endings of the names of tensors that are not loaded.
 """
 
 import dataclasses

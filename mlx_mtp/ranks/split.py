@@ -66,11 +66,16 @@ def take_part(model: Any, group: Any, name: str) -> list[Any]:
 
 
 def check_divides(model: Any, ranks: int, name: str) -> None:
-    """Raise ValueError if the model, its weights with output scales, or a size cannot be split over the ranks."""
+    """Raise ValueError if the model cannot be split over this number of ranks.
+
+    It cannot if mlx-lm does not split its family, if a layer's weights are in GGUF's block formats, or if the ranks
+    do not divide a number of heads or of columns; a number of key-value heads may instead divide
+    that of the ranks.
+    """
     if not hasattr(model, "shard"):
         raise ValueError(f"ranks={ranks}: mlx-lm has no way to split model_type {name!r}; allowed is 1")
     if any(getattr(module, "mode", None) in BLOCK_FORMATS for layer in model.layers for module in layer.modules()):
-        needed = "--gguf-plan affine converts them to a format that can"
+        needed = "--gguf-plan affine converts a GGUF file to formats that can"
         raise ValueError(f"ranks={ranks}: weights in GGUF's block formats cannot be split; {needed}")
     sizes = list(_sizes(model))
     for what, size, kv in sizes:
@@ -120,10 +125,11 @@ def _repeat_kv_heads(mixer: Any, ranks: int) -> None:
 
 
 class Taken(NamedTuple):
-    """The output scale of a linear while mlx-lm's `shard` splits a layer.
+    """What was removed from a linear before mlx-lm's `shard` splits its layer.
 
-    whole: the scale that each rank keeps whole, one per matrix; None if it has a value per output row and is in front
-    of the bias. bias: the type of the linear's own bias, None without one.
+    whole: an output scale per matrix, which each rank keeps whole; None if the scale has a value per output row, and
+    is stacked before the linear's own bias in `bias`, which `shard` splits. bias: the type of the own bias, None
+    without.
     """
 
     whole: mx.array | None
@@ -131,7 +137,7 @@ class Taken(NamedTuple):
 
 
 def _take_scales(layer: Any) -> dict[str, Taken]:
-    """Remove output scales from a layer's linears, by path; those with a value per row are split as biases are."""
+    """Remove the output scales of a layer's linears, and return them by path; see `Taken`."""
     found = {}
     for path, module in layer.named_modules():
         if (scale := module.pop(SCALE, None)) is None:
@@ -145,7 +151,7 @@ def _take_scales(layer: Any) -> dict[str, Taken]:
 
 
 def _put_scales(layer: Any, taken: dict[str, Taken]) -> None:
-    """Return their output scales, or this rank's part of them, to a layer's split linears."""
+    """Put the output scales back into a layer's split linears, of those per row this rank's part."""
     modules = dict(layer.named_modules())
     for path, (scale, bias) in taken.items():
         module: Any = modules[path]
@@ -158,9 +164,10 @@ def _put_scales(layer: Any, taken: dict[str, Taken]) -> None:
 
 
 def _make_plain(layer: Any, kinds: dict[str, type], *, first: bool) -> None:
-    """Give a layer's linears that mlx-lm split their own classes again, which do not sum over ranks.
+    """Restore the classes of a layer's linears, which mlx-lm's `shard` replaced; they do not sum over ranks.
 
-    kinds: the classes by path. Only the `first` rank keeps a bias of an output that is summed later.
+    kinds: the classes by path before the split. first: whether this is rank 0, the only one that keeps the biases of
+    outputs that are summed later.
     """
     for path, linear in layer.named_modules():
         if type(linear) in SHARDED:

@@ -101,7 +101,8 @@ def bench_model(
     results: of `bench decode`, `verify` or `profile` of the same model, whose times at a similar context are added.
     ValueError for another context (see `nearest`), or bytes of weights that differ by more than a fifth.
     ranks: number of ranks that share the model; above 1, the messages between them are added.
-    assumed: acceptance, to predict the speeds of drafters; None: no speeds. drafts: numbers of a block drafter's.
+    assumed: acceptance, to predict the speeds of drafters; None: no speeds. drafts: numbers of drafts
+    per cycle of the block drafter for which speeds are predicted.
     """
     rows, model, fitted = list(rows), subject.model, read_fitted()
     facts = {"name": subject.name, "source": subject.source, "heads": len(model.drafts)}
@@ -133,8 +134,8 @@ def bench_model(
 def assumed_of(subject: FloorSubject, block: Sequence[float], heads: Sequence[float]) -> Assumed | None:
     """Return the acceptance to assume for a model, None if no speeds of drafters are predicted for it.
 
-    block, heads: rates to assume instead of the published ones, if not empty. Raises ValueError for rates with such a
-    model, or outside of 0 to 1.
+    block, heads: rates to assume instead of the published ones, if not empty. Raises ValueError for rates outside of
+    0 to 1, or for a model without predicted speeds.
     """
     found = ASSUMED.get(subject.name)
     if (block or heads) and found is None:

@@ -28,8 +28,9 @@ LAYER_LAUNCHES, FIXED_LAUNCHES, DRAFT_LAUNCHES = 42, 26, 9
 class Assumed:
     """Assumed acceptance of a model's drafts.
 
-    block, heads: of a block drafter and of MTP heads, the share of each draft that is accepted after an accepted one;
-    the last holds for further drafts, too. hidden: the model's hidden size. source: where the figures are from.
+    block, heads: of a block drafter and of MTP heads, for the first, second, ... draft of a cycle, the probability
+    that it is accepted if the ones before it are; the last also holds for later drafts. hidden: the model's hidden
+    size. source: where the figures are from.
     """
 
     hidden: int
@@ -87,8 +88,8 @@ def by_drafts(
 ) -> list[dict[str, Any]]:
     """Return predictions with our kernels: a line for plain decoding, and for each number of drafts of each drafter.
 
-    A line has drafter, drafts, tokens of a cycle, and by chip of CHIPS its seconds and tokens_per_second. MTP heads
-    have HEAD_DRAFTS drafts. drafts: numbers of drafts of the block drafter.
+    A line has drafter, drafts and tokens of a cycle, and its seconds and tokens_per_second, each by name of CHIPS.
+    MTP heads have HEAD_DRAFTS drafts. chips: by name. drafts: numbers of drafts of the block drafter.
     """
     every = [(PLAIN, 0), *((HEADS, k) for k in HEAD_DRAFTS), *((BLOCK, k) for k in drafts)]
     found = []

@@ -155,9 +155,10 @@ def experts(op: ExpertsOp, at: PassShape, _: Chip) -> Cost:
 def packed(
     op: LinearOp | ExpertsOp, at: PassShape, nbytes: float, weights: float, rows: float | None = None, *, ours: bool
 ) -> Cost:
-    """Return the Cost of a product in a block format: by our kernel, at one row too, else dequantized in pieces.
+    """Return the Cost of a product in a block format.
 
-    nbytes, weights: that are read. rows: of x per weight, by default those of the pass.
+    ours: our kernel computes it, at one row, too; else weights are dequantized in pieces, and multiplied. nbytes,
+    weights: bytes and number of the weights that are read. rows: of x per weight, by default those of the pass.
     """
     rows = at.m if rows is None else rows
     once, each = BLOCKS[4 if op.bits < 5 else 6]

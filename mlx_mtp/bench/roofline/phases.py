@@ -113,7 +113,7 @@ def predicted(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = R
 
 
 def formats(model: ModelOps, chip: Chip, context: int, rows: Iterable[int] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
-    """Predict passes with all weights in one of FORMATS and our kernels: format, rows, bytes of weights, seconds."""
+    """Return a line for each of FORMATS, of all weights, and number of rows: bytes of weights, predicted seconds."""
     found = []
     for (name, (bits, group, packed)), m in product(FORMATS.items(), rows):
         stored = model.in_format(bits, group, packed=packed)

@@ -19,8 +19,8 @@ NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 5
 class Groups(NamedTuple):
     """Groups of 32 weights: codes uint8 [rows, columns], scales and biases float32 [rows, columns / 32].
 
-    Of MXFP4, scales are the bytes of exponents, uint8, and biases None. Of block formats, scales are words, uint16
-    [rows, words], and biases None.
+    Of MXFP4, scales are the bytes of exponents, uint8, and biases None. Of block formats (Q6_K in groups of 16),
+    scales are the words of `kernels/_blocks.py`, uint16 [rows, words], and biases None.
     """
 
     codes: np.ndarray
@@ -28,7 +28,7 @@ class Groups(NamedTuple):
     biases: np.ndarray | None
 
     def values(self) -> np.ndarray:
-        """Return the weights in float32, [rows, columns]; only with biases."""
+        """Return the weights in float32, [rows, columns]; AssertionError without biases."""
         assert self.biases is not None
         grouped = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
         return (self.scales[..., None] * grouped + self.biases[..., None]).reshape(self.codes.shape)
@@ -103,14 +103,14 @@ def _iq4_xs(b: np.ndarray) -> Groups:
 
 
 def six_bits(b: np.ndarray) -> np.ndarray:
-    """Return the codes of Q6_K blocks, uint8 [blocks, 256], of which 32 is zero."""
+    """Return the codes of Q6_K blocks, uint8 [blocks, 256]; a weight is its group's scale times (code - 32)."""
     low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     return (low.reshape(-1, 2, 4, 32) | high << 4).reshape(len(b), -1)
 
 
 def _records(codes: np.ndarray, numbers: np.ndarray, factors: np.ndarray) -> Groups:
-    """Return a block format's groups: codes, and words from the bytes of a float16 number and of the factors."""
+    """Return a block format's `Groups`; words are the bytes [blocks, 2] of float16 numbers, then of int8 factors."""
     words = np.ascontiguousarray(np.concatenate([numbers, factors.view(np.uint8)], axis=-1)).view("<u2")
     return Groups(codes, words, None)
 
@@ -155,7 +155,7 @@ PACKED = {
 def groups_of(kind: str, rows: np.ndarray, *, packed: bool = False) -> Groups:
     """Return groups for rows of blocks, uint8 [rows, bytes of a row], of a GGUF type in EXACT.
 
-    packed: of one in PACKED, in its block format.
+    packed: of a type in PACKED instead, in its block format.
     """
     form, n = (PACKED if packed else EXACT)[kind], len(rows)
     codes, scales, biases = form.read(np.ascontiguousarray(rows).reshape(-1, form.nbytes))

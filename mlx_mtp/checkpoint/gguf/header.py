@@ -81,7 +81,7 @@ def read(file: str | Path) -> GGUFContents:
 
 
 def _split(part: GGUFContents, key: str, default: int = 1) -> int:
-    """Return an integer of a part's metadata about splits; `default` without one, -1 for another type."""
+    """Return the integer `split.<key>` of a part's metadata; `default` if it is missing, -1 if it is no integer."""
     value = part.metadata.get(f"split.{key}", default)
     return value if type(value) is int else -1
 
@@ -89,7 +89,7 @@ def _split(part: GGUFContents, key: str, default: int = 1) -> int:
 def _splits(path: Path, first: GGUFContents) -> list[Path]:
     """Return all parts of a GGUF file in order, which its metadata and name determine.
 
-    ValueError if one is missing, or the name does not fit the number of parts.
+    ValueError if one is missing, the name does not fit the number of parts, or that is no integer up to MAX_SPLITS.
     """
     count = _split(first, "count")
     if not 0 <= count <= MAX_SPLITS:

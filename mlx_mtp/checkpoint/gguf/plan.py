@@ -33,9 +33,10 @@ CHUNK = 1 << 20  # values that are converted at a time
 class Options:
     """Options of a transcoding; ValueError for unknown values, and a dtype that contradicts `float32`.
 
-    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K as they are, for our kernels; "affine", or "exact", transcodes them
-    to MLX's groups; both requantize types without an equivalent to 8 bits, "small" to fewer. float32: store
-    scales and values in float32. dtype: type of unquantized parameters; None is the one that `activations` chooses.
+    plan: "packed" keeps IQ4_NL, IQ4_XS and Q6_K in block formats, for our kernels, where `_packed` allows it. Others,
+    and all with "affine" (or "exact", the same), get MLX's formats, types without an equivalent in 8 bits. "small"
+    requantizes these, IQ4_NL and IQ4_XS to fewer bits. float32: store scales and values in float32. dtype: type of
+    unquantized parameters; None is the one that `activations` chooses.
     """
 
     plan: Choice = "packed"
@@ -125,7 +126,7 @@ class Row(NamedTuple):
 
 
 def bits_of(kind: str, plan: Choice) -> int:
-    """Return the bits of a code in MLX for tensors of a GGUF type.
+    """Return the bits of a code in MLX's own formats for tensors of a GGUF type.
 
     For types without an equivalent, and with "small" for IQ4 types, `plan` decides.
     """
@@ -177,10 +178,10 @@ def make_plan(source: GGUFSource, options: Options) -> list[Parameter]:
 
 
 def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> Form | None:
-    """Return the block format of a parameter's matrices with the plan "packed", None if it has none.
+    """Return the block format of a parameter's matrices with the plan "packed", else None.
 
-    The tensors have to be of one type, unchanged in value, and the order of columns as in the file, or of IQ4_NL's
-    groups.
+    None also for tensors of several types or of one outside PACKED, for changed values, and for another order of
+    columns than the file's; columns of IQ4_NL may be reordered in whole groups of 32.
     """
     (kind, *others) = {entry.kind for entry in entries}
     if options.plan != "packed" or others or kind not in PACKED or change.values is not None:
@@ -191,7 +192,7 @@ def _packed(entries: tuple[Entry, ...], change: Change, options: Options) -> For
 
 
 def _whole_groups(columns: np.ndarray) -> bool:
-    """Return whether an order of columns leaves groups whole."""
+    """Return whether an order of columns (their indices in the file) only moves whole groups of GROUP."""
     runs = columns.reshape(-1, GROUP)
     return not ((runs[:, :1] % GROUP).any() or (np.diff(runs, axis=1) != 1).any())
 
@@ -215,7 +216,10 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 
 
 def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
-    """Return a tensor's rows as groups whose codes have at most the format's bits, requantized where needed."""
+    """Return a tensor's rows of GGUF blocks, uint8 [rows, bytes], as groups in a format.
+
+    Codes have at most the format's bits; types without an equivalent are requantized.
+    """
     bits = form.bits
     if form.mode in BLOCK_FORMATS:
         return groups_of(entry.kind, rows, packed=True)
@@ -246,7 +250,8 @@ def summarize(parameters: list[Parameter], *, measure: bool) -> list[Row]:
 def _measured(form: Form, entries: list[Entry]) -> Loss | None:
     """Return a format's error on at most SAMPLED_ROWS rows of at most SAMPLED_TENSORS tensors; None if exact.
 
-    NaN for NaN or infinity, which `write` refuses. ValueError for a type that cannot be dequantized.
+    The error is NaN if a sampled weight is NaN or infinity, which `write` refuses. ValueError for a type that cannot
+    be dequantized.
     """
     if form.bits and form.mode != "affine":
         return None
@@ -279,9 +284,9 @@ def chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def listed_quantization(parameters: list[Parameter]) -> dict[str, Any] | None:
-    """Return config.json's "quantization" for the target: its most frequent format, others by path; None without any.
+    """Return config.json's "quantization" for the target, as `listed`; None if no matrix of it is quantized.
 
-    Of equally frequent formats, the one with fewest bits is the default.
+    Of equally frequent formats, the one with fewest bits is the usual one.
     """
     target = [p for p in parameters if p.form.bits and not p.path.startswith("mtp.")]
     target.sort(key=lambda p: (p.form.bits, p.form.mode))

@@ -40,7 +40,7 @@ def computes(prepared: Prepared) -> str:
 
 
 def read_by(prepared: Prepared) -> str:
-    """Return a note about block formats, which mlx-lm does not read; "" without any."""
+    """Return a note that mlx-lm does not read the block formats of a transcoding; "" if it has none."""
     modes = sorted({p.form.mode for p in prepared.parameters if p.form.mode in BLOCK_FORMATS})
     return f"mlx_mtp, not mlx-lm ({', '.join(modes)}); --gguf-plan affine writes MLX's formats" if modes else ""
 

@@ -113,7 +113,7 @@ def _quantized(parameter: Parameter, begin: int, end: int) -> list[np.ndarray]:
 
 
 def _check_finite(parameter: Parameter, arrays: list[np.ndarray], cause: str = "NaN or infinity") -> None:
-    """Raise ValueError, with the cause, if an array of scales or biases of a parameter has NaN or infinity."""
+    """Raise ValueError, whose message states the cause, if an array of a parameter has NaN or infinity."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise ValueError(f"{parameter.entries[0].file}: tensor {parameter.entries[0].name} holds {cause}")
 

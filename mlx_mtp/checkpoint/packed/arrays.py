@@ -18,8 +18,8 @@ ONE = 127  # the code of 1 as a group's scale
 class Arrays:
     """One weight in MLX's format: words [(E,) rows, columns * bits / 32], and scales and biases of its groups.
 
-    factor: float32 [1] or [E], which multiplies the whole weight, or [(E,) rows]; None is 1. place: file and tensor,
-    for messages.
+    factor: float32 [1] for the whole weight, [E] for each matrix or [(E,) rows] for each row, which multiplies it;
+    None is 1. place: file and tensor, for messages.
     """
 
     words: mx.array
@@ -36,7 +36,7 @@ class Arrays:
         return (*self.words.shape[:-1], self.words.shape[-1] * WORD // self.bits)
 
     def parameters(self) -> dict[str, mx.array]:
-        """Return the parameters of MLX's quantized linear layer, with the output scale."""
+        """Return the parameters of MLX's quantized linear layer by name, and the factor, if any, as output scale."""
         found = {"weight": self.words, "scales": self.scales, "biases": self.biases, SCALE: self.factor}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -84,7 +84,7 @@ def _fp4(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
 
 
 def _fp8(weight: Packed, parts: dict[str, mx.array]) -> Arrays:
-    """Return MXFP8 whose groups have the scale 1."""
+    """Return MXFP8 whose groups have the scale 1; the stored scale is the factor, NaN if it is infinite."""
     *rows, columns = weight.shape
     ones = mx.full((*rows, columns // weight.group_size), ONE, mx.uint8)
     factor = parts[weight.scales].astype(mx.float32).reshape(weight.factor_shape)

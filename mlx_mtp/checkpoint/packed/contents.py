@@ -36,7 +36,7 @@ def recognize(path: Path, config: dict[str, Any], header: Header, stored: Stored
     """Return the packed weights among a checkpoint's tensors by module; ValueError as `with_packed`.
 
     This reads the order of columns in groups, where it is stored (ValueError for another order than that of the
-    columns), and float32 scales that should be powers of two; weights with other scales are left out.
+    columns), and float32 scales that should be powers of two; weights are left out if theirs are not.
     """
     used = {name: tensor for name, tensor in header.items() if not name.endswith(OF_ACTIVATIONS)}
     folders = {tensor.file.parent for tensor in used.values()}

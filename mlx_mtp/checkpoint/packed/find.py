@@ -45,7 +45,7 @@ def find_packed(
 
 
 def _read(found: Found) -> Packed | None:
-    """Return a module's packed weight; None for other methods and weights, and for 8-bit floats with other scales."""
+    """Return a module's packed weight; None for another quantization method, or where `fp8` returns None."""
     parts = found.parts
     if found.settings.method not in METHODS:
         return None
@@ -74,6 +74,6 @@ def replaced(header: Header, packed: Mapping[str, Packed]) -> Header:
 
 
 def without_scales(header: Header, packed: Mapping[str, Packed]) -> Header:
-    """Return a header that contains, of packed modules, only the tensors of the weights themselves and biases."""
+    """Return a header without those tensors of packed modules that are neither packed numbers nor linear biases."""
     kept = ("weight", "bias", *CODES)
     return {n: t for n, t in header.items() if n.rpartition(".")[0] not in packed or n.rpartition(".")[2] in kept}

@@ -36,10 +36,11 @@ def fp4(found: Found, codes: str) -> Packed:
 
 
 def fp8(found: Found) -> Packed | None:
-    """Return the `Packed` of 8-bit floats with one scale, one per row, or powers of two of groups or blocks.
+    """Return the `Packed` of 8-bit floats: one scale, one per matrix or row, or powers of two per group or block.
 
-    Groups lie in a row. None for other weights or scales. Float32 scales of blocks may be other numbers than
-    `scale_fmt` states; `recognize` checks them. ValueError for powers of two of other groups.
+    Groups are 32 numbers of a row. None for other weights or scales. Float32 scales of blocks may be other numbers
+    than `scale_fmt` states; `recognize` checks them. ValueError if powers of two are stored as 8-bit exponents for
+    blocks of an unsupported size.
     """
     parts, values = found.parts, found.settings.values
     suffix = next((name for name in ("weight_scale_inv", "weight_scale") if name in parts), None)
@@ -63,7 +64,7 @@ def fp8(found: Found) -> Packed | None:
 
 
 def _is_whole(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
-    """Return whether a scale of this shape is one number, one per matrix or one per row, of whole groups of 32."""
+    """Return whether a scale has one number, one per matrix or one per row, and rows are whole groups of 32."""
     *lead, rows, columns = weight
     shapes = [(), (1,), (1, 1), (*lead,), (*lead, 1), (*lead, 1, 1), (*lead, rows), (*lead, rows, 1)]
     return columns % 32 == 0 and scale in shapes

@@ -41,14 +41,14 @@ class Packed:
 
     @property
     def factor(self) -> str | None:
-        """The suffix of the scale of the whole tensor, or of its rows; None without one."""
+        """The suffix of the tensor that scales the whole weight, its matrices or its rows; None without one."""
         if self.kind == "fp8":
             return self.scales
         return next((name for name in ("weight_scale_2", "weight_global_scale") if name in self.parts), None)
 
     @property
     def factor_shape(self) -> tuple[int, ...]:
-        """The shape of the scale of the whole tensor or of its rows: [1] or [E], or [rows] or [E, rows]."""
+        """The shape of this scale: [1] for the whole weight, [E] for its matrices, [(E,) rows] for its rows."""
         assert self.factor is not None
         size = math.prod(self.parts[self.factor].shape)
         return self.shape[:-1] if size == math.prod(self.shape[:-1]) else (size,)

@@ -60,9 +60,10 @@ def sanitized(
 
 
 def _numbers(packed: dict[str, Arrays]) -> Tensors:
-    """Return, instead of each weight, the number of the factor of each row: [(E,) rows, 1].
+    """Return, instead of each weight, an array [(E,) rows, 1]: for each row, the index of its factor.
 
-    A weight with a factor per row has one number; its factors go through `sanitize` themselves.
+    Indices count the factors of all weights, `_count` for each. A weight with a factor per row has a single index;
+    its factors go through `sanitize` themselves.
     """
     found, start = {}, 0
     for module, a in packed.items():
@@ -74,7 +75,7 @@ def _numbers(packed: dict[str, Arrays]) -> Tensors:
 
 
 def _count(a: Arrays) -> int:
-    """Return the number of factors of whole matrices that a weight has."""
+    """Return the number of a weight's factors of whole matrices; 1 if it has no factor, or one per row."""
     return 1 if a.factor is None or a.by_row else a.factor.size
 
 

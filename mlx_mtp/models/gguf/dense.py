@@ -28,11 +28,11 @@ def llama_config(meta: Meta) -> dict[str, Any]:
 
 
 def factors(meta: Meta, base: float, rotated: int | None = None) -> dict[str, Any]:
-    """Return config.json's entry `rope_scaling`, from the tensor rope_freqs.weight; {} without this tensor.
+    """Return {"rope_scaling": ...} from the tensor rope_freqs.weight; {} without this tensor.
 
-    base: the rope theta. rotated: the number of a head's features that are rotated; None is all. Converters pad the
-    factors of fewer features with ones; older ones compute factors as if all were rotated. ValueError if the factors
-    are not Llama 3's.
+    base: the rope theta. rotated: the number of a head's features that are rotated; None is all. If the factors after
+    the first rotated / 2 are all 1, which is a converter's padding, they are dropped; else all are used, because
+    older converters compute them as if all features were rotated. ValueError if the factors are not Llama 3's.
     """
     stored = meta.values.get("rope_freqs.weight")
     if stored is None:
