@@ -154,8 +154,9 @@ class Steps:
             if sequence and not sequence.finished:
                 sequence.stats.add_time(0.0, waited)
         if new.masks:
-            new.passed, limits = read_rows(new.frame, new.given, drafts), new.limits(drafts.k)
-            new.run = choose_allowed(new.frame, new.passed, new.masks, self.compiled, self.stats, limits)
+            new.passed, new.most = read_rows(new.frame, new.given, drafts), new.limits(drafts.k)
+            if not choose_late(new.frame):
+                new.run = choose_allowed(new.frame, new.passed, new.masks, self.compiled, self.stats, new.most)
         else:
             new.run = verify(new.frame, new.given, drafts, new.limits(drafts.k))
         new.drafts, new.after = NO_DRAFTS, self.pool.mark()
@@ -182,17 +183,16 @@ class Steps:
         return other
 
     def _forced(self, sequence: Sequence | None, most: int) -> int:
-        """Return the number of drafts that a sequence's grammar forces, at most its matcher's `most`.
+        """Return the number of drafts that a sequence's grammar forces, at most `most` and its matcher's `most`.
 
-        0 without a grammar, for a free slot or a finished sequence, and after a GrammarError, which ends the
-        sequence. most: not used.
+        0 without a grammar, for a free slot or a finished sequence, and after a GrammarError, which ends it.
         """
         matcher = sequence.picker.matcher if sequence else None
         if sequence is None or sequence.finished or matcher is None or not matcher.most:
             return 0
         try:
             matcher.follow(sequence.history.tokens)
-            return len(matcher.drafts(matcher.most))
+            return len(matcher.drafts(min(matcher.most, most)))
         except GrammarError as e:
             sequence.fail(e)
             return 0
@@ -200,7 +200,7 @@ class Steps:
     def begin_pass(self, new: PoolCycle) -> None:
         """Submit the target's pass of a cycle with grammars, and write its masks; then build a missing run.
 
-        It is missing with a caller's sampler or processors, without p_min.
+        It is missing with a caller's sampler or processors.
         """
         passed, masks = new.passed, new.masks
         assert passed
@@ -210,6 +210,6 @@ class Steps:
             if sequence and not sequence.finished:
                 for waited in waits:
                     sequence.stats.add_time(0.0, waited)
-        if choose_late(new.frame) and not new.plan.p_min:
+        if choose_late(new.frame):
             new.run = choose_allowed(new.frame, passed, masks, self.compiled, self.stats, new.most)
             new.after = self.pool.mark()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..machine.errors import first_line
 from . import conversation_file
 from .chat_figures import LEGEND, count, mtp_state, totals
 from .chat_settings import NAMES, change, settings
@@ -105,7 +106,10 @@ def _copy(chat: Chat, _: str) -> str:
         return ""
     for display, command in CLIPBOARDS:
         if (display is None or os.environ.get(display)) and shutil.which(command[0]):
-            subprocess.run(command, input=answers[-1].encode(), check=True, timeout=10)
+            try:
+                subprocess.run(command, input=answers[-1].encode(), check=True, capture_output=True, timeout=10)
+            except subprocess.SubprocessError as e:
+                raise ValueError(f"/copy: {command[0]} failed ({first_line(e)})") from None
             return f"Copied {count(len(answers[-1]), 'character')}."
     if not chat.interactive or dumb():
         raise ValueError(f"/copy: no clipboard; it needs one of {', '.join(command[0] for _, command in CLIPBOARDS)}")

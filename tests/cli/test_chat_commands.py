@@ -143,7 +143,7 @@ def test_an_answer_that_a_limit_ends_has_a_notice(chat, monkeypatch, limit, reas
         assert len(chat.session.messages) == 2
 
 
-def test_the_last_answer_is_copied(chat, monkeypatch, tmp_path):
+def test_the_last_answer_is_copied(chat, monkeypatch, tmp_path, capsys):
     program = tmp_path / "pbcopy"
     program.write_text(f"#!/bin/sh\ncat > {tmp_path}/copied\n")
     program.chmod(0o755)
@@ -151,6 +151,9 @@ def test_the_last_answer_is_copied(chat, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     chat._command("/copy")
     assert (tmp_path / "copied").read_text() == chat.session.messages[-1]["content"]
+    program.write_text("#!/bin/sh\nexit 3\n")
+    chat._command("/copy")
+    assert "/copy: pbcopy failed" in capsys.readouterr().err
 
 
 def test_tab_completes_commands_words_and_paths(tmp_path):

@@ -108,13 +108,13 @@ async function answer(asked, control) {
   }
   find("notice").textContent = "";
   if (seen) asked.messages.push(message);
+  if (stopping === control) idle();  // whoever sees the figures can send
   remembered.set(CUT, "");
   for (const call of message.calls ?? []) view.call(call);
   if (failed) view.add("error", failed);
   for (const line of [message.finish, message.figures]) if (line) view.add("figures", line);
   view.end(seen ? actionsOf(message) : []);
   if (seen) await keep(asked);
-  if (stopping === control) idle();
   return seen;
 }
 
