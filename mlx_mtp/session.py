@@ -174,6 +174,7 @@ class ChatSession:
         Not for num_draft_tokens and the options of the cache; a `grammar` needs a tokenizer of its own. Raises
         ValueError, without a change, for an option out of range.
         """
+        assert not options.keys() & {"num_draft_tokens", "prompt_cache", "grammar"}  # read by `__init__` alone
         changed = {**self.options, **options}
         generate_step([0], self.model, **changed).close()
         self.options = changed
@@ -184,10 +185,17 @@ class ChatSession:
         The next turn reuses the caches of earlier messages if they can be rolled back. The count of answers stays, so
         that seeded draws do not repeat. Raises ValueError if there is no message.
         """
-        if len(self.messages) < len(self._system) + 2:
+        text, self.messages = self.last_message, self.messages[:-2]
+        return text
+
+    @property
+    def last_message(self) -> str:
+        """The user's last message, without the prompt of a given cache; raises ValueError if there is none."""
+        before = len(self.messages) - 2
+        if before < len(self._system):
             raise ValueError("the conversation has no message yet")
-        text, self.messages = self.messages[-2]["content"], self.messages[:-2]
-        return text.removeprefix(self._prefix_text) if len(self.messages) == len(self._system) else text
+        text = self.messages[before]["content"]
+        return text.removeprefix(self._prefix_text) if before == len(self._system) else text
 
     def idle(self) -> IdleTrials:
         """Return a context manager that runs pending kernel trials while the program waits for the next message."""

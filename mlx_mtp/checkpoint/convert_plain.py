@@ -27,7 +27,7 @@ def check_no_heads(path: Path, **options: Any) -> None:
 def convert_plain(path: Path, new: Path, **options: Any) -> tuple[int, Report]:
     """Write a conversion by mlx-lm to the new directory `new`; return its safetensors files' bytes, and its report.
 
-    options: those of `mlx_lm.convert`, None for its default. If mlx-lm fails, no files are left. ValueError, one
+    options: those of `mlx_lm.convert`, None for its default. A failed conversion leaves no files. ValueError, one
     line, if it cannot convert the checkpoint.
     """
     given = {name: value for name, value in options.items() if value is not None}
@@ -39,6 +39,6 @@ def convert_plain(path: Path, new: Path, **options: Any) -> tuple[int, Report]:
         for file in written.iterdir():
             file.rename(folder / file.name)
         written.rmdir()
-    drafting = Drafting(False, None, {}, None)
-    model = load_plain(new, read_config(new), drafting, Budget(ignore=True), lazy=True)
-    return sum(file.stat().st_size for file in new.glob("*.safetensors")), model.runtime.report
+        drafting = Drafting(False, None, {}, None)
+        report = load_plain(folder, read_config(folder), drafting, Budget(ignore=True), lazy=True).runtime.report
+    return sum(file.stat().st_size for file in new.glob("*.safetensors")), report

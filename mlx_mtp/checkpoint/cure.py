@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from shlex import quote
 
 CARD = "README.md"
 BASE = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?['\"]?([\w.-]+/[\w.-]+)['\"]?\s*$", re.MULTILINE)
@@ -24,4 +25,4 @@ def base_model(path: Path) -> str:
 
 def adding_heads(path: Path) -> str:
     """Return the command that writes the base model's heads, in 8 bits, into a checkpoint directory."""
-    return f"mlx-mtp convert --hf-path {base_model(path)} --mtp-only --mtp-path {path} --mtp-q-bits 8"
+    return f"mlx-mtp convert --hf-path {base_model(path)} --mtp-only --mtp-path {quote(str(path))} --mtp-q-bits 8"

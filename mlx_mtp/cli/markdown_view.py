@@ -23,7 +23,6 @@ PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrou
 STRUCTURE = MarkdownIt("commonmark", {"html": False}).enable(["table"]).disable(["reference", "inline"])
 LINES = re.compile(r"\n(?=[^\n]*\S[^\n]*\Z)")  # the end of the last line but one, if the last one is not blank
 PADDING = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
-STYLES = re.compile(r"\x1b\[[\d;]*m")
 
 
 class _Code(CodeBlock):
@@ -129,7 +128,7 @@ class MarkdownView:
         with console.capture() as captured:
             console.print(Text(block, "dim") if self._reasoning else AnswerMarkdown(block))
         lines = PADDING.sub(r"\1", captured.get()).split("\n")[:-1]
-        while lines and not self._reasoning and not plain(lines[-1]).strip():
+        while lines and not self._reasoning and not click.unstyle(lines[-1]).strip():
             del lines[-1]
         return lines
 
@@ -141,10 +140,5 @@ class MarkdownView:
         rows = sum(max(1, -(-width // size.columns)) for width in self._drawn)  # a narrower terminal wrapped them
         erase = f"\x1b[{rows - 1}A" if rows > 1 else ""
         click.echo((f"\r{erase}\x1b[J" if rows else "") + "\n".join(shown), nl=False)
-        self._drawn = [cell_len(plain(line)) for line in shown[-max(1, size.lines - 1) :]]
+        self._drawn = [cell_len(click.unstyle(line)) for line in shown[-max(1, size.lines - 1) :]]
         self._final = len(lines) - len(self._drawn)
-
-
-def plain(line: str) -> str:
-    """Return a rendered line without its escape codes."""
-    return STYLES.sub("", line)

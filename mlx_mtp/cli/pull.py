@@ -29,7 +29,7 @@ def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
     path = pulling.fetch(plan, revision, only_heads=mtp_only)
     click.echo(str(path))
     if not quiet:
-        use = f"--mtp-path {path}" if mtp_only else f"mlx-mtp chat --model {name}"
+        use = f"--mtp-path {path}" if mtp_only else f"mlx-mtp chat --model {path if revision else name}"
         click.echo(f"Use it with: {use}", err=True)
 
 

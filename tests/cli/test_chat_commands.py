@@ -51,6 +51,16 @@ def test_retry_and_edit_replace_the_last_turn(chat, capsys):
     assert "no terminal to edit in" in capsys.readouterr().err
 
 
+def test_a_retry_repeats_the_prompt_of_a_given_cache_once(chat):
+    chat.session._prefix_text = "About Python. "
+    chat._message(QUESTION, edits=False)
+    before = chat.session.messages
+    chat._command("/retry")
+    assert chat.session.messages == before
+    assert chat.session.last_message == QUESTION
+    assert before[0]["content"] == "About Python. " + QUESTION
+
+
 def test_a_retry_without_an_answer_changes_nothing(chat, monkeypatch):
     chat._message(QUESTION, edits=False)
     before = chat.session.messages

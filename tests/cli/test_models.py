@@ -133,21 +133,33 @@ def test_heads_beside_quantized_weights_have_8_bits(tmp_path):
 
 
 def test_a_download_shows_its_size_and_continues(tmp_path):
-    """Whole, its heads alone, and again after the connection broke."""
-    path = copied(tmp_path / "repo")
+    """First the heads alone, then the rest, while the connection breaks."""
+    convert(demo_path(), path := tmp_path / "repo")
     env = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     with served_hub(path, "org/Model", cut=1 << 20) as endpoint:
         env |= {"HF_ENDPOINT": endpoint}
-        first = run("pull", "org/Model", **env)
-        assert first.returncode == 0, first.stderr
-        assert "org/Model: 0.01 GB in" in first.stderr
-        assert "0.00 GB of MTP heads" in first.stderr
-        folder = Path(first.stdout.strip())
-        assert (folder / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
-        again = run("pull", "org/Model", "--mtp-only", **env)
-        assert again.stdout == first.stdout
-        assert "of it here" in again.stderr
-        assert "--mtp-path" in again.stderr
+        heads = run("pull", "org/Model", "--mtp-only", **env)
+        assert heads.returncode == 0, heads.stderr
+        folder = Path(heads.stdout.strip())
+        assert {file.name for file in folder.glob("*.safetensors")} == {"mtp.safetensors"}
+        assert "of MTP heads" in heads.stderr
+        assert f"--mtp-path {folder}" in heads.stderr
+        whole = run("pull", "org/Model", **env)
+    assert whole.stdout == heads.stdout
+    assert "org/Model: 0.01 GB in" in whole.stderr
+    assert "of it here" in whole.stderr
+    for file in path.glob("*.safetensors"):
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_main_revision_comes_before_newer_ones(machine):
+    cache, _ = machine
+    folder = cache / "models--org--First"
+    for name in ("main", "newer"):
+        copied(folder / "snapshots" / name)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("main")
+    assert [place.path.name for place in library.places()] == ["main"]
 
 
 def test_an_unknown_repository_is_one_line(monkeypatch):

@@ -158,6 +158,13 @@ def test_edit_and_regenerate(page):
     page.run("document.querySelector('.user .actions button').click()")
     page.wait("messages.length === 2 && messages[0].content.includes('sorted') && find('stop').hidden")
     assert page.run("messages[1].content") != first
+    kept = page.run("JSON.stringify(messages)")
+    page.run("document.querySelector('.user .actions button').click()")
+    page.run("document.querySelector('.edit').value = 'hello '.repeat(2500)")  # is refused
+    page.run("document.querySelector('.user .actions button').click()")
+    page.wait("document.querySelector('.error') && messages.length === 2")
+    assert page.run("JSON.stringify(messages)") == kept
+    page.run("setText('')")
 
 
 HOSTILE = (

@@ -71,19 +71,20 @@ function count(usage) {
     `${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens reused` + (made.paused && `; ${made.paused}`);
 }
 
-/** Send a question; a refused one returns to the box. */
+/** Send a question; a refused one returns to the box. Returns whether there is an answer. */
 async function ask(question) {
   const asked = current, began = {role: "user", content: question}, control = busy();
   asked.messages.push(began);
   const view = showMessage(began, actionsOf(began));
   talk.scrollTop = talk.scrollHeight;
   await save();
-  if (await answer(asked, control)) return;
+  if (await answer(asked, control)) return true;
   asked.messages.splice(asked.messages.indexOf(began), 1);
   view.box.remove();
   if (!text.value) setText(question);
   await (asked.messages.length ? keep(asked) : forget(asked.id));
   await list();
+  return false;
 }
 
 /** Generate the answer to the last message of a conversation; return false if there is none. control: aborts it. */
@@ -168,12 +169,15 @@ function edit(message) {
   area.value = message.content;
   area.rows = Math.min(12, message.content.split("\n").length + 1);
   area.setAttribute("aria-label", "Edit the message");
-  const resend = () => {
+  const resend = async () => {
     const changed = area.value.trim();
     if (!changed) return;
-    messages.splice(at);
+    const edited = current, removed = messages.splice(at);
     draw();
-    void ask(changed);
+    if (await ask(changed)) return;
+    edited.messages.push(...removed);  // nothing replaces them
+    await keep(edited);
+    if (current === edited) redraw();
   };
   area.addEventListener("keydown", event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); resend(); }
@@ -191,6 +195,11 @@ async function regenerate(message) {
   draw();
   if (await answer(current, busy())) return;
   messages.push(...removed);
+  redraw();
+}
+
+/** Show all messages again, and below them the error that is shown last. */
+function redraw() {
   const trouble = talk.lastElementChild;
   draw();
   talk.append(trouble);
