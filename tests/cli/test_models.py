@@ -1,6 +1,7 @@
 """List the models on this machine, use their short names, and pull one from a hub on loopback."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -156,7 +157,8 @@ def test_the_main_revision_comes_before_newer_ones(machine):
     cache, _ = machine
     folder = cache / "models--org--First"
     for name in ("main", "newer"):
-        copied(folder / "snapshots" / name)
+        for file in copied(folder / "snapshots" / name).iterdir():
+            os.utime(file, (0, 2e9 if name == "newer" else 1e9))
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("main")
     assert [place.path.name for place in library.places()] == ["main"]

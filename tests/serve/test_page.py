@@ -169,7 +169,7 @@ def test_edit_and_regenerate(page):
 
 HOSTILE = (
     """<script>window.hit = 1</script><img src=x onerror="window.hit = 1"> <b>bold</b>
-[link](javascript:window.hit=1) [good](https://example.org/a) ![picture](https://example.org/p.png)
+[link](javascript:window.hit=1) [old](ftp://example.org) [good](https://example.org/a) ![picture](https://example.org/p.png)
 <style>body { display: none }</style> <form action=x><input name=key></form>
 
 [ref]: https://example.org
@@ -203,7 +203,7 @@ def test_hostile_text_is_only_text(page):
     assert page.run(f"{said}.querySelectorAll('script, img, style, form, input, iframe').length") == 0
     assert (
         page.run(f"[...{said}.querySelectorAll('a')].map(a => a.href).join()")
-        == ",https://example.org/a,https://example.org/"
+        == ",,https://example.org/a,https://example.org/"
     )
     assert page.run(f"{said}.querySelector('pre button').textContent") == "Copy code"
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
