@@ -168,3 +168,15 @@ def test_samplers_see_only_allowed_tokens(tiny_models, p_min):
     assert all(each.drafted[0] > 3 for each in stats)
     assert len(masked) > 16
     assert all(masked)
+
+
+@pytest.mark.parametrize("pattern", ["a{99}", None])
+def test_improbable_drafts_are_cut_within_each_sequences_limit(tiny_models, pattern):
+    """A sequence without drafts accepts none of those that are verified for the other one."""
+    model, _ = tiny_models(2)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, draft_p_min=1e-6, grammar_drafts=0)
+    batch.insert(PROMPTS[:2], grammars=[made(pattern)] * 2, num_draft_tokens=[2, 0])
+    answers = drain(batch, {})
+    drafted = [sum(response.from_draft for response in answers[uid]) for uid in (0, 1)]
+    assert drafted[0] > 0 == drafted[1]
+    assert tokens_of(answers) == [alone(model, prompt, pattern) for prompt in PROMPTS[:2]]
