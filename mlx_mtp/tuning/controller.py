@@ -118,17 +118,20 @@ class Controller:
             if any(seen for _, seen in cycle.forced):
                 self._count("grammar", *cycle.forced)
             if len(self.own) > 1 and plan.source in self.own and cycle.verified:
-                self._compete(plan.source, cycle.accepted)
+                self._compete(plan.source, *depths[0])
 
-    def _compete(self, source: str, accepted: float) -> None:
+    def _compete(self, source: str, right: float, seen: float) -> None:
         """Lower the weight of acceptance counts after a cycle with drafts of `source`, one of several own sources.
 
         Counts of the others decay, so that these are tried again. Its own are reduced if its last cycles, in a row,
-        accepted none, which has a probability below UNLIKELY by these counts. accepted: by the cycle.
+        accepted none, which has a probability below UNLIKELY by these counts. right, seen: shares of sequences whose
+        first own draft the cycle accepted, and of those that could accept it: none if a forced one was wrong.
         """
         for other in self.own.keys() - {source}:
             self._count(other)
-        counts, self._missed[source] = self.costs.counts[source], 0 if accepted else self._missed.get(source, 0) + 1
+        if not seen:
+            return
+        counts, self._missed[source] = self.costs.counts[source], 0 if right else self._missed.get(source, 0) + 1
         if self._missed[source] and (1 - counts[0][0] / counts[0][1]) ** self._missed[source] < UNLIKELY:
             self.costs.counts[source] = [[FORGET * right, FORGET * seen] for right, seen in counts]
 
