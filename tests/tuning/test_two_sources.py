@@ -82,6 +82,14 @@ def test_two_useless_sources_cost_no_more_than_one(seed):
     assert sum(plan.k == 0 for _, plan in cycles) > 0.9 * len(cycles)
 
 
+@pytest.mark.parametrize("seed", sampled([0], range(6)))
+def test_both_under_a_grammar(seed):
+    """Plans that wait for each draft are tried, too; they gain nothing here."""
+    _, cycles = decode(lambda at: {"block": 0.9, "heads": 0.5}, seed, masked=True, **BOTH)
+    assert share(cycles, "block", TOKENS // 2) > 0.9
+    assert any(plan.stepwise for _, plan in cycles)
+
+
 def test_each_source_has_its_own_limit_and_its_own_confidence():
     control, seen = Controller(source="block", max_drafts=4, others={"heads": 2}, p_min=True), set()
     for _ in range(400):
@@ -111,6 +119,17 @@ def test_a_rejected_forced_draft_is_no_miss_of_the_source():
     assert after(("block", wrong)).costs.counts["block"][0] == [0, 0]
     assert after(*[("block", RIGHT)] * 9, *[("block", wrong)] * 9)._missed["block"] == 0
     assert after(*[("block", RIGHT)] * 9, *[("block", Accepted(2, 3, 2))] * 2)._missed["block"] == 2
+
+
+@pytest.mark.parametrize("wrong", [1, 30])
+def test_drafts_that_are_waited_for_have_their_own_counts(wrong):
+    """Also before the same source has drafted without: its first plan of two drafts may be one of these."""
+    control = after(("heads", RIGHT), masked=True)
+    for counts in [RIGHT] * 9 + [WRONG] * wrong:
+        control.observe(Cycle(Plan("block", 3, stepwise=True), 3, counts.accepted, 0.01))
+    right, seen = control.costs.counts["stepwise"][0]
+    assert not control.costs.counts["block"]
+    assert right / seen > 0.8 if wrong == 1 else right / seen < 0.12  # 0.17 without forgetting
 
 
 def test_counts_of_the_source_that_does_not_draft_decay():
