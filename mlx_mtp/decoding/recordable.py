@@ -1,5 +1,7 @@
 """Round the positions and rows of a step, so that few records serve an answer of many draft lengths in any order."""
 
+from collections.abc import Iterable
+
 import mlx.core as mx
 
 from ..cache.growing import round_up
@@ -14,11 +16,11 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     """Return a step's frame and input as they are recorded; grow the caches, if they have arrays, to hold the step.
 
     `base` is raised so that the step ends at the end of buffers of up to WHOLE positions, or of a BLOCK. The run has
-    only the rows that the step reads, the newest one without a drafter; up to the drafter's `read_least`, rows that
-    count as rejected are added. A built step with these reads as many positions and rows as the recorded one, and so
-    has the same bits.
+    only the rows that the step reads, the newest one without a drafter; up to the next of the drafter's `row_counts`,
+    rows that count as rejected are added. A built step with these reads as many positions and rows as the recorded
+    one, and so has the same bits.
     """
-    run = _padded(run, frame.drafter.read_least) if frame.drafter else Run(None, run.newest(), None)
+    run = _padded(run, frame.drafter.row_counts) if frame.drafter else Run(None, run.newest(), None)
     need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
     for c in caches:
         c.hold(round_up(need))
@@ -29,9 +31,9 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     return frame._replace(base=end - run.size - frame.plan.k - 1), run
 
 
-def _padded(run: Run, rows: int) -> Run:
-    """Return the input of a step, with rows of zeros behind its own up to `rows` in all, if it has fewer."""
-    if (more := rows - run.size) <= 0:
+def _padded(run: Run, counts: Iterable[int]) -> Run:
+    """Return the input of a step, with rows of zeros behind its own up to the next of the ascending `counts`."""
+    if not (more := next((rows for rows in counts if rows >= run.size), run.size) - run.size):
         return run.given
     hidden, tokens = mx.pad(run.hidden, [(0, 0), (0, more), (0, 0)]), mx.pad(run.tokens, [(0, 0), (0, more)])
     return Run(hidden, tokens, run.last)

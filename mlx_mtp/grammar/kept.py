@@ -1,4 +1,4 @@
-"""Keep the last used values, each by a text, bounded in number and in characters of the texts."""
+"""Keep the last used values, each by a text, bounded in number and in bytes of the texts."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ KEPT, KEPT_BYTES = 200, 1_000_000
 class Kept:
     """An LRU cache of at most KEPT values, each under a text. Any thread may use it.
 
-    The texts have at most KEPT_BYTES characters together, or there is only one.
+    The texts have at most KEPT_BYTES bytes of UTF-8 together, or there is only one.
     """
 
     def __init__(self):
@@ -32,5 +32,9 @@ class Kept:
         with self._lock:
             self._values.pop(text, None)
             self._values[text] = value
-            while len(self._values) > KEPT or (len(self._values) > 1 and sum(map(len, self._values)) > KEPT_BYTES):
+            while len(self._values) > KEPT or (len(self._values) > 1 and sum(map(_size, self._values)) > KEPT_BYTES):
                 self._values.popitem(last=False)
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))

@@ -56,7 +56,7 @@ class Controller:
         self._began = False  # whether the first cycle has finished, which is always slow
         self._risk = 0.0  # of the last planned cycle, which may not be observed yet
         self._spare = 0.0  # of the budget when it was planned
-        self._missed: dict[str, int] = {}  # by source: the last cycles in a row that accepted none of its drafts
+        self._missed: dict[str, int] = {}  # by kind: the last cycles in a row that accepted none of these drafts
         self._kind, self._measures = "", False  # of its drafts; whether it is a plain step that measures
 
     def plan(self, matched: int = 0, pending: int = 0) -> Plan:
@@ -118,19 +118,24 @@ class Controller:
             if any(seen for _, seen in cycle.forced):
                 self._count("grammar", *cycle.forced)
             if len(self.own) > 1 and plan.source in self.own and cycle.verified:
-                self._compete(plan.source, cycle.accepted)
+                self._compete(plan, *depths[0])
 
-    def _compete(self, source: str, accepted: float) -> None:
-        """Lower the weight of acceptance counts after a cycle with drafts of `source`, one of several own sources.
+    def _compete(self, plan: Plan, right: float, seen: float) -> None:
+        """Lower the weight of acceptance counts after a cycle with drafts of one of several own sources.
 
-        Counts of the others decay, so that these are tried again. Its own are reduced if its last cycles, in a row,
-        accepted none, which has a probability below UNLIKELY by these counts. accepted: by the cycle.
+        Counts of the others decay, so that these are tried again. Those of its kind are reduced if its last cycles,
+        in a row, accepted none, which has a probability below UNLIKELY by these counts. right, seen: shares of
+        sequences whose first own draft the cycle accepted, and of those that could accept it: none if a forced one
+        was wrong.
         """
-        for other in self.own.keys() - {source}:
+        for other in self.own.keys() - {plan.source}:
             self._count(other)
-        counts, self._missed[source] = self.costs.counts[source], 0 if accepted else self._missed.get(source, 0) + 1
-        if self._missed[source] and (1 - counts[0][0] / counts[0][1]) ** self._missed[source] < UNLIKELY:
-            self.costs.counts[source] = [[FORGET * right, FORGET * seen] for right, seen in counts]
+        if not seen:
+            return
+        kind = plan.kind(0)
+        counts, self._missed[kind] = self.costs.counts[kind], 0 if right else self._missed.get(kind, 0) + 1
+        if self._missed[kind] and (1 - counts[0][0] / counts[0][1]) ** self._missed[kind] < UNLIKELY:
+            self.costs.counts[kind] = [[FORGET * right, FORGET * seen] for right, seen in counts]
 
     def _score(self, choice: Choice) -> float:
         bonus = DRAFT_BONUS if choice.plan.k and not choice.plan.p_min else PLAIN_BONUS

@@ -9,6 +9,7 @@ from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp import grammar
+from mlx_mtp.batch import pool_cycle
 from mlx_mtp.decoding import replay as replay_module
 
 PROMPTS = [[1, 2, 3, 0, 2], [2, 2, 1, 3, 0, 1, 2, 0], [3, 1], [0, 2, 1, 1]]
@@ -134,3 +135,48 @@ def test_samplers_that_evaluate_their_logits(tiny_models, k):
     batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, num_draft_tokens=k, sampler=likeliest)
     batch.insert(PROMPTS[:2], grammars=[made(PATTERNS[0])] * 2)
     assert tokens_of(drain(batch, {})) == expected
+
+
+@pytest.mark.parametrize(("own", "together"), [(5, 2), (2, 5)])
+def test_forced_drafts_keep_both_limits(tiny_models, monkeypatch, own, together):
+    """That of the option, and that of several sequences."""
+    model, _ = tiny_models(2)
+    monkeypatch.setattr(pool_cycle, "most_together", lambda _: together)
+    stats = mlx_mtp.Stats()
+    how = {"adaptive": False, "num_draft_tokens": 1, "grammar_drafts": own, "stats": stats}
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, **how)
+    batch.insert(PROMPTS[:2], grammars=[made("(abcabc){9}"), made("(cabb){9}")])
+    drain(batch, {})
+    assert max(stats.lengths) == 2
+
+
+@pytest.mark.parametrize("p_min", [0.0, 1e-6])
+def test_samplers_see_only_allowed_tokens(tiny_models, p_min):
+    """In the row of the first draft, too, whose mask is written when the draft is read: the end is forbidden there."""
+    model, _ = tiny_models(2)
+    masked = []
+
+    def watching(logprobs):
+        masked.append(bool(mx.isinf(logprobs).any()))
+        return mx.argmax(logprobs, axis=-1)
+
+    how = {"num_draft_tokens": 1, "draft_p_min": p_min, "grammar_drafts": 0, "adaptive": False, "sampler": watching}
+    batch, stats = mlx_mtp.BatchGenerator(model, max_tokens=99, **how), [mlx_mtp.Stats() for _ in PROMPTS[:2]]
+    batch.insert(PROMPTS[:2], grammars=[made("(a|b|c){99}")] * 2, stats=stats)
+    for _ in range(6):
+        batch.next()
+    assert all(each.drafted[0] > 3 for each in stats)
+    assert len(masked) > 16
+    assert all(masked)
+
+
+@pytest.mark.parametrize("pattern", ["a{99}", None])
+def test_improbable_drafts_are_cut_within_each_sequences_limit(tiny_models, pattern):
+    """A sequence without drafts accepts none of those that are verified for the other one."""
+    model, _ = tiny_models(2)
+    batch = mlx_mtp.BatchGenerator(model, max_tokens=N, adaptive=False, draft_p_min=1e-6, grammar_drafts=0)
+    batch.insert(PROMPTS[:2], grammars=[made(pattern)] * 2, num_draft_tokens=[2, 0])
+    answers = drain(batch, {})
+    drafted = [sum(response.from_draft for response in answers[uid]) for uid in (0, 1)]
+    assert drafted[0] > 0 == drafted[1]
+    assert tokens_of(answers) == [alone(model, prompt, pattern) for prompt in PROMPTS[:2]]

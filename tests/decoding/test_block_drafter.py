@@ -9,35 +9,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from block_scratch import drafts as from_scratch
+from forced_drafts import ForcedBlock
 from plans import Listed, follow
 from sweep import SWEEP, paired, sampled
 
 import mlx_mtp
 from mlx_mtp.checkpoint.block_drafter import set_drafter
-from mlx_mtp.decoding.drafters.block import Block
-from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
 from mlx_mtp.tuning.plan import Plan, ladder
 
 V = families.V
 KINDS = block_drafters.KINDS
 PROMPTS = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (37, 2, 11)]
-
-
-class Forced(Block):
-    """Notes its drafts, and replaces them by the text's tokens, wrong at the positions in `wrong`."""
-
-    def __init__(self, net, text: list[int], wrong: set[int]):
-        super().__init__(net)
-        given = [(token + 1) % V if i in wrong else token for i, token in enumerate(text)]
-        self.given, self.calls = mx.array(given + [0] * 64, mx.int32), []
-
-    def propose(self, frame, run, k):
-        drafts = super().propose(frame, run, k)
-        if not k:
-            return NO_DRAFTS
-        at = frame.cache.layers[0].offset
-        self.calls.append((at, [*frame.members], drafts))
-        return Drafts(mx.take(self.given, at[:, None] + 1 + mx.arange(k)), drafts.confidence)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +46,9 @@ def ours(model, prompt, k, n=40, **options):
 
 
 def check(calls, text, plain, w, config, least=5):
-    """Drafts of calls, in a sweep of each, are those from scratch; `calls`: (position, tokens) of one sequence."""
-    found = [(known, drafts) for known, drafts in calls if known < len(text)]
-    assert len(found) >= least
-    for position, tokens in found[:: 1 if SWEEP else 3]:
+    """Drafts of calls, in a sweep of each, are those from scratch; `calls`: as `Forced.noted` returns them."""
+    assert len(calls) >= least
+    for _, position, tokens in calls[:: 1 if SWEEP else 3]:
         assert tokens == from_scratch(plain, w, config, text[: position + 1], len(tokens))[0], position
 
 
@@ -83,15 +64,14 @@ def test_drafts_equal_a_forward_from_scratch(made, monkeypatch, kind, k):
     for prompt, replay in zip(PROMPTS[:2], (False, True), strict=True):
         text = prompt + ours(model, prompt, 0, 44)
         at = np.cumsum([1 + i % (k + 1) for i in range(k, 60)]) + len(prompt)
-        forced = Forced(own.net, text, {*at.tolist()})
+        forced = ForcedBlock(own.net).force(V, text, {*at.tolist()})
         set_drafter(model, forced)
         stats = mlx_mtp.Stats()
         options = {"stats": stats, "prefill_step_size": 16, "compile_cycles": replay}
         assert ours(model, prompt, k, 44, **options) == text[len(prompt) :]
         assert stats.accepted[0] > 0
         assert bool(stats.compiled_cycles) == replay
-        calls = [(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls]
-        check(calls, text, plain, w, config, least=4 if k > 12 else 5)
+        check(forced.noted(len(text)), text, plain, w, config, least=4 if k > 12 else 5)
     set_drafter(model, own)
 
 
@@ -100,13 +80,13 @@ def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     model, plain, w, config = made(kind)
     own, prompt = model.drafter, PROMPTS[0]
     texts = [p + ours(model, p, 0, n) for p, n in zip(PROMPTS, (90, 40, 40), strict=True)]
-    forced = Forced(own.net, texts[0], {*range(0, 200, 5)})
+    forced = ForcedBlock(own.net).force(V, texts[0], {*range(0, 200, 5)})
     set_drafter(model, forced)
     with monkeypatch.context() as patch:
         plans = [Plan("block", 3), *[Plan()] * 40, Plan("block", 6), Plan("lookup", 2), Plan("block", 1)]
         follow(patch, Listed(plans))
         assert ours(model, prompt, 6, 90, prompt_lookup=True) == texts[0][37:]
-    check([(at.item(), drafts.tokens.tolist()[0]) for at, _, drafts in forced.calls], texts[0], plain, w, config, 4)
+    check(forced.noted(len(texts[0])), texts[0], plain, w, config, 4)
     forced.calls.clear()
     batch, found = mlx_mtp.BatchGenerator(model, num_draft_tokens=4, adaptive=False), [[] for _ in PROMPTS]
     batch.insert(PROMPTS, [30] * 3)
@@ -116,10 +96,10 @@ def test_drafts_behind_pauses_and_in_a_pool(made, monkeypatch, kind):
     assert found == [text[len(p) : len(p) + 30] for p, text in zip(PROMPTS, texts, strict=True)]
     for uid, text in enumerate(texts):
         rows = [
-            (position, tokens)
-            for at, members, drafts in forced.calls
+            (source, position, tokens)
+            for source, at, members, drafts in forced.calls
             for member, position, tokens in zip(members, at.tolist(), drafts.tokens.tolist(), strict=True)
-            if getattr(member, "uid", None) == uid
+            if getattr(member, "uid", None) == uid and position < len(text)
         ]
         check(rows, text, plain, w, config)
     set_drafter(model, own)
@@ -129,10 +109,10 @@ def test_confidence_is_the_confidence_heads(made):
     model, plain, w, config = made("dspark")
     own, prompt = model.drafter, PROMPTS[2]
     text = prompt + ours(model, prompt, 0)
-    forced = Forced(own.net, text, {*range(0, 99, 4)})
+    forced = ForcedBlock(own.net).force(V, text, {*range(0, 99, 4)})
     set_drafter(model, forced)
     assert ours(model, prompt, 5, draft_p_min=0.3) == text[len(prompt) :]
-    found = [(at.item(), drafts) for at, _, drafts in forced.calls if at.item() < len(text)]
+    found = [(at.item(), drafts) for _, at, _, drafts in forced.calls if at.item() < len(text)]
     assert len(found) > 5
     for position, drafts in found:
         tokens, sure = from_scratch(plain, w, config, text[: position + 1], 5)
@@ -183,7 +163,7 @@ def test_recorded_steps_are_few(made, monkeypatch, kind):
     own, prompt, n = model.drafter, PROMPTS[2], 2000 if SWEEP else 160
     text = prompt + ours(model, prompt, 0, n, temp=1.0, seed=1)
     rng = random.Random(kind)
-    set_drafter(model, Forced(own.net, text, {i for i in range(n) if rng.random() < 0.3}))
+    set_drafter(model, ForcedBlock(own.net).force(V, text, {i for i in range(n) if rng.random() < 0.3}))
     every = [Plan("block", k) for k in ladder(15)] + [Plan("lookup", k) for k in (3, 7, 15)] + [Plan()] * 3
     follow(monkeypatch, Listed(rng.choices(every, k=n)))
     stats = mlx_mtp.Stats()
@@ -203,7 +183,7 @@ def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
     first = ours(model, prompt, k, n, prompt_cache=cache)
     mlx_mtp.save_prompt_cache(tmp_path / "cache.safetensors", cache)
     snapshot = cache.snapshot()
-    forced = Forced(own.net, text, {*range(0, 99, 3)})
+    forced = ForcedBlock(own.net).force(V, text, {*range(0, 99, 3)})
     set_drafter(model, forced)
     loaded = mlx_mtp.load_prompt_cache(tmp_path / "cache.safetensors", model)
     for i, each in enumerate((cache, loaded, cache)):
@@ -211,7 +191,7 @@ def test_stop_anywhere_save_rewind_and_continue(made, tmp_path, stop):
             cache.rewind(snapshot)
         forced.calls.clear()
         assert first + ours(model, first[-1:], 5, 12, prompt_cache=each) == text[37 : 37 + n + 12]
-        check([(at.item(), d.tokens.tolist()[0]) for at, _, d in forced.calls], text, plain, w, config, least=3)
+        check(forced.noted(len(text)), text, plain, w, config, least=3)
     set_drafter(model, own)
 
 

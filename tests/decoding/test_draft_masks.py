@@ -1,5 +1,7 @@
 """Drafts under a grammar are masked, counted apart from forced ones, and never change the text."""
 
+from types import SimpleNamespace
+
 import grammars
 import mlx.core as mx
 import numpy as np
@@ -13,8 +15,9 @@ from mlx_mtp.batch.control import Controls
 from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.decoding.cycle_masks import CycleMasks
 from mlx_mtp.decoding.draft_sampling import HeadOutput
+from mlx_mtp.decoding.guided import redrafted
 from mlx_mtp.decoding.sampling import whole_rows
-from mlx_mtp.tuning.plan import Accepted, Plan, by_depth
+from mlx_mtp.tuning.plan import Accepted, Fixed, Plan, by_depth
 
 FREE, WORDS = "(a|b|c)+", "(cab{1,3}|aa|bc|ca)+"
 HEADS, EACH = Plan("heads", 3), Plan("heads", 3, stepwise=True)
@@ -115,17 +118,30 @@ def test_waits_are_counted_and_needed_only_after_free_tokens(tiny_models, monkey
     assert stats.waits == (1 + 1) * stats.cycles
 
 
+def member(constraint):
+    """Return a sequence without tokens, of which up to seven drafts are forced."""
+    history = SimpleNamespace(tokens=np.array([], np.int32))
+    return SimpleNamespace(finished=False, history=history, picker=SimpleNamespace(matcher=constraint.matcher(0, 7)))
+
+
+def test_forced_drafts_stay_prescribed_while_another_sequences_drafts_are_read(monkeypatch):
+    """Also where the grammar allows other tokens, as those of another style."""
+    first, free = (member(grammars.constraint(of_letters(pattern), 5)) for pattern in ("c(a|b)c", "(a|b|c)+"))
+    monkeypatch.setattr(first.picker.matcher, "drafts", lambda most: [2, 1, 2][:most])
+    masks = CycleMasks([first, free], 3, drafted=True)
+    masks.begin()
+    assert (masks.forced, masks.first_unknown) == ([3, 0], 0)
+    masks.read([[2], [1]])
+    prescribed, own = (grammars.allowed(row) for row in np.array(masks.allowed[1]))
+    assert (prescribed, own) == ([1], [0, 1, 2, 3, grammars.END])
+    assert grammars.allowed(np.array(masks.rows[0])[1]) == [0, 1]
+
+
 def test_masks_of_other_drafts_than_the_prescribed_ones():
     """A drafter that ignores its masks: the rows' masks are those of what it drafts."""
     constraint = grammars.constraint(of_letters("abc(a|b)c(ab)?"), 5)
-
-    class Member:
-        finished, fail = False, None
-        history = type("History", (), {"tokens": np.array([], np.int32)})
-        picker = type("Picker", (), {"matcher": constraint.matcher(0, 7)})
-
     for drafts in ([3, 2, 0], [3, 1, 0], [3, 2], [3, 2, 2], [1, 2, 0]):
-        masks = CycleMasks([Member], 3, drafted=True)
+        masks = CycleMasks([member(constraint)], 3, drafted=True)
         masks.begin()
         assert masks.forced == [2]
         assert grammars.allowed(np.array(masks.allowed[2, 0])) == [0, 1]
@@ -157,3 +173,19 @@ def test_a_drafter_without_the_allowed_tokens(tiny_models, monkeypatch):
         tokens, stats = ours(model, 12, made, 2, grammar_drafts=1, **SAMPLING[how])
         assert tokens == reference(plain, PROMPT, 12, made, **SAMPLING[how])
         assert stats.grammar_drafted < stats.cycles
+
+
+@pytest.mark.parametrize(("p_min", "drafts"), [(0.999, False), (1e-6, True)])
+def test_improbable_drafts_that_the_grammar_allows_are_not_verified(tiny_models, p_min, drafts):
+    model, _ = tiny_models(2)
+    stats = ours(model, 12, of_letters("(a|b|c){60}"), 3, grammar_drafts=0, draft_p_min=p_min)[1]
+    assert (sum(stats.drafted) > 0) == drafts
+
+
+@pytest.mark.parametrize(
+    ("k", "forced", "k_after"), [(2, [2], None), (2, [3], 3), (0, [1], 1), (2, [4, 0], None), (2, [5, 0], 5)]
+)
+def test_a_fixed_plan_is_replaced_by_more_forced_drafts_only(k, forced, k_after):
+    """By the longest, if there are more of them over all sequences: as many verify the drafter's own behind them."""
+    planned = Plan("heads", k)
+    assert redrafted(Fixed(k), planned, forced) == (Plan("grammar", k_after) if k_after else planned)

@@ -10,16 +10,13 @@ import families
 import mlx.core as mx
 import pytest
 import tiny
+from forced_drafts import ForcedBlock, ForcedBoth, ForcedHeads
 from plans import Listed, follow
 from sweep import sampled
 
 import mlx_mtp
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
-from mlx_mtp.decoding.drafters.block import Block
-from mlx_mtp.decoding.drafters.heads import Heads
-from mlx_mtp.decoding.drafters.heads_and_block import HeadsAndBlock
-from mlx_mtp.decoding.run import NO_DRAFTS, Drafts
 from mlx_mtp.tuning.plan import Plan
 
 # Longer than what heads with windows read of a prompt.
@@ -31,39 +28,6 @@ PLANS = {"H": HEADS, "B": BLOCK, "P": PLAIN}
 EVERY = [PLANS[name] for name in "HHHBHHPHBBHBPHPBHPPBBBPBPPP"]
 MIXED = [HEADS, BLOCK, HEADS, HEADS, Plan("lookup", 3), BLOCK, BLOCK, PLAIN, HEADS, PLAIN, BLOCK]
 NAMES = sampled(["step3p5", "qwen3_5"], ["step3p5", *families.FAMILIES])
-
-
-class Forced:
-    """Mixin of a drafter: notes its drafts, and replaces them by the text's tokens, wrong at some positions."""
-
-    def force(self, vocab: int, text: list[int], wrong) -> None:
-        given = [(token + 1) % vocab if i in wrong else token for i, token in enumerate(text)]
-        self.given, self.calls = mx.array(given + [0] * 64, mx.int32), []
-
-    def propose(self, frame, run, k):
-        drafts = super().propose(frame, run, k)
-        if not k:
-            return NO_DRAFTS
-        at = frame.cache.layers[0].offset
-        self.calls.append((frame.plan.source, at, drafts.tokens))
-        return Drafts(mx.take(self.given, at[:, None] + 1 + mx.arange(k)), drafts.confidence)
-
-    def noted(self, end: int) -> list[tuple[str, int, list[int]]]:
-        """(source, position of the newest token, drafts) of the calls before a position"""
-        every = [(source, at.item(), tokens.tolist()[0]) for source, at, tokens in self.calls]
-        return [call for call in every if call[1] < end]
-
-
-class ForcedHeads(Forced, Heads):
-    pass
-
-
-class ForcedBlock(Forced, Block):
-    pass
-
-
-class ForcedBoth(Forced, HeadsAndBlock):
-    pass
 
 
 class Subject:
@@ -209,6 +173,9 @@ def test_replayed_cycles_accept_what_built_ones_do(subject, monkeypatch, name):
             ours(s.model, PROMPT, 4, 40, compile_cycles=replay)
         found.append([(c.plan, c.accepted) for c in control.cycles])
     assert found[0] == found[1]
+    # Few kinds, whatever drafted before: with heads 2 per number of drafts, of blocks or of heads.
+    rows = Counter(kind.rows for _, kind in s.model.runtime.recorder.seen if kind.drafts)
+    assert rows.keys() == {1 + s.both.others["heads"], 16}
 
 
 class Watching(Listed):
@@ -300,8 +267,8 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     assert found == [s.text[len(prompt) :][:52] for prompt in prompts]
     assert 8 < max(most[len(prompts) :]) <= 8 + 16  # without the prompts
     assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
-    for source, at, drafts in s.forced.calls:
-        for position, tokens in zip(at.tolist(), drafts.tolist(), strict=True):
+    for source, at, _, drafts in s.forced.calls:
+        for position, tokens in zip(at.tolist(), drafts.tokens.tolist(), strict=True):
             assert tokens == s.alone[source].get(position, tokens)[: len(tokens)], (source, position)
 
 

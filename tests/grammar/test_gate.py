@@ -139,3 +139,6 @@ def test_parsers_are_kept_within_bounds(monkeypatch):
     some.put("f" * 11, 2)
     assert "e" * 9 not in some
     assert some.get("f" * 11) == 2
+    for text in ("\U0001f600", "\ud83d", "\u00e9\u00e9"):  # of 4, 3 and 4 bytes
+        some.put(text, 3)
+    assert [text in some for text in ("f" * 11, "\U0001f600", "\ud83d")] == [False, False, True]

@@ -29,6 +29,15 @@ def test_each_draft_is_waited_for_where_that_is_faster(wait, stepwise):
     assert not any(plan.stepwise for plan in (Controller(max_drafts=3).plan() for _ in range(9)))
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_costs_of_waiting_are_kept_apart(stepwise):
+    """Also of a cycle that verifies fewer drafts than planned."""
+    control, did = Controller(max_drafts=3, masked=True), Plan("heads", 2, stepwise=stepwise)
+    for _ in range(3):
+        control.observe(Cycle(Plan("heads", 3, stepwise=stepwise), 2, 1.0, 0.01))
+    assert control.costs.levels.keys() == {PLAIN, did}
+
+
 def taught(**rates):
     """Return a controller that has seen each kind of drafts accepted in a given share, at 0.1 plain steps a draft."""
     control, rng = Controller(max_drafts=3, max_lookup=7), random.Random(1)

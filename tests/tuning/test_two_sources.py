@@ -6,7 +6,8 @@ import pytest
 from sweep import sampled
 
 from mlx_mtp.tuning.controller import Controller
-from mlx_mtp.tuning.plan import PLAIN, Cycle, Plan
+from mlx_mtp.tuning.costs import ALLOWANCE
+from mlx_mtp.tuning.plan import PLAIN, Accepted, Cycle, Plan, by_depth
 
 COSTS = {"block": lambda k: 1.25 + 0.06 * k, "heads": lambda k: 1.05 + 0.12 * k}  # plain steps of a cycle
 ROW, UNREAD = 0.01, 64  # plain steps per row after a pause, and the maximum of these rows
@@ -81,6 +82,14 @@ def test_two_useless_sources_cost_no_more_than_one(seed):
     assert sum(plan.k == 0 for _, plan in cycles) > 0.9 * len(cycles)
 
 
+@pytest.mark.parametrize("seed", sampled([0], range(6)))
+def test_both_under_a_grammar(seed):
+    """Plans that wait for each draft are tried, too; they gain nothing here."""
+    _, cycles = decode(lambda at: {"block": 0.9, "heads": 0.5}, seed, masked=True, **BOTH)
+    assert share(cycles, "block", TOKENS // 2) > 0.9
+    assert any(plan.stepwise for _, plan in cycles)
+
+
 def test_each_source_has_its_own_limit_and_its_own_confidence():
     control, seen = Controller(source="block", max_drafts=4, others={"heads": 2}, p_min=True), set()
     for _ in range(400):
@@ -91,3 +100,46 @@ def test_each_source_has_its_own_limit_and_its_own_confidence():
     assert {("block", False), ("heads", False)} <= seen
     assert Plan("block", 4, p_min=True).kind(0) != Plan("heads", 2, p_min=True).kind(0)
     assert not Controller(source="block", max_drafts=4, others={"heads": 0}).own.keys() - {"block"}
+
+
+def after(*cycles: tuple[str, Accepted], **limits) -> Controller:
+    """Return a controller after cycles of three drafts at equal costs: (source, its counts)."""
+    control = Controller(source="block", max_drafts=3, others={"heads": 3}, **limits)
+    for source, counts in cycles:
+        control.observe(Cycle(Plan(source, 3), 3, counts.accepted, 0.01, **by_depth([counts], 3)))
+    return control
+
+
+RIGHT, WRONG = Accepted(3, 3), Accepted(0, 3)
+
+
+def test_a_rejected_forced_draft_is_no_miss_of_the_source():
+    """Neither as its first cycle nor between others: its own drafts were not reached."""
+    wrong = Accepted(0, 3, 2)
+    assert after(("block", wrong)).costs.counts["block"][0] == [0, 0]
+    assert after(*[("block", RIGHT)] * 9, *[("block", wrong)] * 9)._missed["block"] == 0
+    assert after(*[("block", RIGHT)] * 9, *[("block", Accepted(2, 3, 2))] * 2)._missed["block"] == 2
+
+
+@pytest.mark.parametrize("wrong", [1, 30])
+def test_drafts_that_are_waited_for_have_their_own_counts(wrong):
+    """Also before the same source has drafted without: its first plan of two drafts may be one of these."""
+    control = after(("heads", RIGHT), masked=True)
+    for counts in [RIGHT] * 9 + [WRONG] * wrong:
+        control.observe(Cycle(Plan("block", 3, stepwise=True), 3, counts.accepted, 0.01))
+    right, seen = control.costs.counts["stepwise"][0]
+    assert not control.costs.counts["block"]
+    assert right / seen > 0.8 if wrong == 1 else right / seen < 0.12  # 0.17 without forgetting
+
+
+def test_counts_of_the_source_that_does_not_draft_decay():
+    before = after(*[("heads", WRONG)] * 9).costs.counts["heads"][0][1]
+    later = after(*[("heads", WRONG)] * 9, *[("block", RIGHT)] * 200).costs.counts["heads"][0][1]
+    assert later < 0.5 * before
+
+
+@pytest.mark.parametrize(("left", "tried"), [(0.55, True), (0.45, False)])
+def test_no_source_is_retried_while_the_budget_is_half_used(left, tried):
+    control = after(*[("heads", WRONG)] * 30, *[("block", RIGHT)] * 30)
+    control.costs.plain_first, control.costs.budget, control._risk = 0, left * ALLOWANCE, 0.0
+    assert (control.plan().source == "heads") == tried

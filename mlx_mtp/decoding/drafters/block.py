@@ -28,7 +28,7 @@ class Block(Drafter):
 
     source = "block"
     absorbs = True
-    read_least = MOST + 1  # its products read their weights once for all of these rows
+    row_counts = (MOST + 1,)  # its products read their weights once for all of these rows
 
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape

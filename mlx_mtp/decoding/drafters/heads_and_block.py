@@ -33,6 +33,7 @@ class HeadsAndBlock(Drafter):
         self.most, self.usual = block.most, block.usual
         self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
         self.net, self.nets = block.net, (model.mtp[0], block.net)
+        self.row_counts = (1 + usual_heads, *block.row_counts)  # heads read few rows after their own drafts
         self.spare = {block.source: len(heads.windows)}
         self._reach = window_reach(heads.windows)
 
