@@ -14,13 +14,23 @@ from sweep import SWEEP
 from tokenizers import AddedToken
 
 from mlx_mtp import grammar
+from mlx_mtp.grammar import Gate
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
+from mlx_mtp.serve.frames import frames_of
+from mlx_mtp.serve.structured import Output
 from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, call_mark, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, PYTHONIC_PLAIN, format_of
+from mlx_mtp.serve.tool_choice import ToolChoice, call_output
 
 EXAMPLES = 2000 if SWEEP else 4
-PLAIN = SimpleNamespace(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
+
+
+class Plain(SimpleNamespace):
+    __hash__ = object.__hash__  # grammars are cached by tokenizer
+
+
+PLAIN = Plain(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
 
 
 def pythonic_plain(name, arguments):
@@ -68,6 +78,8 @@ OBJECT = {
     "properties": {"count": {"type": "integer"}, "text": {"$ref": "#/$defs/text"}},
 }  # fmt: skip
 
+FIXED = [[1, "it's"], [[True], []], {"text": "a b", "list": [{"count": -2.5}]}]
+
 
 @st.composite
 def parameters(draw, pieces, nulls=True):
@@ -88,8 +100,9 @@ def parameters(draw, pieces, nulls=True):
         "list": ({"type": "array", "items": {"type": "integer"}, "maxItems": 3}, st.lists(st.integers(), max_size=3)),
         "objects": ({"type": "array", "items": OBJECT}, st.lists(inner, max_size=2)),
         "nothing": ({"type": "null"}, st.none()),
+        "fixed": ({"enum": FIXED}, st.sampled_from(FIXED)),
     }  # fmt: skip
-    names = draw(st.lists(st.sampled_from([*found] if nulls else [*found][:-1]), unique=True, max_size=5))
+    names = draw(st.lists(st.sampled_from([*found] if nulls else [*found][:-2]), unique=True, max_size=5))
     required = [name for name in names if draw(st.booleans())]
     given = {name: draw(found[name][1]) for name in names if name in required or draw(st.booleans())}
     properties = {name: found[name][0] for name in names}
@@ -177,6 +190,25 @@ def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
         assert grammars.accepted(made, call.arguments) is None, (text, call)
 
 
+@pytest.mark.parametrize("name", ["gemma_4", "function_gemma", "minicpm", "pythonic", "pythonic_plain"])
+def test_lists_and_objects_of_an_enum_are_written_and_read_back(name):
+    renderer = next(each for each in RENDERED if each.__name__ == name)
+    format, own = format_named(NAMES[renderer]), {"type": "object", "properties": {"a": {"enum": FIXED}}}
+    chosen = offer({**own, "required": ["a"]})
+    made = call_grammar(PLAIN, format, chosen)
+    texts = [renderer("write", {"a": each}) for each in FIXED]
+    texts += [text.replace("true", "True") for text in texts]  # as MiniCPM's template writes it
+    assert [text for text in texts if grammars.accepted(made, text)] == []
+    for other in ([1], [1, "it's", 2], [[False], []], {"text": "a b"}, {"text": "a b", "list": []}):
+        assert grammars.accepted(made, renderer("write", {"a": other})) is not None
+    for seed in range(6):
+        text = walked(made, seed, ["'", '"', " "], [])
+        splitter = Splitter(SimpleNamespace(), (), tool_format=format, tools=tools_of(chosen), one_call=False)
+        calls = calls_of(splitter.feed(text) + splitter.end(cut=False))
+        assert calls, text
+        assert all(json.loads(call.arguments)["a"] in FIXED for call in calls), text
+
+
 SPECIAL = {
     "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
@@ -214,11 +246,37 @@ def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
     )
     for strict in ((), ("write",)):
         chosen = offer(schema, schema, forced=False, strict=strict)
-        mark, literal = call_mark(PLAIN, format, chosen.tools)
+        mark, literal = call_mark(PLAIN, format)
         text = renderer("write", {"text": "x"})
         begin = re.search(re.escape(mark) if literal else mark, text)
         made = call_grammar(PLAIN, format, chosen)
         assert (grammars.accepted(made, text[begin.end() :]) is None) is not bool(strict), text
+
+
+HARMONY = frames_of(SimpleNamespace(chat_template="<|channel|> <|message|> analysis"))
+
+
+@pytest.mark.parametrize(
+    ("renderer", "frames", "strict", "restricted"),
+    [("llama", None, True, True), ("llama", None, False, True), ("hermes", None, True, True),
+     ("hermes", None, False, False), ("harmony", HARMONY, True, False), ("harmony", HARMONY, False, False)],
+)  # fmt: skip
+def test_instead_of_content_an_answer_may_be_a_call(renderer, frames, strict, restricted):
+    """Free or restricted; strict tools that are not honoured are a warning."""
+    renderer = next(each for each in RENDERED if each.__name__ == renderer)
+    schema = {"type": "object", "properties": {"text": {"enum": ["x", "y"]}}}
+    tools = tools_of(offer(schema, schema))
+    info = SimpleNamespace(tokenizer=PLAIN, tool_format=format_named(NAMES[renderer]), frames=frames)
+    content, warnings = Output(grammar.regex("[0-9]"), "response_format", "response_format"), []
+    choice = ToolChoice(tools, strict=("write",) if strict else ())
+    found = call_output(info, choice, content, warnings)
+    assert len(warnings) == (strict and not restricted)
+    assert (found.gate == Gate()) is restricted
+    assert found.gate.optional is (frames is not None)
+    texts = ["5", renderer("write", {"text": "x"}), renderer("write_all", {"text": "z"}), "five"]
+    fits = [grammars.accepted(found.grammar, text) is None for text in texts]
+    assert fits == [True, restricted, restricted, False]
+    assert (grammars.accepted(found.grammar, renderer("write", {"text": "z"})) is None) is (restricted and not strict)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,18 @@ def test_arguments_of_a_strict_tool_fit_its_schema(client, path):
     assert (name, strict["city"], fits(name, strict), reason) == ("weather", "Bonn", True, REASON[path])
 
 
+def test_a_strict_call_instead_of_structured_content_fits_its_schema(client):
+    """Also behind reasoning; content keeps its format."""
+    city = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    body = body_of(CHAT, strict=True, response_format=city)
+    Dictated.words = "<think>So</think>" + dictate('"Bonn"', 12)[11:]
+    ((_, given),), reason = calls_in(CHAT, client.post(CHAT, json=body).json())
+    assert (given["city"], fits("weather", given), reason) == ("Bonn", True, "tool_calls")
+    Dictated.words = '"Bonn" it is'
+    (choice,) = client.post(CHAT, json=body).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('"Bonn"', "stop")
+
+
 def test_text_and_tools_that_are_not_strict_stay_free(client):
     Dictated.words = dictate('"Bonn"', 12)
     ((_, loose),), _ = calls_in(CHAT, client.post(CHAT, json=body_of(CHAT)).json())
