@@ -92,8 +92,9 @@ def test_the_demo_calls_if_it_must(served, path, choice, name):
     assert reason == REASON[path]
     assert [(name or each, fits(each, given)) for each, given in found] == [(found[0][0], True)]
     assert "generic format" in response.headers["X-MLX-MTP-Warning"]
-    streamed = served.post(path, json=body_of(path, tool_choice=choice, stream=True, **more))
-    assert streamed_calls(path, streamed.text) == (found, reason)
+    if not name:  # once per API
+        streamed = served.post(path, json=body_of(path, tool_choice=choice, stream=True))
+        assert streamed_calls(path, streamed.text) == (found, reason)
 
 
 def test_the_prompt_describes_tools_and_has_earlier_calls_in_the_same_format(served):
