@@ -45,6 +45,10 @@ RENDERED = sorted(NAMES, key=lambda renderer: renderer.__name__)
 MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
 
 
+def renderer_of(name):
+    return next(each for each in RENDERED if each.__name__ == name)
+
+
 def format_named(name):
     if name == "pythonic_plain":
         return PYTHONIC_PLAIN
@@ -192,7 +196,7 @@ def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
 
 @pytest.mark.parametrize("name", ["gemma_4", "function_gemma", "minicpm", "pythonic", "pythonic_plain"])
 def test_lists_and_objects_of_an_enum_are_written_and_read_back(name):
-    renderer = next(each for each in RENDERED if each.__name__ == name)
+    renderer = renderer_of(name)
     format, own = format_named(NAMES[renderer]), {"type": "object", "properties": {"a": {"enum": FIXED}}}
     chosen = offer({**own, "required": ["a"]})
     made = call_grammar(PLAIN, format, chosen)
@@ -233,7 +237,7 @@ def test_a_token_that_ends_the_answer_is_no_part_of_a_grammar():
     added = {257: AddedToken("<|call|>", special=True)}
     tokenizer = SimpleNamespace(chat_template=None, eos_token_ids=[256, 257], added_tokens_decoder=added)
     made = call_grammar(tokenizer, format_named("<|channel|>commentary"), offer({}))
-    text = RENDERED[[each.__name__ for each in RENDERED].index("harmony")]("write", {})
+    text = renderer_of("harmony")("write", {})
     assert grammars.accepted(made, text.removesuffix("<|call|>"), "<|call|>") is None
 
 
@@ -253,6 +257,18 @@ def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
         assert (grammars.accepted(made, text[begin.end() :]) is None) is not bool(strict), text
 
 
+def test_text_behind_a_call_is_free_where_the_next_call_has_a_mark_of_its_own():
+    """The grammar ends with the call; in a list of calls it can go on."""
+    for name, ends in (("hermes", True), ("qwen_coder", True), ("gemma_4", True), ("kimi_k2", False)):
+        renderer = renderer_of(name)
+        format, chosen = format_named(NAMES[renderer]), offer({}, forced=False, strict=())
+        parser = grammars.compiled_bytes(call_grammar(PLAIN, format, chosen))
+        text = renderer("write", {}).removeprefix(call_mark(PLAIN, format)[0])
+        text = text.removesuffix("<|tool_calls_section_end|>")
+        assert parser.try_consume_tokens([*text.encode()]) == len(text.encode())
+        assert parser.is_stopped() is ends, name
+
+
 HARMONY = frames_of(SimpleNamespace(chat_template="<|channel|> <|message|> analysis"))
 
 
@@ -263,7 +279,7 @@ HARMONY = frames_of(SimpleNamespace(chat_template="<|channel|> <|message|> analy
 )  # fmt: skip
 def test_instead_of_content_an_answer_may_be_a_call(renderer, frames, strict, restricted):
     """Free or restricted; strict tools that are not honoured are a warning."""
-    renderer = next(each for each in RENDERED if each.__name__ == renderer)
+    renderer = renderer_of(renderer)
     schema = {"type": "object", "properties": {"text": {"enum": ["x", "y"]}}}
     tools = tools_of(offer(schema, schema))
     info = SimpleNamespace(tokenizer=PLAIN, tool_format=format_named(NAMES[renderer]), frames=frames)
@@ -282,6 +298,7 @@ def test_instead_of_content_an_answer_may_be_a_call(renderer, frames, strict, re
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
+        ({"properties": {"a": {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}}}, "oneOf"),
         ({"properties": {"a": {"not": {}}}}, "not"), ({"required": ["b"], "properties": {"a": {}}}, "'b'"),
         ({"properties": {"a": {"type": "string", "format": "phone"}}}, "phone"),
         ({"properties": {"a": {"type": ["array", "string"], "prefixItems": [{}]}}}, "prefixItems"),
@@ -295,6 +312,15 @@ def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):
     with pytest.raises(ValueError, match=re.escape(named)) as raised:
         call_grammar(PLAIN, format_named("qwen3_coder"), offer({"type": "object", **schema}))
     assert "'write'" in str(raised.value)
+
+
+def test_a_section_mark_in_a_text_is_not_mistaken_for_a_section():
+    """MiniCPM's parser drops the marks around a whole section, and does not find the end of one that is open."""
+    made = call_grammar(PLAIN, format_named(NAMES[renderer_of("minicpm")]), offer({"properties": {"a": {}}}))
+    table = {"a": True, "<![CDATA[</param>]]>": True, "<![CDATA[y": False, " <![CDATA[y]]>": False}
+    for value, fits in table.items():
+        text = f'<function name="write"><param name="a">{value}</param></function>'
+        assert (grammars.accepted(made, text) is None) is fits, value
 
 
 def coder(value):
@@ -313,6 +339,7 @@ LISTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
         (LISTED, ["a", '["a"]', '["</x>"]'], ["[5]", "[a", '["</parameter>"]', " [x"]),
         ({"type": "array", "items": {"type": "string"}}, ['["</parameter>"]', "[]"], ["", "a", "[5]"]),
         ({"enum": ["a", "null", 5, None]}, ["a", "5", "null", "None"], ["b", "6", ""]),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c", ""]),
         ({"type": "boolean"}, ["true", "False"], ["TRUE", "0", '"true"']),
         ({"type": "string", "pattern": "b|^a/$", "minLength": 2}, ["a/", "xby"], ["b", "xa/", "a/c"]),
         ({"type": "string", "format": "date"}, ["2024-02-28", "2023-12-31"], ["2024-02-30", "2024-2-1"]),
