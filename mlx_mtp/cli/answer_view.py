@@ -69,11 +69,9 @@ class MarkdownAnswer:
 def _splitter(session: ChatSession) -> Any:
     """Return a splitter of reasoning and content; it starts in reasoning if the session's last prompt ends in it."""
     from ..serve.answer import Splitter
-    from ..serve.frames import FramedSplitter, begun_in, frames_of
+    from ..serve.frames import FramedSplitter, begun_in, ends_in_reasoning, frames_of
 
     tokenizer, prompt = session.tokenizer, session.cache.tokens[: session.turn.prompt_tokens]
     if frames := frames_of(tokenizer):
         return FramedSplitter(frames, Splitter(tokenizer, ()), begun_in(frames, tokenizer.decode(prompt)))
-    thinks = tokenizer.has_thinking
-    begun = thinks and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-    return Splitter(tokenizer, (), thinking=thinks, begun=begun)
+    return Splitter(tokenizer, (), thinking=tokenizer.has_thinking, begun=ends_in_reasoning(tokenizer, prompt))

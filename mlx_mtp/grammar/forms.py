@@ -3,6 +3,7 @@
 import json as json_text
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from ..machine.errors import first_line
@@ -106,6 +107,24 @@ def composed(write: Callable[[dict[str, Any]], str], name: str, *, whitespace: i
     own, styles = _spacings(whitespace)
     text, *others = (make(write({**STRICT, **spaces})) for spaces in (own, *styles))
     return _checked(Grammar(text, name, tuple(dict.fromkeys(others)) if others != [text] * len(others) else ()))
+
+
+def either(first: Grammar, second: Grammar) -> Grammar:
+    """Return the grammar of the texts that one of two grammars accepts, with the name of the first."""
+    pairs = zip_longest((first.text, *first.styles), (second.text, *second.styles))
+    text, *styles = (_either(one or first.text, other or second.text) for one, other in pairs)
+    return _checked(Grammar(text, first.name, tuple(styles), first.tokenizer))
+
+
+def _either(*texts: str) -> str:
+    """Return llguidance's text of a grammar with the texts of these ones: each is JSON of one grammar, or Lark."""
+    found = []
+    for i, text in enumerate(texts):
+        inner = json_text.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+        found.append({**inner[0], "name": f"g{i}"})
+        assert len(inner) == 1, "no grammar of this module has several"
+    start = "start: " + " | ".join(f"@{each['name']}" for each in found)
+    return json_text.dumps({"grammars": [{"lark_grammar": start}, *found]})
 
 
 def _json_texts(schema: dict[str, Any], whitespace: int | str | None) -> tuple[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
 from .forms import Message
+from .frames import ends_in_reasoning
 from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
 from .prompts import Prompt, encode_chat
@@ -202,7 +203,8 @@ def chat_decode_requests(
     the content, None for free text; that of a forced call replaces it. more: options of `decode_requests`: `most` is
     required, `choices` is 1 by default (the body's `n` is not read).
     """
-    how, tools, output = end_of_prompt(body, messages), choice.offered, call_output(info, choice, output)
+    how, tools = end_of_prompt(body, messages), choice.offered
+    output = call_output(info, choice, output, warnings)
     prompt = prompt_of(info, messages, tools, template, turns=info.turns, **how)
     prints, generic = renders_tools(info.tokenizer, template) if tools else True, info.tool_format is GENERIC
     if not prints and generic:
@@ -215,15 +217,14 @@ def chat_decode_requests(
         warnings.append(f"tool calls have a generic format, which the system prompt describes: {info.unread_calls}")
     elif tools and info.unread_calls:
         warnings.append(f"tool calls may come back as text: {info.unread_calls}")
-    marks, tokens = info.tokenizer, prompt.tokens
-    thinking = marks.has_thinking and marks.rfind_think_start(tokens) > marks.rfind_think_end(tokens)
+    thinking = ends_in_reasoning(info.tokenizer, prompt.tokens)
     continues = how["continues"] and is_begun(messages)
     follows = partial(_next_prompt, info, messages, tools, template, ids, continues=continues)
     more |= {"chat": True, "thinking": thinking, "continues": continues, "follows": follows}
     more |= {"tools": choice.allowed, "one_call": choice.one}
     more["after_tool"] = _after_tool(messages)
     if output:
-        more["grammar"] = constraint_of(info, output, tokens, messages[-1] if continues else None, chat=True)
+        more["grammar"] = constraint_of(info, output, prompt.tokens, messages[-1] if continues else None, chat=True)
     return decode_requests(info, prompt, body, **more)
 
 

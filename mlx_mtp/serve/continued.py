@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 from ..checkpoint.chat_template import render
+from .frames import ends_in_reasoning
 from .template_traits import REASONING_FIELDS
 
 Message = dict[str, Any]
@@ -69,7 +70,7 @@ def after_prompt(tokenizer: Any, tokens: list[int], reasoning: str, content: str
     if not getattr(tokenizer, "has_thinking", False):
         return content
     start, end = tokenizer.think_start, tokenizer.think_end
-    opened = tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    opened = ends_in_reasoning(tokenizer, tokens)
     rest = f"\n{end}\n\n{content}" if content else ""
     if reasoning:
         return ("" if opened else f"{start}\n") + reasoning + rest

@@ -1,6 +1,7 @@
 """Split answers whose reasoning and content are framed by marks, such as harmony's channels."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -96,6 +97,12 @@ def add_reasoning_marks(tokenizer: Any) -> None:
         tokenizer._think_start_tokens, tokenizer._think_end_tokens = (
             tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (start, end)
         )
+
+
+def ends_in_reasoning(tokenizer: Any, tokens: Sequence[int]) -> bool:
+    """Return whether a prompt's tokens open reasoning and do not end it; False for a tokenizer without its marks."""
+    thinks = getattr(tokenizer, "has_thinking", False)
+    return thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
 
 
 def _source(tokenizer: Any) -> str:

@@ -9,7 +9,7 @@ from ..grammar import Constraint, Gate, Grammar, GrammarError, compiled, is_comp
 from .continued import begun_answer
 from .fields import ModelInfo, Refused
 from .forms import Message
-from .frames import CONTENT, begun_in
+from .frames import CONTENT, begun_in, ends_in_reasoning
 from .grammar_limits import compiled_within
 
 
@@ -71,7 +71,7 @@ def _gate(info: ModelInfo, gate: Gate, prompt: Sequence[int], begun: Message | N
         return gate._replace(after=(opening, *gate.after), patterns=True)
     if not tokenizer.has_thinking:
         return gate._replace(begun=content)
-    if tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+    if ends_in_reasoning(tokenizer, prompt):
         return gate._replace(after=(tokenizer.think_end, *gate.after))
     ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(tokenizer.think_end)
     if content or ended or gate.after:
@@ -85,7 +85,7 @@ def _call_gate(info: ModelInfo, gate: Gate, prompt: Sequence[int]) -> Gate:
     if not tokenizer.has_thinking:
         return gate
     start, end = tokenizer.think_start, tokenizer.think_end
-    if tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+    if ends_in_reasoning(tokenizer, prompt):
         return gate._replace(after=(re.escape(end) if gate.patterns else end, *gate.after))
     ended = tokenizer.decode(prompt[-16:]).rstrip().endswith(end)
     return gate if ended or gate.after else gate._replace(opens=start, after=(end,))

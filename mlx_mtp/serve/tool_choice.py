@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ..grammar import Gate, Grammar
+from ..grammar.forms import either
 from .fields import ModelInfo, Refused, text
 from .grammar_limits import check_schema, compiled_within
 from .structured import Output
@@ -103,49 +104,69 @@ def _name(tool: Any) -> Any:
     return inner.get("name") if isinstance(inner, dict) else tool.get("name") if isinstance(tool, dict) else None
 
 
-def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None) -> Output | None:
+def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warnings: list[str]) -> Output | None:
     """Return the grammar of an answer with tools; None if it is free. output: the grammar of the content, or None.
 
-    A forced call: the grammar of calls alone. Else, with `output`: that, and instead of content the answer may be a
-    free call if the format's calls begin with a fixed mark. Else, with strict tools: the grammar of calls, from where
-    the answer begins one. Without tools that may be called: `output`. Raises Refused for a schema that cannot be
-    honoured.
+    A forced call: the grammar of calls alone. Else, with `output`: that of content or, instead, calls; calls are free
+    if no tool is strict and they begin with a fixed mark, and also in a model's frames (`_free_calls`). Else, with
+    strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called: `output`.
+    warnings: appended to. Raises Refused for a schema that cannot be honoured.
     """
     allowed, format = choice.allowed, info.tool_format
     if not allowed or format is None:
         return output
-    tools = Tools(allowed)
-    strict = set(tools.names if choice.forced else choice.strict) & set(tools.names)
+    names, content = Tools(allowed).names, None if choice.forced else output
+    strict = sorted({*names} & {*(names if choice.forced else choice.strict)})
+    if not content and not choice.forced and not strict:
+        return None
     # A model that was not trained to call tools may repeat its call without end.
     one = choice.one or format is GENERIC
     try:
-        if output and not choice.forced:
-            mark, literal = call_mark(info.tokenizer, format, tools)
-            return output._replace(gate=Gate(instead=(mark,) if literal else ()))
-        if not choice.forced and not strict:
-            return None
-        how = json.dumps(allowed), choice.forced, one, tuple(sorted(strict))
+        mark, literal = call_mark(info.tokenizer, format)
+        if content and (info.frames or (literal and not strict)):
+            return _free_calls(info, content, mark if literal else None, strict, warnings)
+        whole = choice.forced or content is not None
+        how = json.dumps(allowed), whole, one, tuple(strict), content and content.grammar
         grammar = compiled_within(partial(_grammar, info.tokenizer, format, *how), "tools", "tools")
-        if choice.forced:
-            return Output(grammar, "tools", "tools", calls=True)
-        mark, literal = call_mark(info.tokenizer, format, tools)
-        gate = Gate(after=(mark,), patterns=not literal, optional=True, repeats=not one)
-        return Output(grammar, "tools", "tools", gate, calls=True)
     except Refused:
         raise
     except ValueError as e:
         raise Refused(f"tools: {e}", param="tools") from e
+    if content:
+        return content._replace(grammar=grammar)
+    gate = Gate() if whole else Gate(after=(mark,), patterns=not literal, optional=True, repeats=not one)
+    return Output(grammar, "tools", "tools", gate, calls=True)
+
+
+def _free_calls(info: ModelInfo, content: Output, mark: str | None, strict: list[str], warnings: list[str]) -> Output:
+    """Return the grammar of content; instead, the answer may be calls in any text. mark: with which they begin.
+
+    With frames a call is not in the frame of content, so the answer may end without content; strict tools get a
+    warning.
+    """
+    if strict:
+        what = f"strict has no effect on tools with {content.field}"
+        warnings.append(f"{what}: the model's calls are in frames of their own")
+    return content._replace(gate=Gate(instead=(mark,) if mark else (), optional=info.frames is not None))
 
 
 @lru_cache(maxsize=32)
 def _grammar(
-    tokenizer: Any, format: CallFormat, tools: str, forced: bool, one: bool, strict: tuple[str, ...]
+    tokenizer: Any,
+    format: CallFormat,
+    tools: str,
+    whole: bool,
+    one: bool,
+    strict: tuple[str, ...],
+    content: Grammar | None,
 ) -> Grammar:
     """Return `call_grammar` of these tools; cached, since clients send the same tools again.
 
-    tools: a list in OpenAI's form, as JSON text. strict: as in `Offer`. Raises ValueError as `call_grammar`, and if
-    the schemas of strict tools together exceed a limit of `check_schema`.
+    tools: a list in OpenAI's form, as JSON text. whole: calls are the whole answer. strict: as in `Offer`. content:
+    what the answer may be instead. Raises ValueError as `call_grammar`, and if the schemas of strict tools together
+    exceed a limit of `check_schema`.
     """
-    offer = Offer(Tools(json.loads(tools)), forced, one, strict)
+    offer = Offer(Tools(json.loads(tools)), whole, one, strict)
     check_schema({"$defs": {name: offer.tools.parameters(name) for name in strict}})
-    return call_grammar(tokenizer, format, offer)
+    calls = call_grammar(tokenizer, format, offer)
+    return either(content, calls) if content else calls

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import mlx_mtp
 from mlx_mtp import grammar
 from mlx_mtp.demo import demo_path
+from mlx_mtp.grammar.forms import either
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
 
@@ -147,3 +148,18 @@ def test_without_llguidance_the_message_names_the_extra():
     program = "import sys; sys.modules['llguidance'] = None; from mlx_mtp import grammar; grammar.json()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "ValueError: grammars need llguidance: pip install -e '.[grammar]'" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_either_of_two_grammars_has_the_texts_of_both_and_their_styles(swapped):
+    others = [grammar.lark('start: "n" N\nN: /[0-9]+/'), grammar.regex("[a-c]{2}"), grammar.json_schema({"const": 5})]
+    spaced, tight = '{"x": 1, "y": 2}', '{"x":1,"y":2}'
+    for other, text in zip(others, ["n12", "ab", "5"], strict=True):
+        pair = (other, grammar.json_schema(POINT)) if swapped else (grammar.json_schema(POINT), other)
+        made = either(*pair)
+        assert made.name == pair[0].name
+        assert all(accepts(made, each) for each in (spaced, tight, text))
+        assert not any(accepts(made, each) for each in ('{"x": 1}', text + spaced, ""))
+        styles = [dataclasses.replace(made, text=each) for each in made.styles]
+        found = [[accepts(style, each) for each in (spaced, tight, text)] for style in styles]
+        assert found == [[True, False, True], [False, True, True]]

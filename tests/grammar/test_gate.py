@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import grammars
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_mtp import grammar
 from mlx_mtp.grammar import Gate, kept
+from mlx_mtp.grammar.vocabulary import Vocabulary
 
 SCHEMA = {
     "type": "object",
@@ -83,6 +85,20 @@ def test_all_tokens_are_allowed_while_a_text_is_awaited(plain):
     texts = [tokenizer.decode([token]) for token in beyond]
     assert texts
     assert all(text.startswith(">") and len(text) > 1 for text in texts)
+
+
+def test_tokens_that_go_beyond_a_mark_complete_or_contain_it_and_more():
+    tokens = [b"ab", b"abc", b"xab", b"xabc", b"b", b"bc", b"xbc", b"a", b"aabc"]
+    own = SimpleNamespace(vocab_size=len(tokens), decode_bytes=lambda ids: tokens[ids[0]])
+    beyond = [[tokens[token] for token in found] for found in Vocabulary(own).beyond(b"ab")]
+    assert beyond == [[b"abc", b"xabc", b"aabc"], [b"abc", b"xabc", b"bc", b"aabc"]]
+
+
+@pytest.mark.parametrize("gate", [CALLS, BOTH])
+def test_the_end_of_an_answer_is_drafted_unless_more_may_follow(plain, gate):
+    matcher = plain.behind(gate).matcher(most=4)
+    matcher.follow(encoded("</think><call>") + encoded('{"a": 12'))
+    assert matcher.drafts(4) == encoded("}") + ([] if gate.repeats else [*plain.eos])
 
 
 @pytest.mark.parametrize(("gate", "pieces"), ANSWERS)

@@ -14,13 +14,23 @@ from sweep import SWEEP
 from tokenizers import AddedToken
 
 from mlx_mtp import grammar
+from mlx_mtp.grammar import Gate
 from mlx_mtp.serve.answer import Splitter, calls_of, text_of
+from mlx_mtp.serve.frames import frames_of
+from mlx_mtp.serve.structured import Output
 from mlx_mtp.serve.tool_calls.grammars import Offer, call_grammar, call_mark, object_schema
 from mlx_mtp.serve.tool_calls.schema import Tools
 from mlx_mtp.serve.tool_calls.table import BY_PARSER, PYTHONIC_PLAIN, format_of
+from mlx_mtp.serve.tool_choice import ToolChoice, call_output
 
 EXAMPLES = 2000 if SWEEP else 4
-PLAIN = SimpleNamespace(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
+
+
+class Plain(SimpleNamespace):
+    __hash__ = object.__hash__  # grammars are cached by tokenizer
+
+
+PLAIN = Plain(has_tool_calling=False, chat_template=None, eos_token_ids=[256], get_vocab=dict)
 
 
 def pythonic_plain(name, arguments):
@@ -33,6 +43,10 @@ def pythonic_plain(name, arguments):
 NAMES = {**RENDERERS, pythonic_plain: "pythonic_plain"}
 RENDERED = sorted(NAMES, key=lambda renderer: renderer.__name__)
 MARKS = re.compile(r"\]<\]minimax\[>\[|<[^<>]*>|\[[A-Z_]+\]|[{}\":,\n\\]+|call:")
+
+
+def renderer_of(name):
+    return next(each for each in RENDERED if each.__name__ == name)
 
 
 def format_named(name):
@@ -68,6 +82,8 @@ OBJECT = {
     "properties": {"count": {"type": "integer"}, "text": {"$ref": "#/$defs/text"}},
 }  # fmt: skip
 
+FIXED = [[1, "it's"], [[True], []], {"text": "a b", "list": [{"count": -2.5}]}]
+
 
 @st.composite
 def parameters(draw, pieces, nulls=True):
@@ -88,8 +104,9 @@ def parameters(draw, pieces, nulls=True):
         "list": ({"type": "array", "items": {"type": "integer"}, "maxItems": 3}, st.lists(st.integers(), max_size=3)),
         "objects": ({"type": "array", "items": OBJECT}, st.lists(inner, max_size=2)),
         "nothing": ({"type": "null"}, st.none()),
+        "fixed": ({"enum": FIXED}, st.sampled_from(FIXED)),
     }  # fmt: skip
-    names = draw(st.lists(st.sampled_from([*found] if nulls else [*found][:-1]), unique=True, max_size=5))
+    names = draw(st.lists(st.sampled_from([*found] if nulls else [*found][:-2]), unique=True, max_size=5))
     required = [name for name in names if draw(st.booleans())]
     given = {name: draw(found[name][1]) for name in names if name in required or draw(st.booleans())}
     properties = {name: found[name][0] for name in names}
@@ -177,6 +194,25 @@ def test_a_text_of_the_grammar_is_read_back_as_valid_calls(renderer, data):
         assert grammars.accepted(made, call.arguments) is None, (text, call)
 
 
+@pytest.mark.parametrize("name", ["gemma_4", "function_gemma", "minicpm", "pythonic", "pythonic_plain"])
+def test_lists_and_objects_of_an_enum_are_written_and_read_back(name):
+    renderer = renderer_of(name)
+    format, own = format_named(NAMES[renderer]), {"type": "object", "properties": {"a": {"enum": FIXED}}}
+    chosen = offer({**own, "required": ["a"]})
+    made = call_grammar(PLAIN, format, chosen)
+    texts = [renderer("write", {"a": each}) for each in FIXED]
+    texts += [text.replace("true", "True") for text in texts]  # as MiniCPM's template writes it
+    assert [text for text in texts if grammars.accepted(made, text)] == []
+    for other in ([1], [1, "it's", 2], [[False], []], {"text": "a b"}, {"text": "a b", "list": []}):
+        assert grammars.accepted(made, renderer("write", {"a": other})) is not None
+    for seed in range(6):
+        text = walked(made, seed, ["'", '"', " "], [])
+        splitter = Splitter(SimpleNamespace(), (), tool_format=format, tools=tools_of(chosen), one_call=False)
+        calls = calls_of(splitter.feed(text) + splitter.end(cut=False))
+        assert calls, text
+        assert all(json.loads(call.arguments)["a"] in FIXED for call in calls), text
+
+
 SPECIAL = {
     "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
@@ -201,7 +237,7 @@ def test_a_token_that_ends_the_answer_is_no_part_of_a_grammar():
     added = {257: AddedToken("<|call|>", special=True)}
     tokenizer = SimpleNamespace(chat_template=None, eos_token_ids=[256, 257], added_tokens_decoder=added)
     made = call_grammar(tokenizer, format_named("<|channel|>commentary"), offer({}))
-    text = RENDERED[[each.__name__ for each in RENDERED].index("harmony")]("write", {})
+    text = renderer_of("harmony")("write", {})
     assert grammars.accepted(made, text.removesuffix("<|call|>"), "<|call|>") is None
 
 
@@ -214,16 +250,55 @@ def test_a_grammar_behind_the_mark_accepts_the_rest_of_a_call(renderer):
     )
     for strict in ((), ("write",)):
         chosen = offer(schema, schema, forced=False, strict=strict)
-        mark, literal = call_mark(PLAIN, format, chosen.tools)
+        mark, literal = call_mark(PLAIN, format)
         text = renderer("write", {"text": "x"})
         begin = re.search(re.escape(mark) if literal else mark, text)
         made = call_grammar(PLAIN, format, chosen)
         assert (grammars.accepted(made, text[begin.end() :]) is None) is not bool(strict), text
 
 
+def test_text_behind_a_call_is_free_where_the_next_call_has_a_mark_of_its_own():
+    """The grammar ends with the call; in a list of calls it can go on."""
+    for name, ends in (("hermes", True), ("qwen_coder", True), ("gemma_4", True), ("kimi_k2", False)):
+        renderer = renderer_of(name)
+        format, chosen = format_named(NAMES[renderer]), offer({}, forced=False, strict=())
+        parser = grammars.compiled_bytes(call_grammar(PLAIN, format, chosen))
+        text = renderer("write", {}).removeprefix(call_mark(PLAIN, format)[0])
+        text = text.removesuffix("<|tool_calls_section_end|>")
+        assert parser.try_consume_tokens([*text.encode()]) == len(text.encode())
+        assert parser.is_stopped() is ends, name
+
+
+HARMONY = frames_of(SimpleNamespace(chat_template="<|channel|> <|message|> analysis"))
+
+
+@pytest.mark.parametrize(
+    ("renderer", "frames", "strict", "restricted"),
+    [("llama", None, True, True), ("llama", None, False, True), ("hermes", None, True, True),
+     ("hermes", None, False, False), ("harmony", HARMONY, True, False), ("harmony", HARMONY, False, False)],
+)  # fmt: skip
+def test_instead_of_content_an_answer_may_be_a_call(renderer, frames, strict, restricted):
+    """Free or restricted; strict tools that are not honoured are a warning."""
+    renderer = renderer_of(renderer)
+    schema = {"type": "object", "properties": {"text": {"enum": ["x", "y"]}}}
+    tools = tools_of(offer(schema, schema))
+    info = SimpleNamespace(tokenizer=PLAIN, tool_format=format_named(NAMES[renderer]), frames=frames)
+    content, warnings = Output(grammar.regex("[0-9]"), "response_format", "response_format"), []
+    choice = ToolChoice(tools, strict=("write",) if strict else ())
+    found = call_output(info, choice, content, warnings)
+    assert len(warnings) == (strict and not restricted)
+    assert (found.gate == Gate()) is restricted
+    assert found.gate.optional is (frames is not None)
+    texts = ["5", renderer("write", {"text": "x"}), renderer("write_all", {"text": "z"}), "five"]
+    fits = [grammars.accepted(found.grammar, text) is None for text in texts]
+    assert fits == [True, restricted, restricted, False]
+    assert (grammars.accepted(found.grammar, renderer("write", {"text": "z"})) is None) is (restricted and not strict)
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
+        ({"properties": {"a": {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}}}, "oneOf"),
         ({"properties": {"a": {"not": {}}}}, "not"), ({"required": ["b"], "properties": {"a": {}}}, "'b'"),
         ({"properties": {"a": {"type": "string", "format": "phone"}}}, "phone"),
         ({"properties": {"a": {"type": ["array", "string"], "prefixItems": [{}]}}}, "prefixItems"),
@@ -237,6 +312,15 @@ def test_a_schema_that_cannot_be_honoured_is_refused(schema, named):
     with pytest.raises(ValueError, match=re.escape(named)) as raised:
         call_grammar(PLAIN, format_named("qwen3_coder"), offer({"type": "object", **schema}))
     assert "'write'" in str(raised.value)
+
+
+def test_a_section_mark_in_a_text_is_not_mistaken_for_a_section():
+    """MiniCPM's parser drops the marks around a whole section, and does not find the end of one that is open."""
+    made = call_grammar(PLAIN, format_named(NAMES[renderer_of("minicpm")]), offer({"properties": {"a": {}}}))
+    table = {"a": True, "<![CDATA[</param>]]>": True, "<![CDATA[y": False, " <![CDATA[y]]>": False}
+    for value, fits in table.items():
+        text = f'<function name="write"><param name="a">{value}</param></function>'
+        assert (grammars.accepted(made, text) is None) is fits, value
 
 
 def coder(value):
@@ -255,6 +339,7 @@ LISTED = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
         (LISTED, ["a", '["a"]', '["</x>"]'], ["[5]", "[a", '["</parameter>"]', " [x"]),
         ({"type": "array", "items": {"type": "string"}}, ['["</parameter>"]', "[]"], ["", "a", "[5]"]),
         ({"enum": ["a", "null", 5, None]}, ["a", "5", "null", "None"], ["b", "6", ""]),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c", ""]),
         ({"type": "boolean"}, ["true", "False"], ["TRUE", "0", '"true"']),
         ({"type": "string", "pattern": "b|^a/$", "minLength": 2}, ["a/", "xby"], ["b", "xa/", "a/c"]),
         ({"type": "string", "format": "date"}, ["2024-02-28", "2023-12-31"], ["2024-02-30", "2024-2-1"]),

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grammars
 import pytest
 from hostile_schemas import HOSTILE
 from sweep import SWEEP
@@ -122,6 +123,10 @@ def is_free(text):
     return not text.startswith("{")
 
 
+def begins_json(text):
+    return grammars.compiled_bytes(grammar.json()).try_consume_tokens([*text.encode()]) == len(text.encode()) > 0
+
+
 def has_flags(text):
     return {*json.loads(text)} == {*FLAGS["required"]}
 
@@ -138,13 +143,13 @@ WITH_OPTIONS = {**FLAGS, "x-guidance": {"whitespace_pattern": "_+", "lenient": T
 FORMS = [
     (CHAT, {"response_format": {"type": "json_object"}}, is_object),
     (CHAT, {"response_format": as_format(FLAGS, strict=False)}, has_flags),
-    (CHAT, {"response_format": as_format({})}, json.dumps),
-    (CHAT, {"response_format": {"type": "text"}}, is_free),
+    (CHAT, {"response_format": as_format({}), "max_tokens": 12}, begins_json),
+    (CHAT, {"response_format": {"type": "text"}, "max_tokens": 8}, is_free),
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, is_object),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, is_object),
-    (RESPONSES, {"text": {"format": {"type": "text"}}}, is_free),
+    (RESPONSES, {"text": {"format": {"type": "text"}}, "max_output_tokens": 8}, is_free),
     (MESSAGES, {"output_format": {"type": "json_schema", "schema": FLAGS}}, has_flags),
-    (MESSAGES, {"output_config": {"effort": "high"}}, is_free),
+    (MESSAGES, {"output_config": {"effort": "high"}, "max_tokens": 8}, is_free),
     (CHAT, {"guided_json": json.dumps(FLAGS)}, has_flags),
     (CHAT, {"guided_regex": "[a-c]{3}"}, matches("[a-c]{3}")),
     (CHAT, {"guided_choice": ["yes", 'no "\n']}, matches('yes|no "\n')),

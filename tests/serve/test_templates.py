@@ -79,6 +79,14 @@ def found(name):
     return FOUND[name]
 
 
+def printing(name):
+    """The same; skips a template that prints no calls."""
+    rendered = found(name)
+    if rendered.format is None or not rendered.chat.traits.calls:
+        pytest.skip("prints no calls")
+    return rendered
+
+
 PRINTED = [name for name in all_templates() if not name.startswith("no ") or name in ("no results", "no system")]
 
 
@@ -86,9 +94,7 @@ PRINTED = [name for name in all_templates() if not name.startswith("no ") or nam
 @given(st.data())
 @settings(max_examples=20_000 if SWEEP else 15, deadline=None)
 def test_calls_are_read_back_as_the_template_renders_them(name, data):
-    rendered = found(name)
-    if rendered.format is None or not rendered.chat.traits.calls:
-        pytest.skip("prints no calls")
+    rendered = printing(name)
     pieces = sorted({*MARKS.findall(rendered.answer([("write", {"text": "x"})])), "a", " ", "\n", "é", "'", "0"})
     text = st.lists(st.sampled_from(pieces), max_size=8).map("".join)
     one = st.fixed_dictionaries({}, optional={"text": text, "count": st.integers()})
@@ -109,9 +115,7 @@ def test_calls_are_read_back_as_the_template_renders_them(name, data):
 @given(st.data())
 @settings(max_examples=2000 if SWEEP else 3, deadline=None)
 def test_a_grammar_of_calls_accepts_them_as_the_template_renders_them(name, data):
-    rendered = found(name)
-    if rendered.format is None or not rendered.chat.traits.calls:
-        pytest.skip("prints no calls")
+    rendered = printing(name)
     text = st.lists(st.sampled_from(["a", " ", "\n", "é", "'", '"', "0", "<x>", "</y>", "{"]), max_size=8).map(
         "".join
     )

@@ -72,6 +72,7 @@ class Branch(NamedTuple):
 def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
     """Yield the alternatives of a schema, each of one type. root: where its `$ref` are resolved.
 
+    Of oneOf: as of anyOf, since `call_grammar` refuses one whose schemas could accept the same value.
     Raises ValueError, when it gets there, for a schema that cannot be split, and for an unsupported keyword.
     depth: maximum levels of anyOf, oneOf and allOf.
     """
@@ -89,11 +90,8 @@ def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
         ):
             what = f"{choice} with other keywords, or allOf of several,"
             raise ValueError(f"{what} is not supported with this model's tool calls")
-        found = [list(branches(each, root, depth - 1)) for each in schema[choice]]
-        kinds = [kind for each in found for kind in {branch.kind for branch in each}]
-        if choice == "oneOf" and len(kinds) != len(set(kinds)):
-            raise ValueError("oneOf is not supported with this model's tool calls, unless its schemas differ in type")
-        yield from (branch for each in found for branch in each)
+        for each in schema[choice]:
+            yield from branches(each, root, depth - 1)
         return
     yield from _typed(schema, keys)
 

@@ -60,7 +60,7 @@ def call_grammar(tokenizer: Any, format: CallFormat, offer: Offer) -> Grammar:
     return composed(write, "tools", whitespace=SPREAD if spread else MOST_SPACES)
 
 
-def call_mark(tokenizer: Any, format: CallFormat, tools: Tools) -> tuple[str, bool]:
+def call_mark(tokenizer: Any, format: CallFormat) -> tuple[str, bool]:
     """Return the text behind which the grammar of a call begins in an answer, and whether it is literal.
 
     Otherwise it is a regular expression. A call without a mark begins only at the start of an answer.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import regex
@@ -45,6 +46,10 @@ class Style(NamedTuple):
     def is_python(self) -> bool:
         return self.kind == "python"
 
+    def allows(self, text: str) -> bool:
+        """Return whether a text does not contain the mark."""
+        return not self.mark or self.mark not in text
+
 
 class Structures:
     """Adds the rules of values in one style to a grammar. document: where `$ref` is resolved.
@@ -79,7 +84,10 @@ class Structures:
     def _bodies(self, branch: Branch, types: set[str], close: str) -> Iterable[str]:
         """Yield the bodies of a branch's values and `close`. types: of the whole schema, which the parser assumes."""
         literal = self.rules.literal
-        if branch.values:
+        if branch.values and branch.kind in ("array", "object"):
+            with suppress(ValueError):  # other values of an enum may be possible
+                yield f"{self._container(branch.values[0])} {literal(close)}"
+        elif branch.values:
             yield from (literal(text + close) for text in self.texts(branch.values[0], types))
         elif branch.kind == "string":
             yield from self._strings(branch, types, close)
@@ -95,21 +103,22 @@ class Structures:
             yield f"{write(branch.schema)} {literal(close)}"
 
     def texts(self, value: Any, types: set[str]) -> list[str]:
-        """Return the texts that may be written for one value; [] if none of them would be read back as this value."""
+        """Return the texts that may be written for one value, which is no list or object.
+
+        [] if none of them would be read back as this value.
+        """
         style, text = self.style, dumps(value)
-        if isinstance(value, dict | list):
-            return [text] if style.kind in ("json", "python") and style.mark not in text else []
         if not isinstance(value, str):
             python = CONSTANTS.get(value) if value is None or isinstance(value, bool) else None
             return [text, python] if python and style.kind in ("python", "gemma") else [text]
         if style.kind == "nested":
             read = dumps(value) if types == {"string"} else untyped_as_json(value, types)
-            return [value] if style.mark not in value and json.loads(read) == value else []
+            return [value] if style.allows(value) and json.loads(read) == value else []
         if style.kind == "gemma":
-            return [f"{style.mark}{value}{style.mark}"] if style.mark not in value else []
+            return [f"{style.mark}{value}{style.mark}"] if style.allows(value) else []
         if self.quote:
             return [f"{self.quote}{value}{self.quote}"] if not regex.search(rf"{self.quote}\s*[,)]", value) else []
-        return [text, repr(value)] if style.is_python else [text] if style.mark not in text else []
+        return [text, repr(value)] if style.is_python else [text] if style.allows(text) else []
 
     def _strings(self, branch: Branch, types: set[str], close: str) -> Iterable[str]:
         style, rules, patterns = self.style, self.rules, branch.patterns()
@@ -135,6 +144,17 @@ class Structures:
         else:
             text = rf'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/ & ~/{containing(style.mark)}/'
             yield f"{rules.rule(text, terminal=True)} {rules.literal(close)}"
+
+    def _container(self, value: Any) -> str:
+        """Return the body of one list or object. Raises ValueError if it cannot be written in this style."""
+        if self.style.kind == "nested":
+            raise ValueError("a list or object in const or enum is not supported with this model's tool calls")
+        if isinstance(value, list):
+            separator = f" {self._separator(',')} "
+            items = separator.join(self._inside().value({"const": each}) for each in value)
+            return f'"[" {items} "]"'
+        members = {key: {"const": each} for key, each in value.items()}
+        return self._object({"properties": members, "required": [*value]})
 
     def _array(self, schema: Schema) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -181,7 +201,7 @@ class Structures:
         if self.style.kind == "gemma":
             check_key(key, r"[^\s:{}\[\],]+")
             return f"{key}:"
-        if self.style.mark and self.style.mark in dumps(key):
+        if not self.style.allows(dumps(key)):
             raise ValueError(f"properties: {key!r} contains a mark of this model's tool calls")
         texts = [dumps(key), repr(key)] if self.style.is_python else [dumps(key)]
         keys = self.rules.either(self.rules.literal(text) for text in texts)

@@ -90,8 +90,8 @@ class TaggedValues:
         for value in values:
             if value is None or isinstance(value, bool):
                 yield self._rules.literal(CONSTANTS[value] + close)
-        if self._python and branch.kind in ("array", "object") and not branch.values:
-            schema = {"type": branch.kind, **branch.schema}
+        if self._python and branch.kind in ("array", "object"):
+            schema = {"const": values[0]} if values else {"type": branch.kind, **branch.schema}
             with suppress(ValueError):
                 yield self._closed(self._structures("python", "").value(schema), close)
 
