@@ -189,7 +189,8 @@ def test_split_counts_of_another_type_are_shown(step, tmp_path):
         return gguf_files.write(path, "step35", {}, {names[i]: tensors[names[i]]}, tokenizer=keys)
 
     write(1)
-    for value, text in ((2.5, "2.5"), ("two", "'two'"), (True, "True"), ([2] * 300, "an array of 300"), (70000, "70000")):
+    shown = [(2.5, "2.5"), ("two", "'two'"), (True, "True"), ([2] * 300, "an array of 300"), (70000, "70000")]
+    for value, text in shown:
         with pytest.raises(ValueError, match=f"00001-of-00002.gguf: split.count is {text}; allowed are integers"):
             prepare(write(0, count=value))
     with pytest.raises(ValueError, match=r"its splits hold 2 tensors; its split.tensors.count is '2'"):

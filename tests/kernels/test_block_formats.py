@@ -4,6 +4,7 @@ MLX has no kernel for these formats, so the values are compared with dequantized
 """
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import gguf
@@ -39,6 +40,7 @@ F32, F16, BF16 = DTYPES
 ERRORS = {F32: 1e-5, F16: 2e-3, BF16: 2e-2}
 K_OF = {"iq4_nl": (32, 160, 544), "iq4_xs": (256, 768), "q6_k": (256, 1024)}
 GRIDS = ("forward", "reverse", 7)
+NAMES = ("w", "gate", "up")  # of packed weights in kernels
 
 
 def random_scales(words: mx.array, mode: str) -> mx.array:
@@ -195,6 +197,73 @@ def test_experts(modes, gated):
     assert relative_error(y, exact(verify_moe_ref(x, visits(rows, 6), experts, Routing("sigmoid", 2)))) < ERRORS[F32]
     names = {name: launch for launch in launches for name in launch.buffers}
     assert all(names[name][name].reread == 1.0 for name in ("w", "up") if name in names)
+
+
+def per_head(x, weights):
+    return verify_qmm_heads(x, weights, heads_first=False)
+
+
+def best(x, weights):
+    return verify_head_top(x, weights, 3)[0]
+
+
+def mixture(x, *weights):
+    """Return the experts' sum for rows and their router logits, concatenated."""
+    return verify_moe(x[:, :256], x[:, 256:], Experts(*weights), Routing("sigmoid", 2))
+
+
+# By op: a call with x and weights, the shapes of the weights, and the axis of rows.
+RELATIVES = {
+    "verify_qmm": (product, [(32, 256)], 0),
+    "verify_glu": (verify_glu, [(16, 256)], 0),
+    "verify_qmm_heads": (per_head, [(2, 16, 256)], 1),
+    "verify_head": (best, [(256, 256)], 0),
+    "verify_moe": (mixture, [(6, 256, 256)] * 3, 0),
+}
+
+
+def rows_for(op: str, m: int, dtype: mx.Dtype) -> mx.array:
+    if op == "verify_qmm_heads":
+        return mx.random.normal((1, m, 2, 256)).astype(dtype)
+    x = mx.random.normal((m, 256)).astype(dtype)
+    if op != "verify_moe":
+        return x
+    chosen = visits([[i % 6, (i + 1 + i % 4) % 6] for i in range(m)], 6)
+    return mx.concatenate([x / 64, chosen.astype(dtype)], axis=-1)
+
+
+def shifted(a: mx.array) -> mx.array:
+    """Return an equal array that begins one element into its buffer."""
+    flat = a.reshape(-1)
+    return mx.concatenate([flat[-1:], flat])[1:].reshape(a.shape)
+
+
+@pytest.mark.parametrize("m", sampled([5], [5, 12]))
+@pytest.mark.parametrize("dtype", sampled([F16], DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("op", "mode"),
+    sampled([("verify_glu", "q6_k")], itertools.product(RELATIVES, BLOCK_FORMATS)),
+)
+def test_relatives(op, mode, dtype, m):
+    """Of all relatives: traffic, a row alone, threads in any order, slices, and NaN in a row."""
+    call, shapes, axis = RELATIVES[op]
+    mx.random.seed(m)
+    ends = (8, 16) if op == "verify_glu" else ()
+    x, weights = rows_for(op, m, dtype), [weights_of(mode, *shape, ends=ends) for shape in shapes]
+    y, launches = emulated(call, x, *weights)
+    buffers = {name: launch[name].reread for launch in launches for name in launch.buffers if name in NAMES}
+    assert set(buffers.values()) == {1.0}
+    assert same_bits(y, alone(call, x, *weights, axis=axis, fp_contract="fast"))
+    for order in GRIDS[1:]:
+        assert same_bits(y, emulated(call, x, *weights, order=order, traffic=False)[0])
+    inside = [replace(each, w=shifted(each.w), scales=shifted(each.scales)) for each in weights]
+    assert same_bits(y, emulated(call, shifted(x), *inside, traffic=False)[0])
+    beside = mx.moveaxis(x, axis, 0)
+    beside[1, ..., :200] = float("nan")
+    clean, found = (mx.moveaxis(a, axis, 0) for a in (y, emulated(call, mx.moveaxis(beside, 0, axis), *weights)[0]))
+    kept = mx.array([i for i in range(m) if i != 1])
+    assert same_bits(found[kept], clean[kept])
+    assert not mx.isfinite(found[1]).any()
 
 
 @pytest.mark.parametrize("mode", BLOCK_FORMATS)

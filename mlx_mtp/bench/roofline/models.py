@@ -89,8 +89,8 @@ def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     tops = [top for owner in owners for name in PER_TOKEN if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
         raise ValueError(
-            "config.json: num_experts_per_tok (Step: moe_top_k) is missing or not an integer; set it to the number of "
-            "experts per token"
+            "config.json: num_experts_per_tok (Step: moe_top_k) is missing or not an integer; "
+            "set it to the number of experts per token"
         )
     packed = any(map(is_blocks, made))
     return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made), packed)
