@@ -239,28 +239,31 @@ def shifted(a: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("m", sampled([5], [5, 12]))
-@pytest.mark.parametrize("dtype", sampled([F16], DTYPES), ids=str)
+@pytest.mark.parametrize(("dtype", "contraction"), sampled([(F16, "on")], zip(DTYPES, CONTRACTIONS, strict=True)))
 @pytest.mark.parametrize(
     ("op", "mode"),
     sampled([("verify_glu", "q6_k")], itertools.product(RELATIVES, BLOCK_FORMATS)),
 )
-def test_relatives(op, mode, dtype, m):
+def test_relatives(op, mode, dtype, contraction, m):
     """Of all relatives: traffic, a row alone, threads in any order, slices, and NaN in a row."""
     call, shapes, axis = RELATIVES[op]
     mx.random.seed(m)
     ends = (8, 16) if op == "verify_glu" else ()
     x, weights = rows_for(op, m, dtype), [weights_of(mode, *shape, ends=ends) for shape in shapes]
-    y, launches = emulated(call, x, *weights)
+    run = partial(emulated, call, fp_contract=contraction)
+    y, launches = run(x, *weights)
     buffers = {name: launch[name].reread for launch in launches for name in launch.buffers if name in NAMES}
     assert set(buffers.values()) == {1.0}
-    assert same_bits(y, alone(call, x, *weights, axis=axis, fp_contract="fast"))
+    assert same_bits(y, alone(call, x, *weights, axis=axis, fp_contract=contraction))
     for order in GRIDS[1:]:
-        assert same_bits(y, emulated(call, x, *weights, order=order, traffic=False)[0])
+        assert same_bits(y, run(x, *weights, order=order, traffic=False)[0])
     inside = [replace(each, w=shifted(each.w), scales=shifted(each.scales)) for each in weights]
-    assert same_bits(y, emulated(call, shifted(x), *inside, traffic=False)[0])
+    assert same_bits(y, run(shifted(x), *inside, traffic=False)[0])
     beside = mx.moveaxis(x, axis, 0)
     beside[1, ..., :200] = float("nan")
-    clean, found = (mx.moveaxis(a, axis, 0) for a in (y, emulated(call, mx.moveaxis(beside, 0, axis), *weights)[0]))
+    clean, found = (
+        mx.moveaxis(a, axis, 0) for a in (y, run(mx.moveaxis(beside, 0, axis), *weights, traffic=False)[0])
+    )
     kept = mx.array([i for i in range(m) if i != 1])
     assert same_bits(found[kept], clean[kept])
     assert not mx.isfinite(found[1]).any()

@@ -94,13 +94,15 @@ def test_experts_compute_as_dequantized(mode, most, monkeypatch):
 
 @pytest.mark.parametrize("mode", sampled(["q6_k"], MODES))
 def test_memory_of_a_product_is_bounded(mode, monkeypatch):
-    """Pieces are computed one after the other, also those of experts."""
+    """Pieces are computed one after the other, also those of experts, by pair and by expert."""
     monkeypatch.setattr(pieces, "PIECE", 1 << 16)
     monkeypatch.setattr(blocks, "PAIR_WEIGHTS", 1 << 16)
     head, x = made(nn.Linear, 256, 1 << 13, mode=mode), mx.random.normal((2, 256))
     experts, chosen = made(SwitchLinear, 256, 512, 32, mode=mode), mx.arange(16).reshape(2, 8)
     mx.eval(head.parameters(), experts.parameters(), x, chosen)
-    for call in (partial(head, x), partial(experts, x[:, None, None], chosen)):
+    routed = partial(experts, x[:, None, None], chosen)
+    for call, most in ((partial(head, x), 0), (routed, 16), (routed, 0)):
+        monkeypatch.setattr(blocks, "MOST_PAIRS", most)
         whole = 4 << 21  # bytes of the dequantized weights
         mx.eval(call())
         before = mx.get_active_memory()
