@@ -179,6 +179,7 @@ def test_texts_include_the_block_formats():
     for each in launches():
         given = dict(each.call["template"])
         if given.get("KIND", 0) >= _quantized.BLOCKS:
+            assert given["S"] == mx.uint16
             found.setdefault(each.text.kernel, set()).add((given["BITS"], given["GROUP"], given["KIND"]))
     ops = {"verify_qmm", "verify_glu", "verify_qmm_heads", "verify_head", "moe_glu", "moe_relu2", "moe_down"}
     three = {(4, 32, _quantized.BLOCKS), (4, 32, _quantized.SUPERBLOCKS), (6, 16, _quantized.SUPERBLOCKS)}

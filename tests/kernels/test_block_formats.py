@@ -34,11 +34,12 @@ from mlx_mtp.kernels import (
     verify_qmm_heads,
     verify_qmm_heads_ref,
 )
+from mlx_mtp.kernels._quantized import lanes
 
 pytestmark = linux_only
 F32, F16, BF16 = DTYPES
 ERRORS = {F32: 1e-5, F16: 2e-3, BF16: 2e-2}
-K_OF = {"iq4_nl": (32, 160, 544), "iq4_xs": (256, 768), "q6_k": (256, 1024)}
+K_OF = {"iq4_nl": (32, 128, 160, 544), "iq4_xs": (256, 768), "q6_k": (256, 1024)}
 GRIDS = ("forward", "reverse", 7)
 NAMES = ("w", "gate", "up")  # of packed weights in kernels
 
@@ -101,6 +102,12 @@ CASES = [
 def test_rows_have_the_bits_of_one_row(case):
     """In every contraction: the sums are explicit fused multiply-adds."""
     assert_rows_exact(*case)
+
+
+def test_one_order_of_sums_for_all_widths():
+    """One text serves all widths, so that what the compile check compiles is what a model launches."""
+    shapes = {"iq4_nl": (32, 64, 128, 4096), "iq4_xs": (256, 4096), "q6_k": (256, 4096)}
+    assert {lanes(weights_of(mode, 8, k)) for mode, widths in shapes.items() for k in widths} == {(16, 32)}
 
 
 @sweep

@@ -16,7 +16,7 @@ from mlx_mtp.kernels import BLOCK_FORMATS, quantized_blocks
 from mlx_mtp.kernels import _blocks as pieces
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.blocks import place_blocks, to_blocks
-from mlx_mtp.layers.lm_head import BlockHead
+from mlx_mtp.layers.lm_head import BlockHead, sliced
 from mlx_mtp.layers.mla import BlockPerHead
 from mlx_mtp.layers.products import GLU, BlockGLU, BlockStack
 from mlx_mtp.tuning import ab_test, kernel_switch
@@ -139,6 +139,9 @@ SITES = {
     "verify_qmm": lambda mode: BlockStack([made(nn.Linear, 256, 9, mode=mode)]),
     "verify_glu": lambda mode: BlockGLU(mlp(mode)),
     "verify_qmm_heads": lambda mode: BlockPerHead(made(MultiLinear, 256, 9, 2, mode=mode), heads_first=True),
+    "verify_qmm_heads, rows first": lambda mode: BlockPerHead(
+        made(MultiLinear, 256, 9, 2, mode=mode), heads_first=False
+    ),
     "verify_head": lambda mode: BlockHead(made(nn.Embedding, 64, 256, mode=mode)),
 }
 
@@ -148,17 +151,33 @@ def trial(site, rows):
 
 
 @linux_only
-@pytest.mark.parametrize("op", SITES)
-def test_trials_accept_kernels_also_of_one_row(op, monkeypatch):
+@pytest.mark.parametrize("name", SITES)
+def test_trials_accept_kernels_also_of_one_row(name, monkeypatch):
     """They compare bits with the kernel's own on one row, and errors with those of the dequantized product."""
     monkeypatch.setattr(ab_test, "DRAWS", 1)
-    site = SITES[op]("iq4_xs")
+    site, op = SITES[name]("iq4_xs"), name.partition(",")[0]
     assert site.op == op
     with emulator.emulated(emulator.Options(traffic=False)):
         for rows in sampled([3], [1, 3]):
             assert ab_test.check(trial(site, rows)) is None
     assert trial(site, 1).key == (op, f"{site.shape} float32", 1)
     assert site.own_bits
+
+
+@linux_only
+def test_a_head_of_fewer_rows_and_its_tokens():
+    """A reduced draft vocabulary keeps the rows as they are; where the kernel is on, it chooses the token."""
+    head, x = made(nn.Embedding, 64, 256, mode="q6_k"), mx.random.normal((3, 256))
+    rows = mx.array([5, 0, 63, 7, 9, 11, 13, 15])
+    part = sliced(head, rows)
+    assert mx.array_equal(part.dequantized(), head.dequantized()[rows])
+    assert mx.array_equal(part(x), head.as_linear(x)[:, rows])
+    for module in (head, part):
+        site = BlockHead(module)
+        with emulator.emulated(emulator.Options(traffic=False)) as launches:
+            tokens = site.tokens(x, fused=True)
+            assert mx.array_equal(tokens, site.tokens(x, fused=False))
+        assert [launch.kernel for launch in launches] == ["verify_head", "verify_head_merge"]
 
 
 def spoilt(right, change, x, split):
