@@ -1,6 +1,7 @@
 """Layers in GGUF's block formats compute as dequantized ones, in bounded memory; kernels serve them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,7 @@ from mlx_mtp.layers.blocks import place_blocks, to_blocks
 from mlx_mtp.layers.lm_head import BlockHead, sliced
 from mlx_mtp.layers.mla import BlockPerHead
 from mlx_mtp.layers.products import GLU, BlockGLU, BlockStack
-from mlx_mtp.tuning import ab_test, kernel_switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 MODES = [*BLOCK_FORMATS]
 SMALL_ERROR = {"iq4_nl": 0.1, "iq4_xs": 0.1, "q6_k": 0.03}  # of normally distributed weights, root mean square
@@ -178,6 +179,16 @@ def test_a_head_of_fewer_rows_and_its_tokens():
             tokens = site.tokens(x, fused=True)
             assert mx.array_equal(tokens, site.tokens(x, fused=False))
         assert [launch.kernel for launch in launches] == ["verify_head", "verify_head_merge"]
+
+
+def test_modules_get_the_sites_of_block_formats():
+    """Others would compare bits with kernels that MLX lacks, and be rejected."""
+    heads = [made(MultiLinear, 256, 9, 2, mode="iq4_xs") for _ in range(2)]
+    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1])))
+    assert [(type(site), site.heads_first) for site in found] == [(BlockPerHead, True), (BlockPerHead, False)]
+    linears = [made(nn.Linear, 256, n, mode="q6_k") for n in (9, 12)]
+    assert [type(site) for site in kernel_sites._stack(linears)] == [BlockStack]
+    assert [linear.index for linear in linears] == [0, 1]
 
 
 def spoilt(right, change, x, split):
