@@ -11,7 +11,7 @@ from ..emulator.texts import LaunchText, RecordedLaunch, recorded
 from ..kernels import on_metal
 from ..kernels._source import DIRECTORY, DTYPES
 from .compile_child import by_mlx
-from .kernel_launches import FORMATS, RELEASED, groups
+from .kernel_launches import BLOCKS, FORMATS, RELEASED, groups
 
 OPS = tuple(sorted(path.stem for path in DIRECTORY.glob("*.metal")))
 SMALL = 64  # maximum elements of an array whose values are kept
@@ -30,7 +30,7 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
     """Return one launch of each different text, ordered by kernel: the one with the most threads per group.
 
     ops: only these kernels, by default OPS. sample: at most this number of texts per kernel, in even steps.
-    every_format: all formats that the kernels support, not only those of RELEASED.
+    every_format: all formats that the kernels support, not only those of RELEASED and BLOCKS.
     """
     by_kernel = [each for each in _different(every_format) if each.text.kernel in (ops or OPS)]
     parts = [list(part) for _, part in itertools.groupby(by_kernel, key=lambda each: each.text.kernel)]
@@ -45,7 +45,7 @@ def launches(ops: Sequence[str] = (), sample: int | None = None, every_format: b
 def _different(every_format: bool) -> list[RecordedLaunch]:
     """Return one launch of each different text, ordered by kernel: the one with the most threads per group."""
     with recorded() as launched:
-        for make in groups(FORMATS if every_format else RELEASED).values():
+        for make in groups(FORMATS if every_format else [*RELEASED, *BLOCKS]).values():
             for launch in make():
                 launch()
     different: dict[LaunchText, RecordedLaunch] = {}

@@ -188,7 +188,10 @@ class ExaminedModel:
         return verify.Kernels(self.model, None)
 
     def facts(self) -> Found:
-        """Return the model's facts and, on a GPU, the check of the kernels on its own shapes as "found"."""
+        """Return the model's facts, with the report of its kernels as "kernels".
+
+        "found" is their check on the model's own shapes, [] without a GPU.
+        """
         own, kernels = [], self.kernels
         if on_metal():
             own = list(on_gpu("the model", "its kernels", lambda: kernels.sites, self.model.no_hidden().dtype))

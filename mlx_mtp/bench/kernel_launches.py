@@ -24,6 +24,7 @@ Launch = partial[object]
 Format = tuple[str, int, int]
 FORMATS: list[Format] = [(mode, b, size) for mode, bits in BITS.items() for b in bits for size in GROUP_SIZES[mode]]
 RELEASED: list[Format] = [("affine", 4, 64), ("affine", 8, 64)]  # the default formats of conversions
+BLOCKS = [of for of in FORMATS if of[0] in kernels.BLOCK_FORMATS]  # those that conversions of GGUF files keep
 AFFINE_ROWS = (1, 2, 4, 6, 8, 12)
 WIDTHS = (128, 4096, 4224)  # of K: a quarter per lane, two packs per lane, one pack per lane
 # (N, K, heads first) of latent attention's products per head.

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, qwen3_5, step3p5
 from mlx_lm.models.mimo_v2_flash import Attention as MiMoAttention
-from mlx_lm.models.mla import QuantizedMultiLinear
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_lm.models.step3p5 import Step3p5Attention
 from mlx_lm.models.switch_layers import SwitchGLU
@@ -22,15 +22,16 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from ..cache.kinds import make_cache
 from ..cache.recurrent import RecurrentCache
 from ..cache.ring import MAX_ROWS, Ring
-from ..kernels import Rope
+from ..kernels import BLOCK_FORMATS, Rope, quantized_blocks
 from ..layers.attention import Attention
+from ..layers.blocks import made_of
 from ..layers.experts import Mixture
 from ..layers.gated_delta import Recurrence
-from ..layers.lm_head import LMHeadSite
+from ..layers.lm_head import BlockHead, LMHeadSite
 from ..layers.mamba2 import Scan
-from ..layers.mla import LatentAttention, PerHead
+from ..layers.mla import BlockPerHead, LatentAttention, PerHead
 from ..layers.norm_rope import Form, NormRope
-from ..layers.products import GLU, Dense, Matrices, Stack
+from ..layers.products import GLU, BlockGLU, BlockStack, Dense, Matrices, Stack
 from ..layers.residual_norm import Sum
 from ..models import deepseek_v3 as deepseek_port
 from ..models.nemotron_h import Mamba2Mixer
@@ -65,6 +66,21 @@ def linear(n: int, k: int, bits: int = 4, group_size: int = 64) -> nn.QuantizedL
     return typed(nn.QuantizedLinear(k, n, bias=False, group_size=group_size, bits=bits))
 
 
+def blocks(mode: str, module: Any) -> Any:
+    """Return an unquantized module in a block format, with random codes, and equal scales in each row.
+
+    Quantizing its weights would need more memory than the layer.
+    """
+    form, (*rows, k) = BLOCK_FORMATS[mode], module.weight.shape
+    codes = mx.random.randint(0, 2**16, (*rows, k * form.bits // 16), mx.uint16).view(mx.uint32)
+    _, words = quantized_blocks(mx.random.normal((1, k), scale=k**-0.5), mode)
+    return made_of(module, mode, codes, mx.tile(words, (*rows, 1)))
+
+
+def block_linear(mode: str, n: int, k: int) -> Any:
+    return blocks(mode, nn.Linear(k, n, bias=False))
+
+
 def stack(*heights: int, k: int, **more) -> Stack:
     return Stack([linear(n, k, **more) for n in heights])
 
@@ -73,6 +89,12 @@ def glu(h: int, k: int) -> GLU:
     gate, up = linear(h, k), linear(h, k)
     gate.site = up.site = Stack([gate, up])
     return GLU(SimpleNamespace(gate_proj=gate, up_proj=up))
+
+
+def block_glu(mode: str, h: int, k: int) -> BlockGLU:
+    gate, up = block_linear(mode, h, k), block_linear(mode, h, k)
+    gate.site = up.site = BlockStack([gate, up])
+    return BlockGLU(SimpleNamespace(gate_proj=gate, up_proj=up))
 
 
 def qwen(kind: type, **sizes: int) -> Any:
@@ -103,11 +125,18 @@ def per_head(n: int, heads: int) -> PerHead:
     return PerHead(typed(QuantizedMultiLinear(128, n, heads, 64, 4, "affine")), heads_first=True)
 
 
-def experts(count: int, inner: int, hidden: int, top_k: int) -> Mixture:
-    """Return a mixture with random bits as weights, because quantizing them would need more memory than the layer."""
+def experts(count: int, inner: int, hidden: int, top_k: int, mode: str = "affine") -> Mixture:
+    """Return a mixture with random bits as weights, because quantizing them would need more memory than the layer.
+
+    mode: "affine" for 4 bits and groups of 64, or a block format.
+    """
     switch = SwitchGLU(hidden, inner, count)
-    nn.quantize(switch, 64, 4)
-    draw_weights(typed(switch), 0)
+    if mode == "affine":
+        nn.quantize(switch, 64, 4)
+        draw_weights(typed(switch), 0)
+    else:
+        made = {name: blocks(mode, part) for name, part in switch.children().items() if "weight" in part}
+        switch.update_modules(made)
     gate = nn.Module()
     gate.top_k, gate.norm_topk_prob, gate.routed_scaling_factor = top_k, True, 1.0
     gate.router_bias = mx.zeros(count)
@@ -141,6 +170,17 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
     "DeepSeek-V3 queries per head": ("verify_qmm_heads", lambda: per_head(512, 128)),
     "Step-3.5 experts": ("verify_moe", lambda: experts(288, 1280, 4096, 8)),
     "Qwen3.6-35B-A3B experts": ("verify_moe", lambda: experts(256, 512, 2048, 8)),
+    "Step-3.5 q, k, v, g, IQ4_XS": (
+        "verify_qmm",
+        lambda: BlockStack([block_linear("iq4_xs", n, 4096) for n in (12288, 1024, 1024, 96)]),
+    ),
+    "Step-3.5 shared expert, IQ4_XS": ("verify_glu", lambda: block_glu("iq4_xs", 1280, 4096)),
+    "Step-3.5 experts, IQ4_XS": ("verify_moe", lambda: experts(288, 1280, 4096, 8, "iq4_xs")),
+    "Step-3.5 tokens, Q6_K": ("verify_head", lambda: BlockHead(block_linear("q6_k", 128896, 4096))),
+    "DeepSeek-V3 queries per head, IQ4_NL": (
+        "verify_qmm_heads",
+        lambda: BlockPerHead(blocks("iq4_nl", MultiLinear(128, 512, 128)), heads_first=True),
+    ),
     "Qwen3.6-27B tokens": ("verify_head", lambda: LMHeadSite(linear(248320, 5120))),
     "Step-3.5 tokens, 8 bits": ("verify_head", lambda: LMHeadSite(linear(128896, 4096, bits=8))),
     "Step-3.5 sum and norm": ("add_norm", lambda: Sum(typed(nn.RMSNorm(4096)))),

@@ -118,7 +118,10 @@ class BlockAttention(nn.Module):
         return kv.update_and_fetch(keys, self._by_head(self["v_proj"](x)))
 
     def __call__(self, x: mx.array, kv: Any, rope: Any, place: BlockPlace) -> mx.array:
-        """Return the output [n, b, H] for a block's rows x, whose keys and values are written to the cache `kv`."""
+        """Return the output [n, b, H] for a block's rows x.
+
+        Keys and values of the context in `place` and of x are written to the cache `kv`.
+        """
         queries = rope(self["q_norm"](self._by_head(self["q_proj"](x))), place.position)
         keys, values = self.append(place.after_context(x), kv, rope)
         reach = self["reach"]

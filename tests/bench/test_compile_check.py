@@ -14,6 +14,7 @@ from mlx_mtp import emulator
 from mlx_mtp.bench import compile_check, compile_child, compile_jobs
 from mlx_mtp.bench.compile_check import CompileCheck, is_good, lines
 from mlx_mtp.bench.compile_jobs import OPS, job_of, launches, probe, types_of
+from mlx_mtp.kernels import _quantized
 
 # A child that compiles nothing: a job's name determines its result; a process that it starts writes its id.
 CHILD = """
@@ -170,6 +171,19 @@ def test_a_job_is_json_and_lists_its_types():
 
 def test_a_sample_covers_every_kernel():
     assert [launch.text.kernel for launch in launches(sample=1)] == [*OPS]
+
+
+def test_texts_include_the_block_formats():
+    """Conversions of GGUF files keep these; only this check compiles them with Apple's compiler in CI."""
+    found = {}
+    for each in launches():
+        given = dict(each.call["template"])
+        if given.get("KIND", 0) >= _quantized.BLOCKS:
+            assert given["S"] == mx.uint16
+            found.setdefault(each.text.kernel, set()).add((given["BITS"], given["GROUP"], given["KIND"]))
+    ops = {"verify_qmm", "verify_glu", "verify_qmm_heads", "verify_head", "moe_glu", "moe_relu2", "moe_down"}
+    three = {(4, 32, _quantized.BLOCKS), (4, 32, _quantized.SUPERBLOCKS), (6, 16, _quantized.SUPERBLOCKS)}
+    assert found == dict.fromkeys(ops, three)
 
 
 @linux_only

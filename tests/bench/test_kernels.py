@@ -11,7 +11,11 @@ from metal_cases import linux_only
 from mlx_mtp import kernels as bindings
 from mlx_mtp.bench import kernels, timing
 from mlx_mtp.bench.kernels import OPS, compared, speed_table, speedup, traffic, traffic_table
-from mlx_mtp.bench.kernels_cases import CASES, SMALL
+from mlx_mtp.bench.kernels_cases import CASES, SMALL, block_glu
+from mlx_mtp.layers.experts import Mixture
+from mlx_mtp.layers.lm_head import BlockHead
+from mlx_mtp.layers.mla import BlockPerHead
+from mlx_mtp.layers.products import BlockGLU, BlockStack
 from mlx_mtp.tuning.ab_test import KernelTrial
 
 
@@ -25,6 +29,27 @@ def test_every_op_with_a_site_has_cases():
         "verify_head_top",
     }  # further launches of an op, or variants
     assert public - parts == set(OPS)
+
+
+def test_sites_of_block_formats_have_cases():
+    """`doctor` and `bench kernels` then check and time them on a GPU."""
+    found = {}
+    for name, (op, make) in CASES.items():
+        if name.endswith(("IQ4_XS", "IQ4_NL", "Q6_K")):
+            site = make()
+            assert site.op == op
+            assert name.rpartition(" ")[2].lower() in site.shape
+            found[op] = type(site)
+    assert found == {
+        "verify_moe": Mixture,
+        "verify_qmm": BlockStack,
+        "verify_glu": BlockGLU,
+        "verify_qmm_heads": BlockPerHead,
+        "verify_head": BlockHead,
+    }
+    site = block_glu("q6_k", 64, 256)
+    (y,) = site.stock(mx.random.normal((4, 256)))
+    assert 0.1 < mx.abs(y).mean() < 1  # outputs like those of a layer
 
 
 @pytest.mark.parametrize("op", OPS)

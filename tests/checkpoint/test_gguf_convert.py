@@ -178,6 +178,25 @@ def test_split_files(step, tmp_path):
         prepare(tmp_path / "y.gguf")
 
 
+def test_split_counts_of_another_type_are_shown(step, tmp_path):
+    """Not as the number that stands for them."""
+    _, _, tensors, _ = step
+    names, file = list(tensors)[:2], "x-{}-of-00002.gguf"
+
+    def write(i, **more):
+        keys = {"split.no": i, "split.count": 2, **{f"split.{key}": value for key, value in more.items()}}
+        path = tmp_path / file.format(f"{i + 1:05d}")
+        return gguf_files.write(path, "step35", {}, {names[i]: tensors[names[i]]}, tokenizer=keys)
+
+    write(1)
+    shown = [(2.5, "2.5"), ("two", "'two'"), (True, "True"), ([2] * 300, "an array of 300"), (70000, "70000")]
+    for value, text in shown:
+        with pytest.raises(ValueError, match=f"00001-of-00002.gguf: split.count is {text}; allowed are integers"):
+            prepare(write(0, count=value))
+    with pytest.raises(ValueError, match=r"its splits hold 2 tensors; its split.tensors.count is '2'"):
+        prepare(write(0, **{"tensors.count": "2"}))
+
+
 def test_splits_that_name_each_other(step, tmp_path):
     """A link from one part to another must not be read repeatedly."""
     first = split(step[2], tmp_path, step[1], 2)

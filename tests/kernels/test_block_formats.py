@@ -4,6 +4,7 @@ MLX has no kernel for these formats, so the values are compared with dequantized
 """
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import gguf
@@ -33,12 +34,14 @@ from mlx_mtp.kernels import (
     verify_qmm_heads,
     verify_qmm_heads_ref,
 )
+from mlx_mtp.kernels._quantized import lanes
 
 pytestmark = linux_only
 F32, F16, BF16 = DTYPES
 ERRORS = {F32: 1e-5, F16: 2e-3, BF16: 2e-2}
-K_OF = {"iq4_nl": (32, 160, 544), "iq4_xs": (256, 768), "q6_k": (256, 1024)}
+K_OF = {"iq4_nl": (32, 128, 160, 544), "iq4_xs": (256, 768), "q6_k": (256, 1024)}
 GRIDS = ("forward", "reverse", 7)
+NAMES = ("w", "gate", "up")  # of packed weights in kernels
 
 
 def random_scales(words: mx.array, mode: str) -> mx.array:
@@ -99,6 +102,12 @@ CASES = [
 def test_rows_have_the_bits_of_one_row(case):
     """In every contraction: the sums are explicit fused multiply-adds."""
     assert_rows_exact(*case)
+
+
+def test_one_order_of_sums_for_all_widths():
+    """One text serves all widths, so that what the compile check compiles is what a model launches."""
+    shapes = {"iq4_nl": (32, 64, 128, 4096), "iq4_xs": (256, 4096), "q6_k": (256, 4096)}
+    assert {lanes(weights_of(mode, 8, k)) for mode, widths in shapes.items() for k in widths} == {(16, 32)}
 
 
 @sweep
@@ -195,6 +204,76 @@ def test_experts(modes, gated):
     assert relative_error(y, exact(verify_moe_ref(x, visits(rows, 6), experts, Routing("sigmoid", 2)))) < ERRORS[F32]
     names = {name: launch for launch in launches for name in launch.buffers}
     assert all(names[name][name].reread == 1.0 for name in ("w", "up") if name in names)
+
+
+def per_head(x, weights):
+    return verify_qmm_heads(x, weights, heads_first=False)
+
+
+def best(x, weights):
+    return verify_head_top(x, weights, 3)[0]
+
+
+def mixture(x, *weights):
+    """Return the experts' sum for rows and their router logits, concatenated."""
+    return verify_moe(x[:, :256], x[:, 256:], Experts(*weights), Routing("sigmoid", 2))
+
+
+# By op: a call with x and weights, the shapes of the weights, and the axis of rows.
+RELATIVES = {
+    "verify_qmm": (product, [(32, 256)], 0),
+    "verify_glu": (verify_glu, [(16, 256)], 0),
+    "verify_qmm_heads": (per_head, [(2, 16, 256)], 1),
+    "verify_head": (best, [(256, 256)], 0),
+    "verify_moe": (mixture, [(6, 256, 256)] * 3, 0),
+}
+
+
+def rows_for(op: str, m: int, dtype: mx.Dtype) -> mx.array:
+    if op == "verify_qmm_heads":
+        return mx.random.normal((1, m, 2, 256)).astype(dtype)
+    x = mx.random.normal((m, 256)).astype(dtype)
+    if op != "verify_moe":
+        return x
+    chosen = visits([[i % 6, (i + 1 + i % 4) % 6] for i in range(m)], 6)
+    return mx.concatenate([x / 64, chosen.astype(dtype)], axis=-1)
+
+
+def shifted(a: mx.array) -> mx.array:
+    """Return an equal array that begins one element into its buffer."""
+    flat = a.reshape(-1)
+    return mx.concatenate([flat[-1:], flat])[1:].reshape(a.shape)
+
+
+@pytest.mark.parametrize("m", sampled([5], [5, 12]))
+@pytest.mark.parametrize(("dtype", "contraction"), sampled([(F16, "on")], zip(DTYPES, CONTRACTIONS, strict=True)))
+@pytest.mark.parametrize(
+    ("op", "mode"),
+    sampled([("verify_glu", "q6_k")], itertools.product(RELATIVES, BLOCK_FORMATS)),
+)
+def test_relatives(op, mode, dtype, contraction, m):
+    """Of all relatives: traffic, a row alone, threads in any order, slices, and NaN in a row."""
+    call, shapes, axis = RELATIVES[op]
+    mx.random.seed(m)
+    ends = (8, 16) if op == "verify_glu" else ()
+    x, weights = rows_for(op, m, dtype), [weights_of(mode, *shape, ends=ends) for shape in shapes]
+    run = partial(emulated, call, fp_contract=contraction)
+    y, launches = run(x, *weights)
+    buffers = {name: launch[name].reread for launch in launches for name in launch.buffers if name in NAMES}
+    assert set(buffers.values()) == {1.0}
+    assert same_bits(y, alone(call, x, *weights, axis=axis, fp_contract=contraction))
+    for order in GRIDS[1:]:
+        assert same_bits(y, run(x, *weights, order=order, traffic=False)[0])
+    inside = [replace(each, w=shifted(each.w), scales=shifted(each.scales)) for each in weights]
+    assert same_bits(y, run(shifted(x), *inside, traffic=False)[0])
+    beside = mx.moveaxis(x, axis, 0)
+    beside[1, ..., :200] = float("nan")
+    clean, found = (
+        mx.moveaxis(a, axis, 0) for a in (y, run(mx.moveaxis(beside, 0, axis), *weights, traffic=False)[0])
+    )
+    kept = mx.array([i for i in range(m) if i != 1])
+    assert same_bits(found[kept], clean[kept])
+    assert not mx.isfinite(found[1]).any()
 
 
 @pytest.mark.parametrize("mode", BLOCK_FORMATS)

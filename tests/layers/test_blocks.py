@@ -1,6 +1,7 @@
 """Layers in GGUF's block formats compute as dequantized ones, in bounded memory; kernels serve them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,10 +17,10 @@ from mlx_mtp.kernels import BLOCK_FORMATS, quantized_blocks
 from mlx_mtp.kernels import _blocks as pieces
 from mlx_mtp.layers import blocks
 from mlx_mtp.layers.blocks import place_blocks, to_blocks
-from mlx_mtp.layers.lm_head import BlockHead
+from mlx_mtp.layers.lm_head import BlockHead, sliced
 from mlx_mtp.layers.mla import BlockPerHead
 from mlx_mtp.layers.products import GLU, BlockGLU, BlockStack
-from mlx_mtp.tuning import ab_test, kernel_switch
+from mlx_mtp.tuning import ab_test, kernel_sites, kernel_switch
 
 MODES = [*BLOCK_FORMATS]
 SMALL_ERROR = {"iq4_nl": 0.1, "iq4_xs": 0.1, "q6_k": 0.03}  # of normally distributed weights, root mean square
@@ -94,13 +95,15 @@ def test_experts_compute_as_dequantized(mode, most, monkeypatch):
 
 @pytest.mark.parametrize("mode", sampled(["q6_k"], MODES))
 def test_memory_of_a_product_is_bounded(mode, monkeypatch):
-    """Pieces are computed one after the other, also those of experts."""
+    """Pieces are computed one after the other, also those of experts, by pair and by expert."""
     monkeypatch.setattr(pieces, "PIECE", 1 << 16)
     monkeypatch.setattr(blocks, "PAIR_WEIGHTS", 1 << 16)
     head, x = made(nn.Linear, 256, 1 << 13, mode=mode), mx.random.normal((2, 256))
     experts, chosen = made(SwitchLinear, 256, 512, 32, mode=mode), mx.arange(16).reshape(2, 8)
     mx.eval(head.parameters(), experts.parameters(), x, chosen)
-    for call in (partial(head, x), partial(experts, x[:, None, None], chosen)):
+    routed = partial(experts, x[:, None, None], chosen)
+    for call, most in ((partial(head, x), 0), (routed, 16), (routed, 0)):
+        monkeypatch.setattr(blocks, "MOST_PAIRS", most)
         whole = 4 << 21  # bytes of the dequantized weights
         mx.eval(call())
         before = mx.get_active_memory()
@@ -137,6 +140,9 @@ SITES = {
     "verify_qmm": lambda mode: BlockStack([made(nn.Linear, 256, 9, mode=mode)]),
     "verify_glu": lambda mode: BlockGLU(mlp(mode)),
     "verify_qmm_heads": lambda mode: BlockPerHead(made(MultiLinear, 256, 9, 2, mode=mode), heads_first=True),
+    "verify_qmm_heads, rows first": lambda mode: BlockPerHead(
+        made(MultiLinear, 256, 9, 2, mode=mode), heads_first=False
+    ),
     "verify_head": lambda mode: BlockHead(made(nn.Embedding, 64, 256, mode=mode)),
 }
 
@@ -146,17 +152,43 @@ def trial(site, rows):
 
 
 @linux_only
-@pytest.mark.parametrize("op", SITES)
-def test_trials_accept_kernels_also_of_one_row(op, monkeypatch):
+@pytest.mark.parametrize("name", SITES)
+def test_trials_accept_kernels_also_of_one_row(name, monkeypatch):
     """They compare bits with the kernel's own on one row, and errors with those of the dequantized product."""
     monkeypatch.setattr(ab_test, "DRAWS", 1)
-    site = SITES[op]("iq4_xs")
+    site, op = SITES[name]("iq4_xs"), name.partition(",")[0]
     assert site.op == op
     with emulator.emulated(emulator.Options(traffic=False)):
         for rows in sampled([3], [1, 3]):
             assert ab_test.check(trial(site, rows)) is None
     assert trial(site, 1).key == (op, f"{site.shape} float32", 1)
     assert site.own_bits
+
+
+@linux_only
+def test_a_head_of_fewer_rows_and_its_tokens():
+    """A reduced draft vocabulary keeps the rows as they are; where the kernel is on, it chooses the token."""
+    head, x = made(nn.Embedding, 64, 256, mode="q6_k"), mx.random.normal((3, 256))
+    rows = mx.array([5, 0, 63, 7, 9, 11, 13, 15])
+    part = sliced(head, rows)
+    assert mx.array_equal(part.dequantized(), head.dequantized()[rows])
+    assert mx.array_equal(part(x), head.as_linear(x)[:, rows])
+    for module in (head, part):
+        site = BlockHead(module)
+        with emulator.emulated(emulator.Options(traffic=False)) as launches:
+            tokens = site.tokens(x, fused=True)
+            assert mx.array_equal(tokens, site.tokens(x, fused=False))
+        assert [launch.kernel for launch in launches] == ["verify_head", "verify_head_merge"]
+
+
+def test_modules_get_the_sites_of_block_formats():
+    """Others would compare bits with kernels that MLX lacks, and be rejected."""
+    heads = [made(MultiLinear, 256, 9, 2, mode="iq4_xs") for _ in range(2)]
+    found = list(kernel_sites._per_head(SimpleNamespace(embed_q=heads[0], unembed_out=heads[1])))
+    assert [(type(site), site.heads_first) for site in found] == [(BlockPerHead, True), (BlockPerHead, False)]
+    linears = [made(nn.Linear, 256, n, mode="q6_k") for n in (9, 12)]
+    assert [type(site) for site in kernel_sites._stack(linears)] == [BlockStack]
+    assert [linear.index for linear in linears] == [0, 1]
 
 
 def spoilt(right, change, x, split):

@@ -88,7 +88,10 @@ def _experts(module: Any, block: Any, width: int) -> ExpertsOp:
     owners = (block, block.get("gate"))
     tops = [top for owner in owners for name in PER_TOKEN if isinstance(top := getattr(owner, name, None), int)]
     if not tops:
-        raise ValueError(f"config.json: {' or '.join(PER_TOKEN)} must state the number of experts per token")
+        raise ValueError(
+            "config.json: num_experts_per_tok (Step: moe_top_k) is missing or not an integer; "
+            "set it to the number of experts per token"
+        )
     packed = any(map(is_blocks, made))
     return ExpertsOp(k, n, total, tops[0], "experts", *_format(made, width), len(made), packed)
 

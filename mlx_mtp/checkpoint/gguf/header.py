@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...machine.errors import install
+from ...models.gguf.meta import shown
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -76,7 +77,8 @@ def read(file: str | Path) -> GGUFContents:
         tensors |= part.tensors
     expected = _split(parts[0], "tensors.count", len(tensors))
     if expected != len(tensors):
-        raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its metadata has {expected}")
+        stated = shown(parts[0].metadata["split.tensors.count"])
+        raise ValueError(f"{path}: its splits hold {len(tensors)} tensors; its split.tensors.count is {stated}")
     return GGUFContents(tuple(files), parts[0].metadata, tensors)
 
 
@@ -93,7 +95,8 @@ def _splits(path: Path, first: GGUFContents) -> list[Path]:
     """
     count = _split(first, "count")
     if not 0 <= count <= MAX_SPLITS:
-        raise ValueError(f"{path}: split.count is {count}; allowed are integers from 0 to {MAX_SPLITS}")
+        stated = shown(first.metadata["split.count"])
+        raise ValueError(f"{path}: split.count is {stated}; allowed are integers from 0 to {MAX_SPLITS}")
     if count <= 1:
         return [path]
     files = split_names(path)

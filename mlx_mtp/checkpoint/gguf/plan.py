@@ -218,7 +218,8 @@ def _groups(entries: tuple[Entry, ...], change: Change, options: Options, scales
 def groups(entry: Entry, rows: np.ndarray, form: Form) -> Groups:
     """Return a tensor's rows of GGUF blocks, uint8 [rows, bytes], as groups in a format.
 
-    Codes have at most the format's bits; types without an equivalent are requantized.
+    Codes have at most the format's bits. A type without an equivalent, or whose equivalent has more bits than the
+    format, is requantized.
     """
     bits = form.bits
     if form.mode in BLOCK_FORMATS:

@@ -113,17 +113,16 @@ class Meta:
         A list is returned as it is: it needs at least one number per layer of the target, and may lack those of the
         heads or have more. ValueError for a missing value without `default`, or one that is no finite number.
         """
-        full, count = f"{self.architecture}.{key}", self.blocks
+        full = f"{self.architecture}.{key}"
         self.read.add(full)
         value = self.values.get(full, default)
         if value is REQUIRED:
             raise ValueError(f"{self.file}: metadata {full} is missing")
-        values = value if isinstance(value, np.ndarray | list) else [value] * count
+        values = value if isinstance(value, np.ndarray | list) else [value] * self.blocks
         found = [_plain(v) for v in values] if self.layers <= len(values) <= MOST_BLOCKS else []
         if not found or not all(isinstance(v, int | float) and np.isfinite(v) for v in found):
-            raise ValueError(
-                f"{self.file}: metadata {full} has {len(values)} values; expected {count} finite numbers"
-            )
+            expected = f"a finite number, or a list of {self.layers} to {MOST_BLOCKS} of them"
+            raise ValueError(f"{self.file}: metadata {full} is not {expected}")
         return found
 
     def refuse_unread(self) -> None:
@@ -136,8 +135,8 @@ class Meta:
             neutral = NEUTRAL.get(key.removeprefix(before)) if key.startswith(before) else None
             values = [_plain(v) for v in value] if isinstance(value, np.ndarray | list) else [_plain(value)]
             if neutral is not None and key not in self.read and any(v not in neutral for v in values):
-                shown = values[0] if len(values) == 1 else f"{values[:4]} ..."
-                raise ValueError(f"{self.file}: metadata {key}={shown} is not supported; give --config-from REPO")
+                stated = values[0] if len(values) == 1 else f"{values[:4]} ..."
+                raise ValueError(f"{self.file}: metadata {key}={stated} is not supported; give --config-from REPO")
 
     def _typed(self, key: str, kind: type, default: Any) -> Any:
         self.read.add(key)
@@ -148,9 +147,13 @@ class Meta:
         if kind is float and type(value) is int:
             value = float(value)
         if value is not default and type(value) is not kind:
-            shown = f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else repr(value)[:80]
-            raise ValueError(f"{self.file}: metadata {key} is {shown}; expected {kind.__name__}")
+            raise ValueError(f"{self.file}: metadata {key} is {shown(value)}; expected {kind.__name__}")
         return value
+
+
+def shown(value: Any) -> str:
+    """Return a metadata value as text for messages, on one line of at most 80 characters."""
+    return f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else repr(value)[:80]
 
 
 def _plain(value: Any) -> Any:
