@@ -43,6 +43,7 @@ from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
+from .tuned import attach_tuned
 
 WEIGHTS_ALONE = Budget()
 
@@ -215,6 +216,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
         model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
+        attach_tuned(model, drafting.mtp_path)
         if mx.default_device() == mx.cpu:
             share_angles(model)
         cut_experts(model)

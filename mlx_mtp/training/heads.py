@@ -1,0 +1,169 @@
+"""Prepare MTP heads for training, as float copies of a model's own or as new ones, and quantize the result."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import dequantize_model
+
+from ..checkpoint.draft_vocab import reduce_heads
+from ..layers.lm_head import sliced
+from ..layers.mtp_head import MTPHead
+from ..layers.port import TUNED
+from ..layers.scaled import SCALE
+from .straight_through import rounded
+
+KEPT = "norm", "enorm", "hnorm", "eh_proj"  # modules of a head that conversions never quantize
+Formats = dict[str, dict[str, Any]]
+
+
+class Trained(nn.Module):
+    """The heads that a training changes, in a module of their own: gradients are of these parameters only."""
+
+    def __init__(self, heads: Sequence[nn.Module]):
+        super().__init__()
+        self.mtp = list(heads)
+
+
+@dataclass
+class Workshop:
+    """A model whose `mtp` holds float heads during a training.
+
+    trained: these heads. teacher: the LM head over the tokens that are drafted, a float copy of the target's rows.
+    ranks: int32 [V], each token's index in that LM head; -1 for tokens that are not drafted. depths: of the chain.
+    formats: the quantization of each module in the finished heads, by path. before: the model's heads and their
+    wiring, which `restore` puts back.
+    """
+
+    model: Any
+    trained: Trained
+    teacher: nn.Linear
+    ranks: mx.array
+    depths: int
+    formats: Formats
+    before: tuple[Any, Any]
+    shared: list[bool] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Put the model's heads of before the training back."""
+        self.model.mtp, self.model.spec = self.before
+
+    def finished(self) -> list[Any]:
+        """Return quantized copies of the trained heads, without LM heads that belong to the target."""
+        heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
+        for head, shared in zip(heads.mtp, self.shared, strict=True):
+            if shared:
+                head.pop("head")
+        for module in heads.modules():
+            if type(module) in (rounded(nn.Linear),):
+                module.__class__ = nn.Linear
+        nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
+        mx.eval(heads.parameters())
+        return heads.mtp
+
+
+def existing(model: Any, dtype: mx.Dtype) -> Workshop:
+    """Return a workshop with float copies of the model's heads, each with an LM head.
+
+    ValueError without heads, or for heads in a format that MLX cannot quantize to.
+    """
+    if not model.mtp:
+        raise ValueError("the model has no MTP heads to tune; --new makes some")
+    before = model.mtp, model.spec
+    heads = Trained([copy.deepcopy(head) for head in model.mtp])
+    return _open(model, heads, _formats(heads), max(len(heads.mtp), 1), before, dtype)
+
+
+def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None, dtype: mx.Dtype) -> Workshop:
+    """Return a workshop with one new recycled head, initialised from the target's last layer with attention.
+
+    tokens: ids that it drafts; None for all. depths: drafts that the training chains. bits: of the finished head;
+    None leaves it in `dtype`.
+    """
+    before = model.mtp, model.spec
+    model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
+    block = dequantize_model(Trained([model.like_last_layer()])).mtp[0]
+    head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
+    head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
+    size = model.model.norm.weight.size
+    half = mx.eye(size) * 0.5**0.5
+    head.eh_proj.weight = mx.concatenate([half, half], axis=-1)
+    if tokens is not None:
+        ids = mx.array(sorted(tokens))
+        head.d2t = (ids - mx.arange(ids.size)).astype(mx.int32)
+    heads = Trained([head])
+    formats = {} if bits is None else _new_formats(heads, bits)
+    model.mtp = heads.mtp
+    return _open(model, heads, formats, depths, before, dtype)
+
+
+def set_scale(workshop: Workshop, hidden: mx.array) -> None:
+    """Scale a new head's `eh_proj` so that its layer reads rows as large as the target's rows `hidden` are."""
+    head = workshop.trained.mtp[0]
+    rms = mx.sqrt((hidden.astype(mx.float32) ** 2).mean(axis=-1))
+    head.eh_proj.weight = head.eh_proj.weight * mx.sort(rms)[rms.size // 2].astype(head.eh_proj.weight.dtype)
+
+
+def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any, dtype: mx.Dtype) -> Workshop:
+    for path, module in heads.named_modules():
+        if SCALE in module or getattr(module, "mode", "affine") not in ("affine", "mxfp4", "mxfp8", "nvfp4"):
+            raise ValueError(f"{path}: its format cannot be trained; convert the heads with --mtp-q-bits 8 first")
+    model.mtp = heads.mtp
+    teacher, ranks = _teacher(model, heads.mtp[0], dtype)
+    dequantize_model(heads)
+    shared = ["head" not in head or "d2t" in head and model.spec.draft_vocab > 0 for head in heads.mtp]
+    for head, lent in zip(heads.mtp, shared, strict=True):
+        if lent:
+            head.head = teacher
+    heads.set_dtype(dtype)
+    for head, lent in zip(heads.mtp, shared, strict=True):
+        head.freeze(keys=["d2t"], recurse=False, strict=False)
+        for name in ("embed_tokens", *(("head",) if lent else ())):
+            if name in head:
+                head[name].freeze()
+    for path, module in heads.named_modules():
+        if type(module) is nn.Linear and formats.get(path, {}).get("bits", 8) < 8:
+            module.__class__ = rounded(nn.Linear)
+            module._format = formats[path]
+    mx.eval(heads.parameters(), teacher.parameters())
+    return Workshop(model, heads, teacher, ranks, depths, formats, before, shared)
+
+
+def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.array]:
+    """Return (a float copy of the target's LM-head rows of the tokens that a head drafts, its index of each token)."""
+    whole: Any = model.unembedding()
+    rows = mx.arange(whole["weight"].shape[0])
+    if "d2t" in head:
+        rows = head.token(mx.arange(head.d2t.size))
+    part = Trained([sliced(whole, rows)])
+    teacher = dequantize_model(part).mtp[0]
+    teacher.set_dtype(dtype)
+    teacher.freeze()
+    ranks = mx.full((model.vocab_size,), -1, mx.int32)
+    inside = rows < model.vocab_size
+    ranks[mx.where(inside, rows, 0)] = mx.where(inside, mx.arange(rows.size), 0).astype(mx.int32)
+    return teacher, ranks
+
+
+def _formats(heads: Trained) -> Formats:
+    return {
+        path: {"group_size": module.group_size, "bits": module.bits, "mode": getattr(module, "mode", "affine")}
+        for path, module in heads.named_modules()
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear))
+    }
+
+
+def _new_formats(heads: Trained, bits: int) -> Formats:
+    """Return the formats of a new head: every matrix of its layer and `eh_proj`, in groups of 64, else of 32."""
+    found: Formats = {}
+    for path, module in heads.named_modules():
+        if hasattr(module, "to_quantized") and "weight" in module:
+            groups = [size for size in (64, 32) if module.weight.shape[-1] % size == 0]
+            if groups:
+                found[path] = {"group_size": groups[0], "bits": bits, "mode": "affine"}
+    return found
