@@ -13,20 +13,21 @@ LATER = 0.7  # weight of a depth's loss relative to the depth before
 
 
 def chain_loss(
-    heads: Any, *batch: mx.array, model: Any, teacher: Any, ranks: mx.array, depths: int
+    heads: Any, *batch: mx.array, model: Any, teacher: Any, ranks: mx.array, depths: int, checkpoint: bool = False
 ) -> tuple[mx.array, mx.array]:
     """Return (the loss to minimise, per depth [2, depths]: the share of right drafts, and their mean loss in nats).
 
     heads: module whose list `mtp` holds the trained heads; model.mtp holds the same ones. teacher: the target's LM
     head over the tokens that are drafted. ranks: int32 [V], each
     token's index in the heads' LM head, -1 for tokens that are not drafted: positions where the target chooses such a
-    token have no loss, and count as wrong.
+    token have no loss, and count as wrong. checkpoint: as in `chain`.
     """
     del heads  # its parameters are those of model.mtp
     given = Batch(*batch)
     hidden = given.hidden.astype(model.model.norm.weight.dtype)
     labels, inside = ranks[given.choices[:, 1:]], given.starts[:, 1:] == given.starts[:, :-1]
-    outputs = chain(model, model.capture(hidden[:, :-1]), given.tokens[:, 1:], given.starts[:, :-1], depths)
+    inputs = model.capture(hidden[:, :-1]), given.tokens[:, 1:], given.starts[:, :-1]
+    outputs = chain(model, *inputs, depths, checkpoint=checkpoint)
     theirs = centred(logits_of(teacher, model.normed(hidden[:, 1:])))
     place = mx.arange(labels.shape[1])
     losses, right = [], []

@@ -1,7 +1,7 @@
 """Record a target's hidden rows and its own choices on texts, and let the target write answers to prompts."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -17,30 +17,39 @@ HELD_OUT = 20  # one text in so many measures the heads
 Progress = Callable[[str, int, int], None]
 
 
-def record(
-    model: Any, texts: Iterable[Text], recording: Recording, limit: int, length: int, progress: Progress | None = None
-) -> None:
-    """Read texts with the target until `limit` tokens are recorded, or the texts end; skip those recorded before.
+def pieces(texts: Iterable[Text], length: int) -> Iterator[tuple[Text, bool]]:
+    """Yield the documents of texts, of LEAST to `length` tokens each, and whether each is held out, by a hash.
 
-    length: maximum tokens of a document; longer texts are cut into several. A text, all of its documents, is held out
-    by a hash of its first tokens, so that equal prompts are on one side. progress: called with the recorded tokens.
+    The hash is of a text's prompt, so that all answers to a prompt are on one side; without a prompt, of the first
+    tokens of each document.
     """
-    skipped = len(recording.documents)
     for text in texts:
-        held = is_held_out(text.tokens[: max(LEAST, text.answer)])
         for first in range(0, len(text.tokens), length):
             tokens = text.tokens[first : first + length]
-            if len(tokens) < LEAST:
-                continue
-            if skipped:
-                skipped -= 1
-                continue
-            if recording.size + len(tokens) > limit:
-                return
-            hidden, choices = read(model, tokens)
-            recording.append(tokens, hidden, choices, min(max(0, text.answer - first), len(tokens)), held=held)
-            if progress:
-                progress("recording", recording.size, limit)
+            if len(tokens) >= LEAST:
+                answer = min(max(0, text.answer - first), len(tokens))
+                yield Text(tokens, answer), is_held_out(text.tokens[: text.answer] or tokens[:LEAST])
+
+
+def record(
+    model: Any,
+    documents: Iterator[tuple[Text, bool]],
+    recording: Recording,
+    limit: int,
+    progress: Progress | None = None,
+) -> None:
+    """Read documents with the target until at least `limit` tokens are recorded, or the documents end.
+
+    progress: called with the recorded tokens.
+    """
+    while recording.size < limit:
+        text, held = next(documents, (None, False))
+        if text is None:
+            return
+        hidden, choices = read(model, text.tokens)
+        recording.append(text.tokens, hidden, choices, text.answer, held=held)
+        if progress:
+            progress("recording", min(recording.size, limit), limit)
 
 
 def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:

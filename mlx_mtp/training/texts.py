@@ -73,6 +73,16 @@ def of_line(entry: dict[str, Any], tokenizer: Any) -> Text:
     return Text([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
 
 
+def of_messages(chats: Iterable[list[dict[str, str]]], model: Any, tokenizer: Any, length: int) -> Iterator[Text]:
+    """Yield the texts of chats; those that end with the user's message get an answer of the model."""
+    for messages in chats:
+        text = of_line({"messages": messages}, tokenizer)
+        if text.answer < len(text.tokens):
+            yield text
+        else:
+            yield from answers(model, tokenizer, [text.tokens], length)
+
+
 def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     """Return the tokens of messages behind the chat template, with the beginning of the answer."""
     if not tokenizer.has_chat_template:

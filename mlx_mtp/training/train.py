@@ -28,13 +28,17 @@ STATE = "training.safetensors"
 
 @dataclass(frozen=True)
 class Plan:
-    """How a training runs. steps: updates. rows, length: of a batch. rate: the peak learning rate."""
+    """How a training runs. steps: updates. rows, length: of a batch. rate: the peak learning rate.
+
+    checkpoint: whether to use gradient checkpointing.
+    """
 
     steps: int
     rows: int
     length: int
     rate: float
     seed: int
+    checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,10 @@ def train(
     plan: Plan,
     folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Best | None:
-    """Train, and return the best heads by held-out tokens per cycle; None if Ctrl-C came before the first measure.
+) -> tuple[Best | None, bool]:
+    """Train; return (the best heads by held-out tokens per cycle, whether all steps were done).
+
+    The former is None if Ctrl-C came before the first measure.
 
     folder: where the state is saved each SAVE_SECONDS; a state of the same plan that is there is continued. Ctrl-C
     ends the training, with its state saved. ValueError if the loss is not finite.
@@ -61,7 +67,7 @@ def train(
     kept = [d for d in recording.documents if not d.held]
     held = [d for d in recording.documents if d.held]
     options = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks}
-    options["depths"] = workshop.depths
+    options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint}
     trainer = Trainer(
         workshop.trained, partial(chain_loss, **options), first=0, steps=plan.steps, peak=plan.rate, schedule=trapezoid
     )
@@ -90,7 +96,7 @@ def train(
                 saved = time.monotonic()
     except KeyboardInterrupt:
         state.save(step, best, curve)
-    return best
+    return best, step >= plan.steps
 
 
 class _State:
@@ -123,7 +129,7 @@ class _State:
         for name, w in arrays.items():
             part, _, inside = name.partition("/")
             parts.setdefault(part, {})[inside] = w
-        _put(self.workshop, parts["now"])
+        put(self.workshop, parts["now"])
         self.trainer.optimizer.state = tree_unflatten(list(parts["optimizer"].items()))
         return step, curve, parts.get("best")
 
@@ -133,16 +139,17 @@ def _copy(workshop: Workshop) -> dict[str, Any]:
     return dict(tree_flatten(workshop.trained.trainable_parameters()))
 
 
-def _put(workshop: Workshop, parameters: dict[str, Any]) -> None:
+def put(workshop: Workshop, parameters: dict[str, Any]) -> None:
+    """Replace the trained parameters by these, by path."""
     workshop.trained.update(tree_unflatten(list(parameters.items())))
 
 
 def _with(workshop: Workshop, parameters: dict[str, Any], recording: Recording, held: list) -> Acceptance:
     """Return the acceptance with other parameters; the current ones are put back."""
     now = _copy(workshop)
-    _put(workshop, parameters)
+    put(workshop, parameters)
     found = measure(workshop.model, recording, held, workshop.depths)
-    _put(workshop, now)
+    put(workshop, now)
     return found
 
 
