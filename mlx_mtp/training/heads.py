@@ -7,8 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import dequantize_model
 
 from ..checkpoint.draft_vocab import reduce_heads
@@ -18,7 +19,7 @@ from ..layers.port import TUNED
 from ..layers.scaled import SCALE
 from .straight_through import rounded
 
-KEPT = "norm", "enorm", "hnorm", "eh_proj"  # modules of a head that conversions never quantize
+LOW_RANK = LoRALinear, LoRASwitchLinear
 Formats = dict[str, dict[str, Any]]
 
 
@@ -59,24 +60,46 @@ class Workshop:
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
                 head.pop("head")
-        for module in heads.modules():
-            if type(module) in (rounded(nn.Linear),):
+        for path, module in heads.named_modules():
+            if type(module) is rounded(nn.Linear):
                 module.__class__ = nn.Linear
+            elif isinstance(module, LOW_RANK):
+                heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
         mx.eval(heads.parameters())
         return heads.mtp
 
 
-def existing(model: Any, dtype: mx.Dtype) -> Workshop:
+def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
     """Return a workshop with float copies of the model's heads, each with an LM head.
 
-    ValueError without heads, or for heads in a format that MLX cannot quantize to.
+    rank: keep the quantized matrices, and train only low-rank updates of them. ValueError without heads, for heads in
+    a format that MLX cannot quantize to, or with a rank for heads that are not quantized.
     """
     if not model.mtp:
         raise ValueError("the model has no MTP heads to tune; --new makes some")
     before = model.mtp, model.spec
     heads = Trained([copy.deepcopy(head) for head in model.mtp])
-    return _open(model, heads, _formats(heads), max(len(heads.mtp), 1), before, dtype)
+    formats = _formats(heads)
+    if rank is not None:
+        if not formats:
+            raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
+        _add_low_rank(heads, rank)
+    # A recycled head learns a chain of two drafts.
+    depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)
+    return _open(model, heads, formats, depths, before, dtype)
+
+
+def _add_low_rank(heads: Trained, rank: int) -> None:
+    """Add a low-rank update to every quantized matrix; only these updates are trained."""
+    heads.freeze()
+    for path, module in heads.named_modules():
+        kinds = {nn.QuantizedLinear: LoRALinear, QuantizedSwitchLinear: LoRASwitchLinear}
+        if kind := kinds.get(type(module)):
+            update: Any = kind.from_base(module, r=rank, scale=2.0)
+            update.freeze(keys=["weight", "scales", "biases", "bias"])
+            update.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+            heads.update_modules(tree_unflatten([(path, update)]))
 
 
 def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None, dtype: mx.Dtype) -> Workshop:
@@ -115,7 +138,8 @@ def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any
             raise ValueError(f"{path}: its format cannot be trained; convert the heads with --mtp-q-bits 8 first")
     model.mtp = heads.mtp
     teacher, ranks = _teacher(model, heads.mtp[0], dtype)
-    dequantize_model(heads)
+    if not any(isinstance(module, LOW_RANK) for module in heads.modules()):
+        dequantize_model(heads)
     shared = ["head" not in head or "d2t" in head and model.spec.draft_vocab > 0 for head in heads.mtp]
     for head, lent in zip(heads.mtp, shared, strict=True):
         if lent:

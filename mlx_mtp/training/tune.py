@@ -19,48 +19,15 @@ from .estimate import Estimate, estimate, fit
 from .measure import Acceptance, measure
 from .reading import pieces, record
 from .recording import Recording
+from .settings import DTYPES, FEWEST, Settings
 from .texts import Text, of_messages, own_texts, read_file
 from .train import Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
-FEWEST = 2000  # tokens with which a training starts
 WORK = ".work"  # the suffix of the folder with the recording and the state of the training, beside the sidecar
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 Progress = Callable[[str, int, int], None]
 Given = str | list[int] | list[dict[str, str]] | Path
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How heads are tuned.
-
-    tokens: to record. epochs: passes over them. new: make a new head. depths: drafts that a new head learns to chain.
-    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head. rows: of a batch; None
-    chooses. dtype: in which heads are trained. rate: the peak learning rate; None is 1e-3 for new heads, else 2e-4.
-    """
-
-    tokens: int = 200_000
-    epochs: float = 4.0
-    new: bool = False
-    depths: int = 2
-    draft_vocab: int | None = 8192
-    bits: int | None = 8
-    rows: int | None = None
-    dtype: str = "float32"
-    rate: float | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise ValueError for a value that is not allowed."""
-        limits = {"tokens": (FEWEST, 1 << 40), "depths": (1, 3), "epochs": (0.01, 1e6)}
-        for name, (low, high) in limits.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                raise ValueError(f"{name}={value}: allowed are {low} to {high}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
-        if self.bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise ValueError(f"bits={self.bits}: allowed are 2, 3, 4, 5, 6, 8 and None")
 
 
 @dataclass(frozen=True)
@@ -74,6 +41,19 @@ class Tuned:
     before: Acceptance | None
     after: Acceptance | None
     curve: tuple[tuple[int, float], ...]
+
+    def lines(self) -> list[str]:
+        """Return the result as lines of text."""
+        found = []
+        for name, acceptance in (("before", self.before), ("after", self.after)):
+            if acceptance is not None:
+                depths = ", ".join(map(str, acceptance.depths))
+                found.append(f"{name}: drafts right by depth {depths}; tokens per cycle {acceptance.cycle}")
+        if self.after is None:
+            return [*found, "Stopped before the first measurement: nothing written."]
+        positions = f"Measured at {self.after.positions:,} held-out positions, with 95% intervals."
+        end = f"Written: {self.file}" if self.file else "The heads did not get better: nothing written."
+        return [*found, positions, end]
 
 
 def tune_heads(
@@ -120,7 +100,7 @@ def tune_heads(
         if confirm:
             seen = int(settings.epochs * settings.tokens)
             costs = {"checkpoint": checkpoint, "write": texts is None}
-            confirm(estimate(workshop, settings.tokens - recording.size, seen, rows, LENGTH, **costs))
+            confirm(estimate(workshop, max(0, settings.tokens - recording.size), seen, rows, LENGTH, **costs))
         workshop.restore()
         _record(work, given, settings.tokens)
         workshop = _workshop(work)
@@ -197,7 +177,7 @@ def _workshop(work: _Work) -> making.Workshop:
     """Return the workshop for the settings, with the draft vocabulary of the recorded choices for a new head."""
     settings, model, dtype = work.settings, work.model, DTYPES[work.settings.dtype]
     if not settings.new:
-        return making.existing(model, dtype)
+        return making.existing(model, dtype, settings.rank)
     hidden, pairs = work.recording.arrays()
     vocab, size = None, settings.draft_vocab
     if size is not None and size < model.vocab_size:

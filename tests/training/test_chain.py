@@ -6,6 +6,7 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from drafters import HEADLESS
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
@@ -22,15 +23,14 @@ def demo(_folder):
 
 def family(name):
     def load(folder):
-        families.write(name, folder)
-        return mlx_mtp.load_model(folder, kernels="off")
+        return mlx_mtp.load_model(families.build(name, folder)[0], kernels="off")
 
     return load
 
 
-def new(name):
+def new(config):
     def load(folder):
-        model = family(name)(folder)
+        model = mlx_mtp.load_model(families.headless(folder, config)[0], kernels="off")
         workshop = heads.new(model, list(range(0, model.vocab_size, 2)), DRAFTS, None, mx.float32)
         keys = iter(mx.random.split(mx.random.key(1), 100))
         noisy = {"eh_proj": {"weight": mx.random.normal(workshop.trained.mtp[0].eh_proj.weight.shape, key=next(keys))}}
@@ -63,7 +63,8 @@ def drafted(model, prompt: list[int]) -> list[tuple[list[int], list[np.ndarray]]
     return found
 
 
-CASES = {"demo": demo, "mimo": family("mimo"), "step3p5": family("step3p5"), "new": new("llama")}
+CASES = {"demo": demo, "mimo": family("mimo"), "mimo_v2_flash": family("mimo_v2_flash")}
+CASES |= {f"new {name}": new(config) for name, config in HEADLESS.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
