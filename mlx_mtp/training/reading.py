@@ -12,21 +12,24 @@ from .texts import Text
 
 ROWS = 256  # rows of logits at a time
 LEAST = 16  # tokens of a document; shorter ones are skipped
-HELD_OUT = 20  # one text in so many measures the heads
+HELD_OUT = 16  # one text in so many measures the heads
 
 Progress = Callable[[str, int, int], None]
 
 
-def pieces(texts: Iterable[Text], length: int) -> Iterator[tuple[Text, bool]]:
+def pieces(texts: Iterable[Text], length: int, vocab_size: int) -> Iterator[tuple[Text, bool]]:
     """Yield the documents of texts, of LEAST to `length` tokens each, and whether each is held out, by a hash.
 
     The hash is of a text's prompt, so that all answers to a prompt are on one side; without a prompt, of the first
-    tokens of each document.
+    tokens of each document. ValueError for a token that a vocabulary of this size does not have, as with a tokenizer
+    that does not fit the model.
     """
     for text in texts:
         for first in range(0, len(text.tokens), length):
             tokens = text.tokens[first : first + length]
             if len(tokens) >= LEAST:
+                if outside := [t for t in tokens if not 0 <= t < vocab_size]:
+                    raise ValueError(f"token {outside[0]} in a text; the model has tokens 0 to {vocab_size - 1}")
                 answer = min(max(0, text.answer - first), len(tokens))
                 yield Text(tokens, answer), is_held_out(text.tokens[: text.answer] or tokens[:LEAST])
 

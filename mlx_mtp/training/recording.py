@@ -5,7 +5,7 @@ for each token. Rows behind the last complete document, which an interruption le
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ class Recording:
             with (self.path / DOCUMENTS).open("a") as f:
                 f.write(json.dumps(asdict(document)) + "\n")
         self.documents.append(document)
+
+    def turn_last(self) -> None:
+        """Hold out the last document if it is not held out, else stop holding it out."""
+        self.documents[-1] = replace(self.documents[-1], held=not self.documents[-1].held)
+        write_whole(self.path / DOCUMENTS, "".join(json.dumps(asdict(d)) + "\n" for d in self.documents))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return memory maps: hidden rows, float16 [size, width], and tokens with choices, int32 [size, 2]."""

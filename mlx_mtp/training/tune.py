@@ -91,7 +91,7 @@ def tune_heads(
     recording = Recording(folder / "recording", about, model.no_hidden().shape[-1])
     recording.check_room(settings.tokens)
     skipped = 0 if texts is None else len(recording.documents)
-    given = islice(pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT), skipped, None)
+    given = islice(pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size), skipped, None)
     work, before = _Work(model, tokenizer, settings, recording, file, folder, progress), (model.mtp, model.spec)
     try:
         _record(work, given, FEWEST)
@@ -156,17 +156,20 @@ def _texts(
 
 
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:
-    """Record documents up to `tokens` tokens; ValueError if they end before there are FEWEST, some of them held out."""
-    recording = work.recording
+    """Record documents up to `tokens` tokens, and on until some are held out; hold out the last if the texts end.
+
+    ValueError if there are fewer than FEWEST tokens, or only one document.
+    """
+    recording, before = work.recording, -1
     record(work.model, documents, recording, tokens, work.progress)
-    while recording.size < FEWEST or not _both(recording):  # go on until some text is held out, and some is not
+    while not _both(recording) and recording.size > before:
         before = recording.size
         record(work.model, documents, recording, before + 1, work.progress)
-        if recording.size == before:
-            raise ValueError(
-                f"too little text: {before} tokens in {len(recording.documents)} documents, of which "
-                f"{sum(d.held for d in recording.documents)} are held out; give more"
-            )
+    if recording.size < FEWEST or len(recording.documents) < 2:
+        found = f"{recording.size} tokens in {len(recording.documents)} documents"
+        raise ValueError(f"too little text: {found}; give at least {FEWEST} tokens in at least 2")
+    if not _both(recording):
+        recording.turn_last()
 
 
 def _both(recording: Recording) -> bool:
