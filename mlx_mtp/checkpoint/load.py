@@ -43,7 +43,7 @@ from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
-from .tuned import attach_tuned
+from .tuned import attach_tuned, fits, shipped_heads
 
 WEIGHTS_ALONE = Budget()
 
@@ -216,6 +216,9 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
         model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
+        if drafting.heads and not model.mtp and (shipped := shipped_heads(config)) and fits(model, shipped):
+            drafting = replace(drafting, mtp_path=shipped)
+            model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
         attach_tuned(model, drafting.mtp_path)
         if mx.default_device() == mx.cpu:
             share_angles(model)

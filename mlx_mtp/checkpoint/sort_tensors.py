@@ -177,7 +177,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
 
 
 def layout_of(port: ModuleType, names: Collection[str]) -> MTPSpec:
-    """Return the layout of the heads among tensor names: that of tuned new heads if there are any, else the family's."""
+    """Return the layout of the heads among tensor names: of new heads if there are any, else the family's."""
     return TUNED if any(name.startswith(TUNED_PREFIX) for name in names) else port.Model.SPEC
 
 

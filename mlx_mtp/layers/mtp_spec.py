@@ -31,7 +31,7 @@ class MTPSpec:
     embedding: each depth's embedding, likewise.
     prefix:   regex of the text before a head tensor's own name; its group, if any, is the depth's number.
     numbered: counted from the target's number of layers ("trunk") or from "zero".
-    draft_vocab: number of tokens that a head drafts with rows of the target's LM head, listed in its `d2t`; 0 for all.
+    draft_vocab: number of tokens that a head drafts with rows of the target's LM head, listed in `d2t`; 0 for all.
     """
 
     tensors: tuple[tuple[str, str], ...]

@@ -249,7 +249,9 @@ class Port(HasRuntime, nn.Module):
         the heads' norms differently, so with ZERO_CENTRED they bypass it and are shifted here.
         """
         if self.spec.prefix == TUNED.prefix:
-            return self.BASE.sanitize(self, trunk) | {name.replace(TUNED_PREFIX, "mtp."): heads[name] for name in heads}
+            return self.BASE.sanitize(self, trunk) | {
+                name.replace(TUNED_PREFIX, "mtp."): heads[name] for name in heads
+            }
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}
         kept = {n: place for n, place in places.items() if centred and place and place[1].endswith("norm.weight")}

@@ -24,11 +24,13 @@ class Batch(NamedTuple):
     counted: mx.array
 
 
-def batches(recording: Recording, documents: Sequence[Document], rows: int, length: int, seed: int) -> Iterator[Batch]:
+def batches(
+    recording: Recording, documents: Sequence[Document], rows: int, length: int, seed: int
+) -> Iterator[Batch]:
     """Yield the batches of one epoch: documents in an order given by the seed, one after another, cut into rows.
 
-    rows: of a batch. length: L of `Batch`. The last tokens, too few for a row, and the last rows, too few for a batch,
-    are left out; with too few for one batch, the documents are repeated.
+    rows: of a batch. length: L of `Batch`. The last tokens, too few for a row, and the last rows, too few for a
+    batch, are left out; with too few for one batch, the documents are repeated.
     """
     order = np.random.default_rng(seed).permutation(len(documents))
     total = sum(documents[i].end - documents[i].first for i in order)

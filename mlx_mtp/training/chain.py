@@ -1,8 +1,8 @@
 """Compute the chain of drafts at every position of a text at once, as decoding computes it row by row.
 
 Position i of every head reads the token at i + 1 and, at depth 0, the target's hidden row i; at depth j > 0 it reads
-depth j-1's output at position i - 1, and its logits predict the token at i + 2. In decoding the tokens up to i + 1 are
-accepted ones or equal drafts. Chained heads attend to their own earlier rows. A recycled head, which drafts at depth
+depth j-1's output at position i - 1, and its logits predict the token at i + 2. In decoding the tokens up to i + 1
+are accepted ones or drafts. Chained heads attend to their own earlier rows. A recycled head, which drafts at depth
 j from its own output, attends to its rows of depth 0 up to position i - j, which have read the target's hidden rows,
 and behind them to one row of each depth up to j, those of the drafts in the same cycle.
 """
@@ -31,7 +31,7 @@ class ChainCache:
         self.parts: Parts = ()
 
     def update_and_fetch(self, *arrays: mx.array) -> Any:
-        """Store keys, values and others of this depth; return them behind those of earlier depths, along positions."""
+        """Store keys, values and others of this depth; return them behind those of earlier depths."""
         self.parts = arrays
         return tuple(mx.concatenate(kind, axis=2) for kind in zip(*self.earlier, arrays, strict=True))
 

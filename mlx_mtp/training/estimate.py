@@ -3,7 +3,6 @@
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,10 +71,14 @@ def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
                 return tried, checkpoint
     needed = memory_of(workshop, rows or 1, length, checkpoint=True)
     smaller = "a smaller batch or " if rows and rows > 1 else ""
-    raise ValueError(f"training needs {needed / 1e9:.1f} GB and {room / 1e9:.1f} GB can be used; give {smaller}a draft vocabulary")
+    raise ValueError(
+        f"training needs {needed / 1e9:.1f} GB and {room / 1e9:.1f} GB can be used; give {smaller}a draft vocabulary"
+    )
 
 
-def estimate(workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool) -> Estimate:
+def estimate(
+    workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
+) -> Estimate:
     """Return the estimate for recording `tokens` and training on `seen` tokens, from one timed read and one step.
 
     write: the target writes the texts itself, at an assumed quarter of the speed at which it reads them.
@@ -87,9 +90,7 @@ def estimate(workshop: Workshop, tokens: int, seen: int, rows: int, length: int,
     read(model, sample)
     reading = (time.perf_counter() - began) / TRIED
     batch = _blank(1, length, width)
-    loss = partial(
-        chain_loss, model=model, teacher=workshop.teacher, ranks=workshop.ranks, depths=workshop.depths
-    )
+    loss = partial(chain_loss, model=model, teacher=workshop.teacher, ranks=workshop.ranks, depths=workshop.depths)
     gradient = nn.value_and_grad(workshop.trained, loss)
     mx.eval(gradient(workshop.trained, *batch))
     began = time.perf_counter()

@@ -12,7 +12,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import dequantize_model
 
-from ..checkpoint.draft_vocab import reduce_heads
 from ..layers.lm_head import sliced
 from ..layers.mtp_head import MTPHead
 from ..layers.port import TUNED
@@ -140,7 +139,7 @@ def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any
     teacher, ranks = _teacher(model, heads.mtp[0], dtype)
     if not any(isinstance(module, LOW_RANK) for module in heads.modules()):
         dequantize_model(heads)
-    shared = ["head" not in head or "d2t" in head and model.spec.draft_vocab > 0 for head in heads.mtp]
+    shared = ["head" not in head or ("d2t" in head and model.spec.draft_vocab > 0) for head in heads.mtp]
     for head, lent in zip(heads.mtp, shared, strict=True):
         if lent:
             head.head = teacher
@@ -159,7 +158,7 @@ def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any
 
 
 def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.array]:
-    """Return (a float copy of the target's LM-head rows of the tokens that a head drafts, its index of each token)."""
+    """Return (a float copy of the target's LM-head rows of the drafted tokens, each token's index in it)."""
     whole: Any = model.unembedding()
     rows = mx.arange(whole["weight"].shape[0])
     if "d2t" in head:

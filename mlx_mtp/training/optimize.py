@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +23,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
 def trapezoid(step: int, steps: int, peak: float) -> float:
     """Linear warmup over WARMUP_STEPS, the peak, and a linear decay to zero over the last DECAY of the steps."""
     left = (steps - step) / (DECAY * steps)
@@ -85,5 +86,3 @@ class Trainer:
         self.optimizer.update(self.model, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return sum(report for (_, report), _ in shares) / count
-
-

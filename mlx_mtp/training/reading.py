@@ -56,7 +56,7 @@ def record(
 
 
 def read(model: Any, tokens: list[int]) -> tuple[mx.array, mx.array]:
-    """Return the target's hidden rows [n, width] of n tokens, and its most likely next token after each, int32 [n]."""
+    """Return the target's hidden rows [n, width] of n tokens, and its most likely token after each, int32 [n]."""
     cache = make_prompt_cache(model, num_draft_tokens=0)
     hidden = model.hidden(mx.array(tokens)[None], cache.layers)
     parts = (hidden[:, i : i + ROWS] for i in range(0, len(tokens), ROWS))

@@ -140,8 +140,6 @@ def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: in
             options = {"sampler": make_sampler(temp=temp)} if temp else {}
             if not group:
                 continue
-            written = batch_generate(
-                model, tokenizer, group, max_tokens=limits, return_token_ids=True, **options
-            )
+            written = batch_generate(model, tokenizer, group, max_tokens=limits, return_token_ids=True, **options)
             for prompt, answer in zip(group, written.token_ids or [], strict=True):
                 yield Text([*prompt, *answer], len(prompt))

@@ -69,7 +69,12 @@ def train(
     options = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks}
     options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint}
     trainer = Trainer(
-        workshop.trained, partial(chain_loss, **options), first=0, steps=plan.steps, peak=plan.rate, schedule=trapezoid
+        workshop.trained,
+        partial(chain_loss, **options),
+        first=0,
+        steps=plan.steps,
+        peak=plan.rate,
+        schedule=trapezoid,
     )
     state = _State(folder / STATE, plan, workshop, trainer)
     step, curve, best = state.load()
@@ -112,9 +117,8 @@ class _State:
         parts["best"] = {} if best is None else best.parameters
         arrays = {f"{part}/{name}": w for part, found in parts.items() for name, w in found.items()}
         facts = {"plan": self.plan, "step": str(step), "curve": json.dumps(curve)}
-        with whole_file(self.file) as work:
-            with work.open("wb") as f:
-                mx.save_safetensors(f, arrays, metadata=facts)
+        with whole_file(self.file) as work, work.open("wb") as f:
+            mx.save_safetensors(f, arrays, metadata=facts)
 
     def load(self) -> tuple[int, list[tuple[int, float]], dict[str, Any] | None]:
         """Continue the state in the file; return (its step, curve, best parameters). Without one (0, [], None)."""

@@ -91,7 +91,9 @@ def tune_heads(
     recording = Recording(folder / "recording", about, model.no_hidden().shape[-1])
     recording.check_room(settings.tokens)
     skipped = 0 if texts is None else len(recording.documents)
-    given = islice(pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size), skipped, None)
+    given = islice(
+        pieces(_texts(model, tokenizer, texts, settings, recording), DOCUMENT, model.vocab_size), skipped, None
+    )
     work, before = _Work(model, tokenizer, settings, recording, file, folder, progress), (model.mtp, model.spec)
     try:
         _record(work, given, FEWEST)
@@ -192,7 +194,7 @@ def _workshop(work: _Work) -> making.Workshop:
 
 
 def _train(work: _Work, workshop: making.Workshop, rows: int, *, checkpoint: bool) -> tuple[Tuned, bool]:
-    """Train, measure the finished heads, and write them if they are better; return also whether the training ended."""
+    """Train, measure the finished heads, write them if they are better; return also whether all steps were done."""
     settings, recording, model = work.settings, work.recording, work.model
     held = [document for document in recording.documents if document.held]
     before = None

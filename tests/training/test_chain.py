@@ -33,7 +33,9 @@ def new(config):
         model = mlx_mtp.load_model(families.headless(folder, config)[0], kernels="off")
         workshop = heads.new(model, list(range(0, model.vocab_size, 2)), DRAFTS, None, mx.float32)
         keys = iter(mx.random.split(mx.random.key(1), 100))
-        noisy = {"eh_proj": {"weight": mx.random.normal(workshop.trained.mtp[0].eh_proj.weight.shape, key=next(keys))}}
+        noisy = {
+            "eh_proj": {"weight": mx.random.normal(workshop.trained.mtp[0].eh_proj.weight.shape, key=next(keys))}
+        }
         workshop.trained.mtp[0].update(noisy)
         return model
 
