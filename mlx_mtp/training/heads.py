@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import dequantize_model
 
+from ..checkpoint.tuned import lend_rows
 from ..layers.lm_head import sliced
 from ..layers.mtp_head import MTPHead
 from ..layers.port import TUNED
@@ -54,7 +55,7 @@ class Workshop:
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads, without LM heads that belong to the target."""
+        """Return quantized copies of the trained heads; new ones have the target's rows of the tokens that they draft."""
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
@@ -65,6 +66,8 @@ class Workshop:
             elif isinstance(module, LOW_RANK):
                 heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
+        for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():
+            lend_rows(self.model, head)
         mx.eval(heads.parameters())
         return heads.mtp
 

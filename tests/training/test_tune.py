@@ -16,7 +16,7 @@ from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 from mlx_mtp.training import train as training
 from mlx_mtp.training import tune
 
-SMALL = {"tokens": 2000, "epochs": 12, "rows": 2, "rate": 4e-3}
+SMALL = {"tokens": 2000, "epochs": 5, "rows": 2, "rate": 4e-3}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
 
 
@@ -63,7 +63,7 @@ def test_a_new_head_drafts_for_the_target_it_was_made_for(form, headless, tmp_pa
         tune, "most_frequent", lambda tokenizer, counts, size, vocab: [t for t, _ in counts.most_common(size)]
     )
     found = tuned(load(headless), tmp_path / "new.safetensors", **{**NEW, **form})
-    assert found.after.cycle.low > 1.05
+    assert found.after.cycle.mean > 1.1
     assert found.before is None
     model = load(headless, mtp_path=found.file)
     assert len(model.mtp) == 1
@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_file_also_after_an_interruption(headless, tmp_pat
 
     def later(stage, done, total):
         stages.append(stage)
-        if stage.startswith("training") and done == 20:
+        if stage.startswith("training") and done == 12:
             raise KeyboardInterrupt
 
     found = tuned(load(headless), out, progress=later, **NEW)
