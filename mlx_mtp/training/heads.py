@@ -55,7 +55,7 @@ class Workshop:
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads; new ones have the target's rows of the tokens that they draft."""
+        """Return quantized copies of the trained heads, a new one with the target's rows of its drafted tokens."""
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
