@@ -23,6 +23,7 @@ from .recording import Recording
 
 MEASURES = 8  # during a training
 SAVE_SECONDS = 60.0
+NOISE = 0.1  # of the rows that the first head reads, so that it learns its texts by heart less
 STATE = "training.safetensors"
 
 
@@ -67,7 +68,7 @@ def train(
     kept = [d for d in recording.documents if not d.held]
     held = [d for d in recording.documents if d.held]
     options = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks}
-    options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint}
+    options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint, "noise": NOISE}
     trainer = Trainer(
         workshop.trained,
         partial(chain_loss, **options),
