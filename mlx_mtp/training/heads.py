@@ -112,7 +112,8 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     """
     before = model.mtp, model.spec
     model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
-    block = dequantize_model(Trained([model.like_last_layer()])).mtp[0]
+    with model.runtime.adapters.using(None):  # adapters wrap modules, and the head gets plain ones
+        block = _wide(model.like_last_layer())
     head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
     head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
     size = model.model.norm.weight.size
@@ -125,6 +126,13 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     formats = {} if bits is None else _new_formats(heads, bits)
     model.mtp = heads.mtp
     return _open(model, heads, formats, depths, before, dtype)
+
+
+def _wide(module: nn.Module) -> Any:
+    """Return a module with its quantized matrices dequantized; it is modified."""
+    inside: Any = Trained([module])
+    dequantize_model(inside)
+    return inside.mtp[0]
 
 
 def set_scale(workshop: Workshop, hidden: mx.array) -> None:
@@ -166,8 +174,7 @@ def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.arra
     rows = mx.arange(whole["weight"].shape[0])
     if "d2t" in head:
         rows = head.token(mx.arange(head.d2t.size))
-    part = Trained([sliced(whole, rows)])
-    teacher = dequantize_model(part).mtp[0]
+    teacher = _wide(sliced(whole, rows))
     teacher.set_dtype(dtype)
     teacher.freeze()
     ranks = mx.full((model.vocab_size,), -1, mx.int32)

@@ -42,7 +42,8 @@ def chain_loss(
         asked = inside & (place - depth >= given.starts[:, :-1]) & given.counted[:, 1:]
         used = asked & (labels >= 0)
         logits = centred(model.draft_logits(min(depth, len(model.mtp) - 1), output))
-        each = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs).reshape(labels.shape)
+        each: Any = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs)
+        each = each.reshape(labels.shape)
         losses.append((each * used).sum() / mx.maximum(used.sum(), 1))
         hits = (mx.stop_gradient(logits).argmax(axis=-1).reshape(labels.shape) == labels) & asked
         right.append(hits.sum() / mx.maximum(asked.sum(), 1))
