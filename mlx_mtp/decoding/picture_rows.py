@@ -1,6 +1,6 @@
 """Give prefill and heads the rows of a prompt's pictures: features, positions, and the ends of chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +9,7 @@ from ..cache.prompt_cache import PromptCache
 from ..layers.target import PromptRows, Target
 from ..machine.errors import first_line
 from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
+from ..pictures.vision import vision_of
 
 
 def check_pictures(
@@ -19,8 +20,8 @@ def check_pictures(
     pictures: those among the tokens, in any order; those that the cache has read, and others, may be among them.
     whole: the last picture must be complete.
     """
-    if pictures and model.vision is None:
-        raise ValueError("pictures: this model has no vision tower; load one that has, or leave out the pictures")
+    if pictures:
+        vision_of(model)
     if min(tokens) >= 0:
         return
     cache.name_pictures(pictures)
@@ -84,15 +85,18 @@ def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
     return ranks.broadcast_array(found, (place.end - place.first, like.shape[-1]), like.dtype)
 
 
-def encode_next(model: Target, cache: PromptCache, tokens: list[int]) -> bool:
-    """Encode the picture whose rows are the next tokens, if its features are not stored; return whether it did."""
+def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
+    """Encode the picture whose rows are the next tokens; yield after each evaluated part of the work.
+
+    It yields nothing if the next token is text or the features are stored. Raises ValueError as `features_of`.
+    """
     if tokens[0] >= 0:
-        return False
+        return
     place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
-    if _stored(model, cache, place) is not None:
-        return False
-    mx.eval(features_of(model, cache, place))
-    return True
+    if _stored(model, cache, place) is None and (picture := _named(cache, place)):
+        for rows in model.vision.stages(picture):  # noqa: B007 - the last
+            yield
+        cache.features = place.words, rows.astype(model.no_hidden().dtype)
 
 
 def drop_features(cache: PromptCache) -> None:
