@@ -100,8 +100,11 @@ def generate_step(
     sampling, stats = Sampling(temp, top_p, top_k, min_p, min_tokens_to_keep, *xtc), stats or Stats()
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
-    layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    how = kv_group_size, quantized_kv_start, layout
+    how = (
+        kv_group_size,
+        quantized_kv_start,
+        {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size},
+    )
     tokens, k, cache = checked.opened(model, prompt, pictures, max_tokens != 0, num_draft_tokens, prompt_cache, *how)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)

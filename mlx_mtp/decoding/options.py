@@ -29,8 +29,8 @@ sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc
     MLX's random state are reproducible as other draws are; it must have no other state.
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
 logprobs: yield each token's logprobs [V] with it.
-pictures: `mlx_mtp.pictures.rows.Picture`s whose `tokens` are in the prompt, in any order; those whose rows the prompt
-    cache holds may be left out.
+pictures: the `Picture`s of `model.vision.picture` whose `tokens` are in the prompt, in any order; those that the
+    prompt cache has read may be left out.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
 num_draft_tokens: maximum number of tokens that the heads or drafter draft per cycle; 0 is plain decoding, None one
     per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next six options
