@@ -1,6 +1,6 @@
 """Explain and check the options of a generation, and choose their defaults."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
 from .picture_rows import check_pictures
 from .prefill_chunk import CHUNKS, ON_CPU
@@ -218,6 +219,14 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
     sampling.validate(model.vocab_size)
     check_sampling(sampling, sampler, mode)
     return default_chunk(model) if chunk is None else chunk
+
+
+def ends(
+    grammar: Grammar | Constraint | None, stop_tokens: Collection[int], vocab_size: int
+) -> tuple[Constraint | None, frozenset[int]]:
+    """Return the compiled grammar, None for none, and the tokens that end a generation: also those of the grammar."""
+    constraint = compiled(grammar, None, vocab_size) if grammar else None
+    return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
 
 
 def opened(
