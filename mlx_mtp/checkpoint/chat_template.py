@@ -21,13 +21,29 @@ RESERVED_KEYS = {
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
     """Return the text of these messages in the chat template.
 
-    options: the template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
+    The template receives a part that has a "picture" as {"type": "image"}. options: the template's arguments.
+    ValueError, in one line, if the template fails or its text is not valid UTF-8.
     """
     with one_line("the chat template refuses this conversation"):  # a program that may raise anything
-        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+        text = tokenizer.apply_chat_template(
+            [_bare(message) for message in messages], **{**options, "tokenize": False}
+        )
     if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
         raise ValueError("the prompt is not valid UTF-8 text")
     return text
+
+
+def _bare(message: dict) -> dict:
+    """Return a message whose pictures are only {"type": "image"}, for which a template writes its mark."""
+    if not isinstance(content := message.get("content"), list):
+        return message
+    return {**message, "content": [{"type": "image"} if "picture" in part else part for part in content]}
+
+
+def pictures_of(messages: list[dict]) -> list[Any]:
+    """Return the pictures of messages, the "picture" of each part that has one, in their order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part["picture"] for content in contents for part in content if "picture" in part]
 
 
 def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
+from ..pictures.rows import Picture
 from . import structured
 from .failures import dropped
 from .job import DecodeRequest, Job, Served, answer, prefill_next
@@ -16,13 +17,24 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
     """Return a request's fields, without `follows`, as values that JSON can express.
 
     `penalties` becomes a list of pairs, and so does a dict in it, because its keys are numbers; `grammar` becomes
-    the value of `structured.as_json`.
+    the value of `structured.as_json`, and `pictures` that of `pictures_as_json`.
     """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
         "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()],
         "grammar": structured.as_json(request.grammar),
+        "pictures": pictures_as_json(request.pictures),
     }
+
+
+def pictures_as_json(pictures: tuple[Picture, ...]) -> list[Any]:
+    """Return [digest in hexadecimal, grid] of each picture."""
+    return [[picture.digest.hex(), picture.grid] for picture in pictures]
+
+
+def pictures_from_json(content: list[Any]) -> tuple[Picture, ...]:
+    """Return the pictures that `pictures_as_json` wrote."""
+    return tuple(Picture(bytes.fromhex(digest), tuple(grid)) for digest, grid in content)
 
 
 def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRequest:
@@ -33,6 +45,7 @@ def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRe
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])
     tuples = {"turns": tuple(content["turns"]), "stops": tuple(content["stops"]), "rules": TokenRules(*rules)}
+    tuples["pictures"] = pictures_from_json(content["pictures"])
     grammar = served and structured.from_json(content["grammar"], served.tokenizer, served.model.vocab_size)
     return DecodeRequest(**{**content, **tuples, "penalties": penalties, "grammar": grammar})
 
@@ -48,7 +61,8 @@ def follow(served: Served) -> None:
             job = Job(from_json(content, served), emit=lambda event: None)  # rank 0 has the clients
             running[number] = answer(served, job, crowded=bool)
         elif action == "prefill":
-            running[number] = prefill_next(served, content)
+            prompt, pictures = content
+            running[number] = prefill_next(served, prompt, pictures=pictures_from_json(pictures))
         elif number not in running:
             continue
         elif action == "close":

@@ -13,12 +13,13 @@ from mlx_lm.sample_utils import make_logits_processors
 from ..cache.prompt_cache import PromptCache
 from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
 from ..decoding.stats import Stats
-from ..generate import generate_step, stream_generate
+from ..generate import generate_step
 from ..grammar import Constraint
 from ..machine.errors import first_line
 from ..machine.stream import in_turns
+from ..pictures.rows import Picture, mark_ids
 from .answer import Part, Splitter, TextPart
-from .batch_decoder import BatchDecoder, Responses
+from .batch_decoder import BatchDecoder, decode_alone
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
@@ -35,7 +36,8 @@ log = logging.getLogger("mlx_mtp.serve")
 class DecodeRequest:
     """The prompt and the options of one choice of a response.
 
-    prompt:   token ids. turns: positions at which later prompts may start to differ from it. stops: stop strings.
+    prompt:   token ids, with those of its pictures. turns: positions at which later prompts may start to differ from
+              it. stops: stop strings.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
@@ -49,6 +51,7 @@ class DecodeRequest:
 
     prompt: list[int]
     turns: tuple[int, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     max_tokens: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
@@ -194,7 +197,8 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     max_tokens, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
-        for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
+        spare = served.tree.uncut_tail
+        for done in prefill(served, caches[0], request.prompt, request.turns, request.pictures, spare=spare):
             if request.progress:
                 job.send(Prefilled(done))
             yield
@@ -244,7 +248,13 @@ def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeReque
 
 
 def prefill(
-    served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
+    served: Served,
+    cache: PromptCache,
+    prompt: list[int],
+    turns: tuple[int, ...] = (),
+    pictures: tuple[Picture, ...] = (),
+    *,
+    spare: int = 0,
 ) -> Iterator[int]:
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
@@ -256,7 +266,7 @@ def prefill(
     resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
-            _prefill_to(served, cache, prompt[:end])
+            _prefill_to(served, cache, prompt[:end], pictures)
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumable=end in resumable)
             try:
@@ -267,26 +277,32 @@ def prefill(
                 raise
 
 
-def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
-    """Append to a cache the tokens that it lacks."""
+def _prefill_to(served: Served, cache: PromptCache, tokens: list[int], pictures: tuple[Picture, ...]) -> None:
+    """Append to a cache the tokens that it lacks. pictures: of the prompt."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
+    options |= {"pictures": pictures}
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     with served.tree.adapted():
         next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
-def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
+def prefill_next(
+    served: Served, prompt: list[int], cache: PromptCache | None = None, pictures: tuple[Picture, ...] = ()
+) -> Iterator[int]:
     """Prefill the complete chunks of a conversation's next prompt, one per step, store each, and yield its end.
 
     cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored at the
     call, before the first step, and not computed again. Without a tree that stores there is no step.
     """
-    return _prefill_on(served, prompt, keep(served, prompt, cache))
+    return _prefill_on(served, prompt, keep(served, prompt, cache), pictures)
 
 
-def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
+def _prefill_on(
+    served: Served, prompt: list[int], cache: PromptCache | None, pictures: tuple[Picture, ...]
+) -> Iterator[int]:
     if served.tree.stores:
-        yield from prefill(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
+        cache = cache or served.tree.take(prompt, len(prompt))
+        yield from prefill(served, cache, prompt, pictures=pictures)
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
@@ -297,7 +313,7 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
     return None
 
 
-def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
+def prefill_tail(served: Served, prompt: list[int], pictures: tuple[Picture, ...] = ()) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
     Yields its end position, once. Does nothing and yields nothing if more than a chunk of it or no token is missing,
@@ -306,7 +322,7 @@ def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
-        _prefill_to(served, cache, prompt[:end])
+        _prefill_to(served, cache, prompt[:end], pictures)
         with dropped("a prefix was not stored", served.tree.clear):
             served.tree.insert(cache, is_tail=True)
         yield end
@@ -330,6 +346,7 @@ def _decode(
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
+    options["pictures"] = request.pictures
     processors = request.rules.processors(served.tokenizer, len(request.prompt))
     if request.penalties:
         processors = [*make_logits_processors(**request.penalties), *processors]
@@ -340,7 +357,9 @@ def _decode(
     if served.batch:
         responses = served.batch.decode(rest, caches, options)
     else:
-        responses = _decode_alone(served, rest, caches[0], options, crowded)
+        options |= {"prompt_cache": caches[0], "prefill_step_size": served.tree.chunking.step, "check_memory": False}
+        with served.tree.adapted():
+            responses = decode_alone(served.model, served.tokenizer, rest, options, crowded)
     with contextlib.closing(responses):
         for response in responses:
             if response is None:
@@ -373,25 +392,9 @@ def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSp
     )  # fmt: skip
     if not (framed and served.frames):
         return splitter
-    begun = begun_in(served.frames, served.tokenizer.decode(request.prompt)) if request.continues else None
+    prompt = mark_ids(request.prompt, served.model.vision.mark) if request.pictures else request.prompt
+    begun = begun_in(served.frames, served.tokenizer.decode(prompt)) if request.continues else None
     return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
-
-
-def _decode_alone(
-    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
-) -> Responses:
-    """Decode a job without a batch; yield its responses, and None after each cycle, so that other jobs can run."""
-    step, stats, cycles = served.tree.chunking.step, options["stats"], 0
-    options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
-    with served.tree.adapted():
-        responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
-    with contextlib.closing(responses):
-        for response in responses:
-            stats.crowded = crowded()
-            yield response
-            if stats.cycles != cycles:
-                cycles = stats.cycles
-                yield None
 
 
 def _send(job: Job, parts: list[Part]) -> None:
