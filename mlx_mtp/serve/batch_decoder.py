@@ -167,7 +167,7 @@ class BatchDecoder:
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
             grammars=[options.get("grammar")],
-            pictures=[options.get("pictures", ())],
+            **({"pictures": [options["pictures"]]} if options.get("pictures") else {}),
         )
         return uid
 

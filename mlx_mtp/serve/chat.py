@@ -29,6 +29,9 @@ from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
 
 
+NO_PICTURES = RequestPictures()
+
+
 class ChatRequest(ChoicesRequest):
     """A request for a chat completion."""
 
@@ -127,7 +130,7 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
 
 
 def messages_of(
-    given: list[dict[str, Any]], warnings: list[str], pictures: RequestPictures, result: str = "content"
+    given: list[dict[str, Any]], warnings: list[str], pictures: RequestPictures = NO_PICTURES, result: str = "content"
 ) -> list[Message]:
     """Convert messages of a request to the form that the chat template receives. Raises Refused.
 

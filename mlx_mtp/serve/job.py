@@ -30,6 +30,7 @@ from .token_rules import NO_RULES, TokenRules
 from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
+Pictures = tuple[Picture, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class DecodeRequest:
 
     prompt: list[int]
     turns: tuple[int, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    pictures: Pictures = ()
     max_tokens: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
@@ -248,14 +249,9 @@ def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeReque
 
 
 def prefill(
-    served: Served,
-    cache: PromptCache,
-    prompt: list[int],
-    turns: tuple[int, ...] = (),
-    pictures: tuple[Picture, ...] = (),
-    *,
-    spare: int = 0,
-) -> Iterator[int]:
+    served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...] = (), pictures: Pictures = (),
+    *, spare: int = 0,
+) -> Iterator[int]:  # fmt: skip
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
     The tokens after the last chunk remain for decoding, and up to `spare` tokens even if a chunk ends among them.
@@ -277,17 +273,18 @@ def prefill(
                 raise
 
 
-def _prefill_to(served: Served, cache: PromptCache, tokens: list[int], pictures: tuple[Picture, ...]) -> None:
+def _prefill_to(served: Served, cache: PromptCache, tokens: list[int], pictures: Pictures) -> None:
     """Append to a cache the tokens that it lacks. pictures: of the prompt."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
-    options |= {"pictures": pictures}
+    if pictures:
+        options["pictures"] = pictures
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     with served.tree.adapted():
         next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
 def prefill_next(
-    served: Served, prompt: list[int], cache: PromptCache | None = None, pictures: tuple[Picture, ...] = ()
+    served: Served, prompt: list[int], cache: PromptCache | None = None, pictures: Pictures = ()
 ) -> Iterator[int]:
     """Prefill the complete chunks of a conversation's next prompt, one per step, store each, and yield its end.
 
@@ -297,9 +294,7 @@ def prefill_next(
     return _prefill_on(served, prompt, keep(served, prompt, cache), pictures)
 
 
-def _prefill_on(
-    served: Served, prompt: list[int], cache: PromptCache | None, pictures: tuple[Picture, ...]
-) -> Iterator[int]:
+def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None, pictures: Pictures) -> Iterator[int]:
     if served.tree.stores:
         cache = cache or served.tree.take(prompt, len(prompt))
         yield from prefill(served, cache, prompt, pictures=pictures)
@@ -313,7 +308,7 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
     return None
 
 
-def prefill_tail(served: Served, prompt: list[int], pictures: tuple[Picture, ...] = ()) -> Iterator[int]:
+def prefill_tail(served: Served, prompt: list[int], pictures: Pictures = ()) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
     Yields its end position, once. Does nothing and yields nothing if more than a chunk of it or no token is missing,
@@ -346,7 +341,8 @@ def _decode(
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
-    options["pictures"] = request.pictures
+    if request.pictures:
+        options["pictures"] = request.pictures
     processors = request.rules.processors(served.tokenizer, len(request.prompt))
     if request.penalties:
         processors = [*make_logits_processors(**request.penalties), *processors]

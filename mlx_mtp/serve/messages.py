@@ -226,10 +226,8 @@ def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPic
             results.append(_tool_result(block, warnings, pictures))
         else:
             allowed = {"user": "text, image and tool_result", "assistant": "text, thinking and tool_use"}
-            refused = (
-                f"messages: a block of type {kind!r} from {role}; allowed: {allowed.get(role, 'text and image')}"
-            )
-            raise Refused(refused, param="messages")
+            kinds = allowed.get(role, "text and image")
+            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed: {kinds}", param="messages")
     rest = message_of(role, joined_contents(contents, "\n"), "\n".join(reasoning), calls)
     return [*results, rest] if contents or calls or not results else results
 

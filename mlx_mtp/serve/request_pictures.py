@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ..pictures.fit import fitted, fitted_size
 from ..pictures.header import image_size
 from ..pictures.image import LIMITS, from_base64, from_data_url, open_image
 from ..pictures.rows import Picture
@@ -14,7 +13,7 @@ from .fetch import SECONDS, fetched
 from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
 
 MOST_PICTURES = 20  # of a request
-LOW = 512, 512  # height and width in pixels that a picture of detail "low" is shrunk to fit
+LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
 DETAILS = ("auto", "high", "low", "original")
 DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels takes 150 MB
 
@@ -23,26 +22,26 @@ class Source(NamedTuple):
     """A picture as a client sent it, and the part of a message that it becomes.
 
     number: of the picture in the request, from 1 on. data: base64, or a URL. field: of the request, for errors.
+    most: maximum pixels, to which a larger picture is shrunk; None: the tower's.
     """
 
     number: int
     part: dict[str, Any]
     data: str
     is_url: bool
-    low: bool
+    most: int | None
     field: str
 
 
 class RequestPictures:
-    """The pictures of one request: `add` collects them, then `open` or `count` completes their parts."""
+    """The pictures of one request: `add` collects them, then `open` or `count` completes their parts.
 
-    def __init__(self, info: ModelInfo):
+    readable: whether the model reads pictures. Without `info` it reads none.
+    """
+
+    def __init__(self, info: ModelInfo | None = None):
         self._info, self._sources = info, list[Source]()
-
-    @property
-    def readable(self) -> bool:
-        """Whether the model reads pictures."""
-        return self._info.vision is not None
+        self.readable = info is not None and info.vision is not None
 
     def add(self, given: dict[str, Any], field: str) -> dict[str, Any]:
         """Return the part of a message for a picture of any API; its "picture" is set later, by `open` or `count`.
@@ -57,7 +56,7 @@ class RequestPictures:
         if number > MOST_PICTURES:
             raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request", param=field)
         data, is_url, detail = _given(given, f"{field}: picture {number}", field)
-        self._sources.append(Source(number, part, data, is_url, detail == "low", field))
+        self._sources.append(Source(number, part, data, is_url, LOW if detail == "low" else None, field))
         return part
 
     def open(self) -> None:
@@ -66,6 +65,9 @@ class RequestPictures:
         Raises Refused for a picture that cannot be read, before any is decoded if a header shows it, and if the rows
         of all are more than the model's positions.
         """
+        if not self._sources:
+            return
+        assert self._info
         files = self._files()
         rows = sum(self._counted(source, file).rows for source, file in files)
         if rows >= self._info.positions:
@@ -74,7 +76,7 @@ class RequestPictures:
         for source, file in files:
             with DECODING, _refusing(source):
                 image = open_image(file, number=source.number)
-                source.part["picture"] = self._info.vision.picture(fitted(image, LOW) if source.low else image)
+                source.part["picture"] = self._info.vision.picture(image, most=source.most)
 
     def count(self) -> None:
         """Set "picture" in each part to a `Picture` of the right number of rows, from the file's header alone."""
@@ -90,16 +92,18 @@ class RequestPictures:
         with _refusing(source):
             if not source.is_url:
                 return from_base64(source.data)
+            assert self._info
             if source.data[:8].lower().startswith(("http://", "https://")):
                 return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
             return from_data_url(source.data)
 
     def _counted(self, source: Source, file: bytes) -> Picture:
         """Return a `Picture` without a digest, which has the number of rows of an encoded picture."""
+        assert self._info
         with _refusing(source):
-            size = image_size(file)
-            LIMITS.check(*size)
-            return Picture(b"", self._info.vision.grid(*(fitted_size(*size, LOW) if source.low else size)))
+            height, width = image_size(file)
+            LIMITS.check(height, width)
+            return Picture(b"", self._info.vision.grid(height, width, most=source.most))
 
 
 @contextmanager

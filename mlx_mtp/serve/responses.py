@@ -6,7 +6,7 @@ from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
-from .chat import functions_of, messages_of, strict_names
+from .chat import NO_PICTURES, functions_of, messages_of, strict_names
 from .fields import ModelInfo, Refused, items, stops, text
 from .forms import Message, joined
 from .job import Begun, End, Failed
@@ -188,7 +188,7 @@ def _check_include(given: Any) -> None:
             raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
 
 
-def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
+def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictures = NO_PICTURES) -> list[Message]:
     """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
 
     Adjacent messages of the assistant are merged. warnings: appended to. pictures: collects those of the messages.
