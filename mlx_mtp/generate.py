@@ -34,6 +34,7 @@ from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
+from .pictures.rows import Picture
 from .ranks.watch import wait_for_reason
 from .tuning.kernel_switch import switch_on_for_drafts
 from .tuning.plan import Fixed
@@ -89,6 +90,7 @@ def generate_step(
     stop_tokens: Collection[int] = (),
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
+    pictures: Sequence[Picture] = (),
 ) -> Generated:
     """Yield (token, logprobs [V] or None, whether drafted), with a final stop token; max_tokens=0 only prefills.
 
@@ -100,7 +102,7 @@ def generate_step(
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     how = kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, num_draft_tokens, prompt_cache, *how)
+    tokens, k, cache = checked.opened(model, prompt, pictures, max_tokens != 0, num_draft_tokens, prompt_cache, *how)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)

@@ -299,7 +299,7 @@ class BatchGenerator:
         if sequence.k:
             test_heads(self.model)
         run, first = first_tokens(self.model, sequence, hidden)
-        sequence.history = TokenHistory(sequence.cache.tokens)
+        sequence.history = TokenHistory(sequence.cache.ids, sequence.cache.tokens)
         responses = sequence.append(first, 0, run.logprobs[0] if run.logprobs else None)
         sequence.stats.note_first_token()
         sequence.stats.generation_tokens += 1

@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def all_tokens(self) -> list[int]:
-        return self.history.tokens.tolist()
+        return self.history.exact()
 
     def max_drafts(self, source: str) -> int:
         """Return the maximum number of drafts that it accepts from a source of drafts."""
