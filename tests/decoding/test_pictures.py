@@ -1,0 +1,47 @@
+"""Prompts with pictures: the text of a cacheless model, whatever is drafted, cut, replayed, batched or reused."""
+
+import mlx.core as mx
+import pytest
+import seeing
+from compile_mode import ENABLED, set_mode
+from picture_prompts import TWIN, A, B, C, Reference, Vision, tokens_of
+
+import mlx_mtp
+from mlx_mtp.pictures.rows import Picture
+
+N = 16
+PROMPTS = {
+    "text": ([5, 6, 7, 8, 9, 10, 11],),
+    "first": (A, [5, 6, 7]),
+    "last": ([5, 6, 7, 8], B),
+    "two": ([5, 6], A, [7, 8, 9], C, [10, 11]),
+    "twin": ([5, 6], TWIN, [7, 8, 9], C, [10, 11]),
+    "adjacent": ([5, 6], A, TWIN, C, B, [7]),
+    "again": ([5, 6, 7], B, [8, 9], B, [5, 6, 7]),
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "moe"])
+def models(request, tmp_path_factory):
+    path, weights = seeing.build(tmp_path_factory.mktemp("seeing"), moe=request.param)
+    model = mlx_mtp.load_model(path)
+    model.runtime.vision = Vision()
+    return model, {name: Reference(weights, moe=request.param).greedy(parts, N) for name, parts in PROMPTS.items()}
+
+
+def generated(model, parts, k=0, **options):
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    options = {"max_tokens": N, "adaptive": False, "pictures": pictures, **options}
+    return [token for token, *_ in mlx_mtp.generate_step(tokens_of(*parts), model, num_draft_tokens=k, **options)]
+
+
+def test_texts_differ(models):
+    _, texts = models
+    assert len({tuple(text) for text in texts.values()}) == len(texts)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_text_of_the_reference_for_every_chunk_and_number_of_drafts(models, name):
+    model, texts = models
+    for k, chunk in ((0, 2048), (0, 1), (1, 3), (2, 2048), (3, 7), (3, 1)):
+        assert generated(model, PROMPTS[name], k, prefill_step_size=chunk) == texts[name], (k, chunk)
