@@ -28,7 +28,6 @@ from .thinking import template_of
 from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
 
-
 NO_PICTURES = RequestPictures()
 
 

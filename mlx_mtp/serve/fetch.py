@@ -8,11 +8,13 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 SECONDS = 10.0  # for all pictures of a request together
 PORTS = {"http": 80, "https": 443}
 CHUNK = 1 << 16
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that end with an IPv4 address
 
 
 def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
@@ -60,9 +62,13 @@ def _address(host: str, port: int) -> str:
 
 
 def _is_public(address: str) -> bool:
+    """Return whether an IP address, and an IPv4 address that it contains, are reachable from all of the internet."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    return all(each.is_global and not each.is_multicast for each in (found, mapped or found))
+    inner: Any = None
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in NAT64 else inner
+    return all(each.is_global and not each.is_multicast for each in (found, inner or found))
 
 
 @contextlib.contextmanager
