@@ -14,6 +14,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.history import TokenHistory
+from ..decoding.picture_rows import encode_next
 from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
@@ -128,6 +129,7 @@ class BatchGenerator:
         logprobs: Any = None,
         stats: Any = None,
         grammars: Any = None,
+        pictures: Any = None,
     ) -> list[int]:
         """Queue prompts given as lists of segments, at whose ends prefill chunks end; return each one's uid.
 
@@ -136,7 +138,8 @@ class BatchGenerator:
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
         generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt. None in
         a list is no processors or stop sequences, this generator's sampler, seed or num_draft_tokens, a new cache.
-        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none.
+        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none. pictures: lists of the `Picture`s
+        whose `tokens` are in the prompt; those that its cache has read may be left out.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -151,6 +154,7 @@ class BatchGenerator:
             "logprobs": (logprobs, self.settings.logprobs),
             "stats": (stats, None),
             "grammars": (grammars, self.settings.grammar),
+            "pictures": (pictures, ()),
         }
         _check_prompts(segments)
         n = len(segments)
@@ -167,7 +171,7 @@ class BatchGenerator:
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
-        """Run one cycle of the active sequences and prefill about one chunk of the queued ones.
+        """Run one cycle of the active sequences; prefill about one chunk, or encode one picture, of the queued ones.
 
         Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
         a sequence's sampler, processor, prefill or lone cycle raised in an earlier call is raised now, with no cycle:
@@ -273,6 +277,7 @@ class BatchGenerator:
     def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
         """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
 
+        If it belongs to a picture without stored features, only encode that, and return the maximum size of a chunk.
         Its progress is appended to `progress`, after the last chunk the first token's response to `responses`.
         """
         if not sequence.started:
@@ -280,6 +285,9 @@ class BatchGenerator:
             sequence.stats.start()
             sequence.cache.begin(sequence.cache.offset + sequence.total)
         chunk, piece = self.settings.chunk, sequence.segments[0]
+        if encode_next(self.model, sequence.cache, piece[:chunk]):
+            self._places.hide()
+            return chunk
         hidden, n = read_chunk(self.model, sequence.cache, piece[:chunk], heads=sequence.k > 0, chunk=chunk)
         sequence.segments[0] = piece[n:]
         self._counters.prompt_tokens += n

@@ -65,6 +65,17 @@ def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
     return found
 
 
+def encode_next(model: Target, cache: PromptCache, tokens: list[int]) -> bool:
+    """Encode the picture whose rows are the next tokens, if its features are not stored; return whether it did."""
+    if tokens[0] >= 0:
+        return False
+    place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
+    if _stored(model, cache, place) is not None:
+        return False
+    mx.eval(features_of(model, cache, place))
+    return True
+
+
 def drop_features(cache: PromptCache) -> None:
     """Drop the features of a picture that has been read."""
     if not cache.places or cache.places[-1].end <= cache.offset:

@@ -1,6 +1,5 @@
 """Prompts with pictures: the text of a cacheless model, whatever is drafted, cut, replayed, batched or reused."""
 
-import mlx.core as mx
 import pytest
 import seeing
 from compile_mode import ENABLED, set_mode
@@ -45,3 +44,35 @@ def test_text_of_the_reference_for_every_chunk_and_number_of_drafts(models, name
     model, texts = models
     for k, chunk in ((0, 2048), (0, 1), (1, 3), (2, 2048), (3, 7), (3, 1)):
         assert generated(model, PROMPTS[name], k, prefill_step_size=chunk) == texts[name], (k, chunk)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
+    """Conversations with other shifts, and without any, replay each other's cycles."""
+    model, texts = models
+    set_mode(ENABLED)
+    for name in ("two", "adjacent", "text", "twin", "last", "two", "text"):
+        stats = mlx_mtp.Stats()
+        assert generated(model, PROMPTS[name], k, compile_cycles=True, stats=stats) == texts[name], name
+    assert stats.compiled_cycles > 0
+
+
+def batched(model, prompts, limits=N, **options):
+    batch = mlx_mtp.BatchGenerator(model, adaptive=False, **options)
+    pictures = [[part for part in parts if isinstance(part, Picture)] for parts in prompts]
+    uids = batch.insert([tokens_of(*parts) for parts in prompts], [N] * len(prompts), pictures=pictures)
+    found = {uid: [] for uid in uids}
+    while responses := batch.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    batch.close()
+    return [found[uid] for uid in uids]
+
+
+@pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"num_draft_tokens": 2, "compile_cycles": True}])
+def test_sequences_of_a_batch_have_their_own_shifts(models, options):
+    model, texts = models
+    set_mode(ENABLED)
+    names = ["two", "text", "adjacent", "last", "twin"]
+    found = batched(model, [PROMPTS[name] for name in names], prefill_step_size=4, **options)
+    assert found == [texts[name] for name in names]
