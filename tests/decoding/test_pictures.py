@@ -25,7 +25,8 @@ def models(request, tmp_path_factory):
     path, weights = seeing.build(tmp_path_factory.mktemp("seeing"), moe=request.param)
     model = mlx_mtp.load_model(path)
     model.runtime.vision = Vision()
-    return model, {name: Reference(weights, moe=request.param).greedy(parts, N) for name, parts in PROMPTS.items()}
+    reference = Reference(weights, moe=request.param)
+    return model, reference, {name: reference.greedy(parts, N) for name, parts in PROMPTS.items()}
 
 
 def generated(model, parts, k=0, **options):
@@ -35,13 +36,13 @@ def generated(model, parts, k=0, **options):
 
 
 def test_texts_differ(models):
-    _, texts = models
+    *_, texts = models
     assert len({tuple(text) for text in texts.values()}) == len(texts)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_text_of_the_reference_for_every_chunk_and_number_of_drafts(models, name):
-    model, texts = models
+    model, _, texts = models
     for k, chunk in ((0, 2048), (0, 1), (1, 3), (2, 2048), (3, 7), (3, 1)):
         assert generated(model, PROMPTS[name], k, prefill_step_size=chunk) == texts[name], (k, chunk)
 
@@ -49,7 +50,7 @@ def test_text_of_the_reference_for_every_chunk_and_number_of_drafts(models, name
 @pytest.mark.parametrize("k", [0, 2])
 def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
     """Conversations with other shifts, and without any, replay each other's cycles."""
-    model, texts = models
+    model, _, texts = models
     set_mode(ENABLED)
     for name in ("two", "adjacent", "text", "twin", "last", "two", "text"):
         stats = mlx_mtp.Stats()
@@ -71,8 +72,45 @@ def batched(model, prompts, limits=N, **options):
 
 @pytest.mark.parametrize("options", [{"num_draft_tokens": 0}, {"num_draft_tokens": 2, "compile_cycles": True}])
 def test_sequences_of_a_batch_have_their_own_shifts(models, options):
-    model, texts = models
+    model, _, texts = models
     set_mode(ENABLED)
     names = ["two", "text", "adjacent", "last", "twin"]
     found = batched(model, [PROMPTS[name] for name in names], prefill_step_size=4, **options)
     assert found == [texts[name] for name in names]
+
+
+TURNS = [([5, 6], A, [7]), ([8], B, TWIN, [9, 10]), ([11, 12],)]
+
+
+@pytest.fixture(scope="module")
+def conversation(models):
+    """Three turns and their answers of seven tokens by the reference; every prompt continues the one before."""
+    _, reference, _ = models
+    parts, answers = [], []
+    for turn in TURNS:
+        parts += turn
+        answers.append(reference.greedy(parts, 7))
+        parts.append(answers[-1])
+    return answers
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_later_turns_continue_a_cache(models, conversation, k, tmp_path):
+    """Also one that went back over a picture, one from a file, a copy, and heads that begin behind a picture."""
+    model, *_ = models
+    cache, last, marks = mlx_mtp.make_prompt_cache(model), [], []
+    for turn, answer in zip(TURNS, conversation, strict=True):
+        marks.append(cache.snapshot())
+        assert (
+            generated(model, (last, *turn), k if turn != TURNS[0] else 0, max_tokens=7, prompt_cache=cache) == answer
+        )
+        last = answer[-1:]
+    whole, again = cache.copy(), cache
+    more = generated(model, (last, [13]), 0, max_tokens=2, prompt_cache=cache.copy())
+    again.rewind(marks[1])
+    for turn, answer, before in zip(TURNS[1:], conversation[1:], conversation, strict=False):
+        mlx_mtp.save_prompt_cache(tmp_path / "cache", again)
+        again = mlx_mtp.load_prompt_cache(tmp_path / "cache", model)
+        assert generated(model, (before[-1:], *turn), k, max_tokens=7, prompt_cache=again) == answer
+    assert again.tokens == whole.tokens
+    assert generated(model, (last, [13]), k, max_tokens=2, prompt_cache=whole) == more
