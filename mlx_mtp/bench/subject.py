@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..checkpoint.chat_template import render
 from ..checkpoint.gguf.cached import find_checkpoint
 from ..checkpoint.load import load
 from ..decoding import step as one_step
@@ -27,7 +28,6 @@ from ..decoding.policy import Learned, kernels_of
 from ..decoding.prefill_chunk import prefill_chunk
 from ..demo import demo_path
 from ..layers.target import Target
-from ..session import render
 from ..tuning.costs import dense
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested

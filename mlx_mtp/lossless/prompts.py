@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.ring import MAX_ROWS
+from ..checkpoint.chat_template import render
 from ..layers.target import Target
-from ..session import render
 
 BUILT_IN = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
 SOURCE = 400  # tokens of this package's source code, on which the heads alone are tested

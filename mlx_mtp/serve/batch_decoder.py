@@ -167,7 +167,7 @@ class BatchDecoder:
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
             grammars=[options.get("grammar")],
-            **({"pictures": [options["pictures"]]} if options.get("pictures") else {}),
+            pictures=[options["pictures"]],
         )
         return uid
 

@@ -15,9 +15,10 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import with_type
 from ..machine.stream import in_turn
+from ..pictures.place import pictures_as_json
 from .endings import closed, failed_by, must_end
 from .failures import dropped
-from .follow import PREFILL, as_json, pictures_as_json
+from .follow import PREFILL, as_json
 from .job import (
     LOST,
     DecodeRequest,

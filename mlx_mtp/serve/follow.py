@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
-from ..pictures.rows import Picture
+from ..pictures.place import pictures_as_json, pictures_from_json
 from . import structured
 from .failures import dropped
 from .job import DecodeRequest, Job, Served, answer, prefill_next
@@ -25,16 +25,6 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
         "grammar": structured.as_json(request.grammar),
         "pictures": pictures_as_json(request.pictures),
     }
-
-
-def pictures_as_json(pictures: tuple[Picture, ...]) -> list[Any]:
-    """Return [digest in hexadecimal, grid] of each picture."""
-    return [[picture.digest.hex(), picture.grid] for picture in pictures]
-
-
-def pictures_from_json(content: list[Any]) -> tuple[Picture, ...]:
-    """Return the pictures that `pictures_as_json` wrote."""
-    return tuple(Picture(bytes.fromhex(digest), tuple(grid)) for digest, grid in content)
 
 
 def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRequest:

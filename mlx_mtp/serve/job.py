@@ -276,8 +276,7 @@ def prefill(
 def _prefill_to(served: Served, cache: PromptCache, tokens: list[int], pictures: Pictures) -> None:
     """Append to a cache the tokens that it lacks. pictures: of the prompt."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
-    if pictures:
-        options["pictures"] = pictures
+    options["pictures"] = pictures
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     with served.tree.adapted():
         next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
@@ -341,8 +340,7 @@ def _decode(
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
-    if request.pictures:
-        options["pictures"] = request.pictures
+    options["pictures"] = request.pictures
     processors = request.rules.processors(served.tokenizer, len(request.prompt))
     if request.penalties:
         processors = [*make_logits_processors(**request.penalties), *processors]

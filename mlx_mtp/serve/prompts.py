@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import shared
-from ..checkpoint.chat_template import pictures_of, render
+from ..checkpoint.chat_template import parts_with_pictures, render
 from ..pictures.place import place, row_of
 from ..pictures.rows import Picture
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
@@ -97,11 +97,10 @@ class Chat(NamedTuple):
 
     def _has_all(self, text: str, messages: list[Message]) -> bool:
         """Return whether a rendered text has the messages' system prompts, and a mark for each picture."""
-        systems, count = [_content(each) for each in messages if each["role"] == "system"], len(pictures_of(messages))
-        if not count or self.marks.picture is None:
-            return all(each in text for each in systems)
-        mark = self.tokenizer.convert_ids_to_tokens(self.marks.picture)
-        return text.count(mark) == count and all(each in text for each in systems)
+        if not all(_content(each) in text for each in messages if each["role"] == "system"):
+            return False
+        count = len(parts_with_pictures(messages))
+        return not count or text.count(self.tokenizer.convert_ids_to_tokens(self.marks.picture)) == count
 
 
 def encode_chat(
@@ -158,7 +157,7 @@ def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any]
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template accepts no form that ends with the answer to be continued")
-    tokens, pictures = _encode(chat.tokenizer, found.text), pictures_of(found.messages)
+    tokens, pictures = _encode(chat.tokenizer, found.text), parts_with_pictures(found.messages)
     starts, mark = _turns(chat.tokenizer, found, tokens) if turns else (), chat.marks.picture
     if mark is None:
         assert not pictures
