@@ -6,10 +6,10 @@ have equal pictures. The first row's word contains the grid: the places of all p
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +22,13 @@ DIGEST = 28  # bytes of the words' digest: 35 bits in the first word beside the 
 class Picture:
     """A picture of a prompt, by the digest of everything that determines its features.
 
-    grid: (1, height, width) in rows of the prompt, each a merged block of patches.
+    grid: (1, height, width) in rows of the prompt, each a merged block of patches. image: what is encoded if the
+    features are not stored (`Image`); it is no part of the picture's identity, and None once it is not needed.
     """
 
     digest: bytes
     grid: tuple[int, int, int]
+    image: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         assert self.grid[0] == 1, "video is not supported"

@@ -6,7 +6,6 @@ Patches are ordered by blocks of 2 x 2, each of which becomes one row of the pro
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,10 @@ from .qwen_pixels import Pixels
 
 __all__ = ["PREFIXES", "Pixels", "Tower", "find_mark"]
 
-PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.language_model.visual.")
+PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 EPS = 1e-6
 THETA = 10000.0
 STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that takes seconds
-WIDE = ("pos_embed", "norm", "norm1", "norm2")  # modules whose values are used in float32, or that normalize
 
 
 def find_mark(config: dict) -> int:
@@ -99,7 +97,7 @@ class Tower(nn.Module):
     def __init__(self, config: dict):
         super().__init__()
         sizes = read_sizes(config)
-        self._sizes = sizes
+        self._sizes, self.width = sizes, sizes.out_hidden_size
         patch = sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
         self.patch_embed = nn.Linear(patch, sizes.hidden_size)
         self.pos_embed = nn.Embedding(sizes.num_position_embeddings, sizes.hidden_size)
@@ -122,7 +120,8 @@ class Tower(nn.Module):
         patches: their pixels [4 * h * w, values]. grid: (1, h, w), in rows of the prompt.
         """
         sizes = self._sizes
-        lines, columns = _places(*(side * sizes.spatial_merge_size for side in grid[1:]), sizes.spatial_merge_size)
+        merge, (_, height, width) = sizes.spatial_merge_size, grid
+        lines, columns = _places(merge * height, merge * width, merge)
         x = self.patch_embed(patches.astype(self.patch_embed.bias.dtype))
         x = x + self._positions(lines, columns).astype(x.dtype)
         turn = _angles(lines, columns, sizes.hidden_size // sizes.num_heads)
