@@ -22,6 +22,7 @@ class TokenRows:
     caches: list[LayerCache]
     backlog: list[mx.array]
     primed: int
+    reach: int | None
     prefix: Any
     places: Places = ()
     features: tuple[tuple[int, ...], mx.array] | None = None
@@ -65,6 +66,15 @@ class TokenRows:
         """Add pictures to those whose features may be needed when a prompt is read."""
         self.pictures = {**self.pictures, **{picture.words: picture for picture in pictures}}
 
+    @property
+    def pending_rows(self) -> int:
+        """Number of rows, at the end of the backlog, that the heads must read before they draft."""
+        return min(self._pending, self.reach or self._pending)
+
+    @property
+    def _pending(self) -> int:
+        return sum(rows.shape[1] for rows in self.backlog)
+
     def settle(self, tokens: list[int]) -> None:
         """Rest the cache with these tokens held."""
         ...
@@ -84,8 +94,8 @@ class TokenRows:
         if left == self.offset or not self.is_trimmable():
             return 0
         left = next((place.first for place in self.places if place.first < left < place.end), left)
-        dropped, waiting = self.offset - left, sum(rows.shape[1] for rows in self.backlog)
-        kept = max(0, waiting - dropped)
+        dropped = self.offset - left
+        kept = max(0, self._pending - dropped)
         self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :kept]] if kept else []
         self.primed, self.prefix = min(self.primed, left), None
         self.settle(self.tokens[:left])

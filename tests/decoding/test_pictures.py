@@ -1,12 +1,18 @@
 """Prompts with pictures: the text of a cacheless model, whatever is drafted, cut, replayed, batched or reused."""
 
+import mlx.core as mx
 import pytest
 import seeing
 from compile_mode import ENABLED, set_mode
 from picture_prompts import TWIN, A, B, C, Reference, Vision, tokens_of
+from prefix_requests import LARGE, serve
 
 import mlx_mtp
+from mlx_mtp.models import qwen3_5
 from mlx_mtp.pictures.rows import Picture
+from mlx_mtp.serve.job import prefill
+from mlx_mtp.serve.prefix_files import PrefixFiles
+from mlx_mtp.serve.prefixes import Chunking
 
 N = 16
 PROMPTS = {
@@ -114,3 +120,84 @@ def test_later_turns_continue_a_cache(models, conversation, k, tmp_path):
         assert generated(model, (before[-1:], *turn), k, max_tokens=7, prompt_cache=again) == answer
     assert again.tokens == whole.tokens
     assert generated(model, (last, [13]), k, max_tokens=2, prompt_cache=whole) == more
+
+
+def test_prefix_tree_shares_text_and_pictures(models, tmp_path, monkeypatch):
+    """Chunks end at pictures: one of equal size shares nothing, the same one is neither read nor encoded again."""
+    model, _, texts = models
+    steps = [("two", 0, [A, C]), ("twin", 2, [TWIN, C]), ("two", 25, []), ("twin", 25, []), ("two", 25, [])]
+    for i, (name, reused, encoded) in enumerate(steps):
+        if i in (0, 3):  # a new server, the second one with the first one's files
+            served = serve(model, chunking=Chunking(4), files=PrefixFiles(tmp_path, LARGE))
+        monkeypatch.setattr(model.runtime, "vision", vision := Vision())
+        prompt = tokens_of(*PROMPTS[name])
+        served.files.load(served.tree, prompt)
+        cache = served.tree.take(prompt, len(prompt))
+        assert cache.offset == reused
+        cache.name_pictures(encoded)
+        list(prefill(served, cache, prompt, (2,)))
+        served.files.save(served.tree)
+        rest = {"prompt_cache": cache, "max_tokens": N, "num_draft_tokens": 2, "adaptive": False}
+        assert [t for t, *_ in mlx_mtp.generate_step(prompt[cache.offset :], model, **rest)] == texts[name]
+        assert vision.encoded == encoded
+
+
+def primitives(model, rows, *, counted, shift=0):
+    """Return the sorted names of the operations that read `rows` tokens behind a text.
+
+    counted: who counts positions, "host" or "device".
+    """
+    cache, names = mlx_mtp.make_prompt_cache(model), []
+    generated(model, PROMPTS["text"], prompt_cache=cache, max_tokens=1)
+    if counted == "device":
+        cache.to_device()
+    for c in cache.layers:
+        c.shift = shift
+
+    def note(event):
+        if event["type"] == "primitive":
+            names.append(event["name"])
+
+    mx.export_function(note, lambda tokens: model.hidden(tokens, cache.layers), mx.zeros((1, rows), mx.int32))
+    return sorted(names)
+
+
+def test_text_has_the_operations_of_a_model_that_knows_no_pictures(models, tmp_path, monkeypatch):
+    model, *_ = models
+    monkeypatch.setattr(qwen3_5.Model, "OURS", (qwen3_5.GatedDeltaNet,))
+    monkeypatch.setattr(qwen3_5.Model, "axes", ())
+    blind = mlx_mtp.load_model(seeing.build(tmp_path, moe="moe" in model.args.model_type)[0])
+    for counted, rows in (("host", 1), ("host", 3), ("device", 1), ("device", 3)):
+        text = primitives(blind, rows, counted=counted)
+        assert primitives(model, rows, counted=counted) == text
+    shifted = primitives(model, 3, counted="device", shift=mx.array([-4]))
+    assert shifted == sorted([*text, "Add"])  # once for all layers
+
+
+@pytest.mark.parametrize(
+    ("parts", "pictures", "options", "message"),
+    [
+        (([5], A, [6], B), [A], {}, "picture 2 of the prompt is not among them"),
+        (([5], A, [6], TWIN), [A, B], {}, "picture 2 of the prompt is not among them"),
+        (([5], A.tokens[:-1], [6]), [A], {}, "the picture at token 1 is not followed by its own rows"),
+        (([5], A.tokens[:-1]), [A], {}, "ends inside picture 1"),
+        (([5, -7],), [A], {}, "picture 1 of the prompt is not among them"),
+        (([5, -(2**63) - 1],), [A], {}, "prompt: "),
+    ],
+)
+def test_prompts_whose_pictures_do_not_fit_are_refused(models, parts, pictures, options, message):
+    model, *_ = models
+    with pytest.raises(ValueError, match=message):
+        mlx_mtp.generate_step(tokens_of(*parts), model, pictures=pictures, **options)
+    batch = mlx_mtp.BatchGenerator(model)
+    with pytest.raises(ValueError, match=message):
+        batch.insert([tokens_of(*parts)], pictures=[pictures])
+
+
+def test_a_model_without_a_tower_refuses_pictures(models, monkeypatch):
+    model, *_ = models
+    monkeypatch.setattr(model.runtime, "vision", None)
+    with pytest.raises(ValueError, match="no vision tower"):
+        mlx_mtp.generate_step([1], model, pictures=[A])
+    with pytest.raises(ValueError, match="not a token id"):
+        mlx_mtp.generate_step(A.tokens, model)
