@@ -34,7 +34,8 @@ class ModelInfo:
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
-    vision: reads pictures; None if the model reads text only. fetch: hosts from which pictures may be fetched.
+    vision: reads pictures; None if the model reads none, for the reason `blind`. fetch: hosts whose pictures may be
+    fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
     """
 
@@ -53,6 +54,7 @@ class ModelInfo:
     tool_format: CallFormat | None = None
     frames: Frames | None = None
     vision: Any = None
+    blind: str = ""
     fetch: tuple[str, ...] = ()
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 

@@ -50,8 +50,8 @@ class RequestPictures:
         if the model reads no pictures.
         """
         if not self.readable:
-            todo = "serve a checkpoint that has a vision tower, without --no-vision, or send text only"
-            raise Refused(f"{field}: a picture, but {NO_PICTURES}: {todo}", param=field)
+            why = self._info.blind if self._info else ""
+            raise Refused(f"{field}: a picture, but {NO_PICTURES}{why and ': '}{why}", param=field)
         number, part = len(self._sources) + 1, {"type": "image"}
         if number > MOST_PICTURES:
             raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request", param=field)

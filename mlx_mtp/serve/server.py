@@ -57,6 +57,7 @@ class Settings:
     cache_bytes: maximum of the prefix cache in memory; 0: no prefix cache. cache_files: its files; None: none.
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
     fetch:    "host" or "host:port" from which pictures of requests may be fetched.
+    features: maximum bytes of pictures' features that are kept; None: the default.
     """
 
     names: tuple[str, ...]
@@ -76,6 +77,7 @@ class Settings:
     grace: float = 5.0
     root_path: str = ""
     fetch: tuple[str, ...] = ()
+    features: int | None = None
 
 
 class Server(uvicorn.Server):
@@ -179,6 +181,8 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
         vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
     vision = model.vision
+    if vision and settings.features is not None:
+        vision.keep_at_most(settings.features)
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     service.info = ModelInfo(
         names=settings.names,
@@ -196,6 +200,7 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         tool_format=served.tool_format,
         frames=served.frames,
         vision=vision,
+        blind=model.runtime.blind,
         fetch=settings.fetch,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )

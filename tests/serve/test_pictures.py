@@ -1,13 +1,11 @@
 """Pictures of requests: from the parts of three APIs to the tokens of the prompt, and what is refused."""
 
-import base64
-import io
 import itertools
 
 import pytest
 import seeing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from PIL import Image
+from picture_requests import body_of, part_of, png, text_of, url_of
 
 from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.rows import Picture, mark_ids
@@ -21,20 +19,6 @@ from mlx_mtp.serve.responses import ResponsesRequest
 APIS = {"chat": ChatRequest, "messages": MessagesRequest, "responses": ResponsesRequest}
 SIDE = 8  # pixels of a row
 SEEN = "this server reads text only"
-
-
-def png(width=16, height=24, colour=0):
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), (colour, 0, 0)).save(file, "PNG")
-    return file.getvalue()
-
-
-def base64_of(data):
-    return base64.b64encode(data).decode()
-
-
-def url_of(data, kind="image/png"):
-    return f"data:{kind};base64,{base64_of(data)}"
 
 
 class Eyes:
@@ -64,44 +48,6 @@ def info_of(tokenizer=None, vision=None, **more):
 @pytest.fixture
 def info():
     return info_of(vision=Eyes())
-
-
-def part_of(api, data, **more):
-    """A picture's part in the form of an API."""
-    if api == "messages":
-        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(data)}}
-    if api == "responses":
-        return {"type": "input_image", "image_url": url_of(data), "detail": "auto", **more}
-    return {"type": "image_url", "image_url": {"url": url_of(data), **more}}
-
-
-def text_of(api, text):
-    return {"type": "input_text" if api == "responses" else "text", "text": text}
-
-
-def body_of(api, *parts, result=()):
-    """A question of texts and pictures, after a tool's result of such parts if there are any."""
-    parts, result = (
-        [text_of(api, p) if isinstance(p, str) else part_of(api, p) for p in each] for each in (parts, result)
-    )
-    question = {"role": "user", "content": parts}
-    name, most = ("input", "max_output_tokens") if api == "responses" else ("messages", "max_tokens")
-    if not result:
-        return {name: [question], most: 8}
-    return {name: [{"role": "user", "content": "Read."}, *results_of(api, result), question], most: 8}
-
-
-def results_of(api, content):
-    if api == "messages":
-        use = {"type": "tool_use", "id": "c", "name": "read", "input": {}}
-        results = [{"type": "tool_result", "tool_use_id": "c", "content": content}]
-        return [{"role": "assistant", "content": [use]}, {"role": "user", "content": results}]
-    if api == "responses":
-        call = {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}
-        return [call, {"type": "function_call_output", "call_id": "c", "output": content}]
-    call = {"type": "function", "id": "c", "function": {"name": "read", "arguments": "{}"}}
-    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return [calling, {"role": "tool", "tool_call_id": "c", "content": content}]
 
 
 def request_of(info, api, body):
@@ -259,8 +205,8 @@ def test_at_most_twenty_pictures_are_allowed(info, api):
 
 @pytest.mark.parametrize("api", APIS)
 def test_without_a_tower_a_question_is_refused_and_a_result_becomes_a_line(api):
-    blind = info_of()
-    with pytest.raises(Refused, match=f"{SEEN}.*--no-vision"):
+    blind = info_of(blind="no tower; load another file")
+    with pytest.raises(Refused, match=f"{SEEN}.*: no tower; load another file"):
         APIS[api](body_of(api, A, "What?"), blind)
     request = APIS[api](body_of(api, "What?", result=("a.png", A)), blind)
     text, sizes = text_and_sizes(blind, request.requests[0])
