@@ -1,6 +1,7 @@
 """Hold the tokens of a prompt cache; their pictures shift the RoPE positions of later rows."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +41,7 @@ class TokenRows:
     def tokens(self, tokens: list[int]) -> None:
         self._tokens, self.places = tokens, places_in(tokens)
         self.place_rows()
+        self.name_pictures(())
 
     @property
     def ids(self) -> list[int]:
@@ -63,8 +65,11 @@ class TokenRows:
             c.shift, c.axes = shift, None
 
     def name_pictures(self, pictures: Iterable[Picture]) -> None:
-        """Add pictures to those whose features may be needed when a prompt is read."""
-        self.pictures = {**self.pictures, **{picture.words: picture for picture in pictures}}
+        """Add pictures to those whose features may be needed when a prompt is read; drop images of those read."""
+        known = {**self.pictures, **{picture.words: picture for picture in pictures}}
+        for words in {place.words for place in self.places if place.end <= self.offset} & known.keys():
+            known[words] = replace(known[words], image=None)
+        self.pictures = known
 
     @property
     def pending_rows(self) -> int:

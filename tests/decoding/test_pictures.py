@@ -197,7 +197,8 @@ def test_prompts_whose_pictures_do_not_fit_are_refused(models, parts, pictures, 
 def test_a_model_without_a_tower_refuses_pictures(models, monkeypatch):
     model, *_ = models
     monkeypatch.setattr(model.runtime, "vision", None)
-    with pytest.raises(ValueError, match="no vision tower"):
+    monkeypatch.setattr(model.runtime, "blind", "this model has no vision tower")
+    with pytest.raises(ValueError, match="vision tower"):
         mlx_mtp.generate_step([1], model, pictures=[A])
     with pytest.raises(ValueError, match="not a token id"):
         mlx_mtp.generate_step(A.tokens, model)

@@ -15,7 +15,7 @@ TWIN = Picture(b"twin", A.grid)  # of A's size, so that only its words differ
 class Vision:
     """Random features by picture instead of a tower's; `encoded` lists the pictures whose features were computed."""
 
-    mark, fingerprint = seeing.PAD, "random"
+    mark, fingerprint = seeing.PAD, b"random"
 
     def __init__(self):
         self.known, self.encoded = {}, []
@@ -26,6 +26,10 @@ class Vision:
             self.encoded.append(picture)
             self.known[picture] = mx.random.normal((picture.rows, H), key=mx.random.key(seed))
         return self.known[picture]
+
+    def stages(self, picture):
+        yield None
+        yield self.features(picture)
 
     def stored(self, picture):
         return self.known.get(picture)
