@@ -15,7 +15,6 @@ from ..cache.prompt_cache import PromptCache
 from ..cache.prompt_prefix import shared
 from ..machine.errors import with_type
 from ..machine.stream import in_turn
-from ..pictures.place import pictures_as_json
 from .endings import closed, failed_by, must_end
 from .failures import dropped
 from .follow import PREFILL, as_json
@@ -341,11 +340,10 @@ class Engine:
             with dropped("the next prompt was not prefilled"):
                 prompt = job.request.follows(job.parts)
         if prompt:
-            adapter, pictures = job.request.adapter, job.request.pictures
-            self._broadcast("prefill", content=(prompt, pictures_as_json(pictures)))
+            self._broadcast("prefill", content=prompt)
             with in_turn():
-                self._background = prefill_next(with_adapter(served, adapter), prompt, cache, pictures)
-            self._prefill, self._prefilled = (adapter, prompt), 0
+                self._background = prefill_next(with_adapter(served, job.request.adapter), prompt, cache)
+            self._prefill, self._prefilled = (job.request.adapter, prompt), 0
 
     def _use_quiet_time(self, served: Served) -> None:
         """Do a step of the row comparison, or start to prefill the end of the last prompt in case it is repeated."""
@@ -353,10 +351,10 @@ class Engine:
             self._comparing = self._continued(self._comparing, "rows were not compared")
             return
         assert self._last
-        request, self._last = self._last, None
-        self._prefill, self._prefilled = (request.adapter, request.prompt), 0
+        (prompt, adapter), self._last = (self._last.prompt, self._last.adapter), None
+        self._prefill, self._prefilled = (adapter, prompt), 0
         with dropped("the end of a prompt was not prefilled"):
-            self._background = prefill_tail(with_adapter(served, request.adapter), request.prompt, request.pictures)
+            self._background = prefill_tail(with_adapter(served, adapter), prompt)
 
     def _continued(self, work: Iterator[Any], failure: str) -> Iterator[Any] | None:
         """Do a step of background work; return the work, None if it has ended or failed. failure: for the log."""

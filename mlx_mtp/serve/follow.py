@@ -51,8 +51,7 @@ def follow(served: Served) -> None:
             job = Job(from_json(content, served), emit=lambda event: None)  # rank 0 has the clients
             running[number] = answer(served, job, crowded=bool)
         elif action == "prefill":
-            prompt, pictures = content
-            running[number] = prefill_next(served, prompt, pictures=pictures_from_json(pictures))
+            running[number] = prefill_next(served, content)
         elif number not in running:
             continue
         elif action == "close":

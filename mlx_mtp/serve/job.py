@@ -3,19 +3,19 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
+from ..decoding.memory_needs import RESERVED_TOKENS
+from ..decoding.picture_rows import encoding
 from ..decoding.stats import Stats
 from ..generate import generate_step
 from ..grammar import Constraint
-from ..machine.errors import first_line
 from ..machine.stream import in_turns
 from ..pictures.rows import Picture, mark_ids
 from .answer import Part, Splitter, TextPart
@@ -24,13 +24,13 @@ from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
 from .logprobs import token_logprob
+from .max_tokens import agreed_max_tokens
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .token_rules import NO_RULES, TokenRules
 from .tool_calls.call_format import CallFormat
 
 log = logging.getLogger("mlx_mtp.serve")
-Pictures = tuple[Picture, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DecodeRequest:
 
     prompt: list[int]
     turns: tuple[int, ...] = ()
-    pictures: Pictures = ()
+    pictures: tuple[Picture, ...] = ()
     max_tokens: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
@@ -195,16 +195,17 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     """
     request, served = job.request, with_adapter(served, job.request.adapter)
     caches = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
-    max_tokens, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
+    max_tokens, cached = agreed_max_tokens(served, caches[0], request), caches[0].offset
+    caches[0].name_pictures(request.pictures)
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
-        spare = served.tree.uncut_tail
-        for done in prefill(served, caches[0], request.prompt, request.turns, request.pictures, spare=spare):
+        for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
             if request.progress:
                 job.send(Prefilled(done))
             yield
         job.prefilling = False
         yield from _decode(served, job, caches, max_tokens, cached, crowded)
+    job.request = replace(request, pictures=tuple(replace(picture, image=None) for picture in request.pictures))
     return caches[0] if caches else None
 
 
@@ -221,39 +222,12 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
     return served.tree.blank.like_new()
 
 
-def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Return `_fitting_max_tokens`; several ranks all use rank 0's result, and raise its error as ValueError."""
-    if not served.ranks:
-        return _fitting_max_tokens(served, cache, request)
-    try:
-        found: Any = None if served.ranks.rank else _fitting_max_tokens(served, cache, request)
-    except Exception as e:  # the other ranks wait for a message
-        found = first_line(e)
-    found = served.ranks.broadcast(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Return the request's max_tokens, halved until it fits in memory; raises ValueError if not even 1 fits."""
-    rest, max_tokens = len(request.prompt) - cache.offset, request.max_tokens
-    while True:
-        try:
-            check_prompt(served.model, cache, rest, max_tokens, served.tree.chunking.step, ignore=False)
-            return max_tokens
-        except ValueError:
-            if max_tokens == 1:
-                raise
-        max_tokens //= 2
-
-
 def prefill(
-    served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...] = (), pictures: Pictures = (),
-    *, spare: int = 0,
-) -> Iterator[int]:  # fmt: skip
+    served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
+) -> Iterator[int]:
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
+    Before a picture that must be encoded, yield the cache's position after each part of that work.
     The tokens after the last chunk remain for decoding, and up to `spare` tokens even if a chunk ends among them.
     turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
     closed early, the last chunk prefilled gets one too, so that a prompt can continue there.
@@ -262,41 +236,46 @@ def prefill(
     resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
-            _prefill_to(served, cache, prompt[:end], pictures)
+            if not served.ranks:  # their steps must be as many
+                rest = prompt[cache.offset : end]
+                yield from _resumable(served, cache, (cache.offset for _ in encoding(served.model, cache, rest)))
+            _prefill_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumable=end in resumable)
-            try:
-                yield end
-            except BaseException:
-                with dropped("a prefix was not stored", served.tree.clear):
-                    served.tree.store(cache, resumable=True)
-                raise
+            yield from _resumable(served, cache, [end])
 
 
-def _prefill_to(served: Served, cache: PromptCache, tokens: list[int], pictures: Pictures) -> None:
-    """Append to a cache the tokens that it lacks. pictures: of the prompt."""
+def _resumable(served: Served, cache: PromptCache, steps: Iterable[int]) -> Iterator[int]:
+    """Yield the steps; if the generator is closed early, give the last chunk in `cache` a checkpoint."""
+    try:
+        yield from steps
+    except BaseException:
+        with dropped("a prefix was not stored", served.tree.clear):
+            if cache.offset:
+                served.tree.store(cache, resumable=True)
+        raise
+
+
+def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
+    """Append to a cache the tokens that it lacks."""
     options: Any = {"prompt_cache": cache, "num_draft_tokens": served.options["num_draft_tokens"]}
-    options["pictures"] = pictures
     options |= {"check_memory": False, "prefill_step_size": served.tree.chunking.step}
     with served.tree.adapted():
         next(generate_step(tokens[cache.offset :], served.model, max_tokens=0, **options), None)
 
 
-def prefill_next(
-    served: Served, prompt: list[int], cache: PromptCache | None = None, pictures: Pictures = ()
-) -> Iterator[int]:
+def prefill_next(served: Served, prompt: list[int], cache: PromptCache | None = None) -> Iterator[int]:
     """Prefill the complete chunks of a conversation's next prompt, one per step, store each, and yield its end.
 
     cache: the cache after decoding; if the tree may hold decoded rows, those that the prompt shares are stored at the
     call, before the first step, and not computed again. Without a tree that stores there is no step.
     """
-    return _prefill_on(served, prompt, keep(served, prompt, cache), pictures)
+    return _prefill_on(served, prompt, keep(served, prompt, cache))
 
 
-def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None, pictures: Pictures) -> Iterator[int]:
+def _prefill_on(served: Served, prompt: list[int], cache: PromptCache | None) -> Iterator[int]:
     if served.tree.stores:
-        cache = cache or served.tree.take(prompt, len(prompt))
-        yield from prefill(served, cache, prompt, pictures=pictures)
+        yield from prefill(served, cache or served.tree.take(prompt, len(prompt)), prompt, ())
 
 
 def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> PromptCache | None:
@@ -307,7 +286,7 @@ def keep(served: Served, prompt: list[int], cache: PromptCache | None) -> Prompt
     return None
 
 
-def prefill_tail(served: Served, prompt: list[int], pictures: Pictures = ()) -> Iterator[int]:
+def prefill_tail(served: Served, prompt: list[int]) -> Iterator[int]:
     """Prefill and store all but the last token of a prompt, in case it is repeated.
 
     Yields its end position, once. Does nothing and yields nothing if more than a chunk of it or no token is missing,
@@ -316,7 +295,7 @@ def prefill_tail(served: Served, prompt: list[int], pictures: Pictures = ()) -> 
     end = len(prompt) - 1
     if served.tree.decoded and 0 < end - served.tree.covered(prompt) <= served.tree.chunking.step:
         cache = served.tree.take(prompt, len(prompt))
-        _prefill_to(served, cache, prompt[:end], pictures)
+        _prefill_to(served, cache, prompt[:end])
         with dropped("a prefix was not stored", served.tree.clear):
             served.tree.insert(cache, is_tail=True)
         yield end
