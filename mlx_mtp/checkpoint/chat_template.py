@@ -1,6 +1,7 @@
 """Render a checkpoint's chat template, and tokenize a prompt whose state a saved cache holds."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,12 @@ def encode_messages(tokenizer: Any, messages: list[dict], options: dict[str, Any
         tokens += [NO_TOKEN, *tokenizer.encode(part, add_special_tokens=False)]
     placed = place(tokens[1:], pictures, vision.mark)
     return [vision.mark if token == NO_TOKEN else token for token in placed]
+
+
+def about_pictures(tokenizer: Any, pictures: Sequence[Any], vision: Any) -> list[int]:
+    """Return the prompt that asks to describe pictures. vision: the model's. ValueError as `encode_messages`."""
+    message = {"role": "user", "content": "Describe what you see.", "pictures": pictures}
+    return encode_messages(tokenizer, [message], {"add_generation_prompt": True}, vision)
 
 
 def _with_parts(message: dict[str, Any], mark: str) -> dict[str, Any]:
