@@ -192,7 +192,7 @@ def _with_images(
         return ids, options.get("pictures", ())
     if options.get("pictures"):
         raise ValueError("pictures: give either images or pictures, not both")
-    ids = checked.token_ids(ids, model.vocab_size)
+    ids = checked.token_ids(ids, model.vocab_size) if len(ids) else []  # pictures alone are a prompt, too
     return with_pictures(model.vision, ids, pictures, start=ids[:1] == [tokenizer.bos_token_id]), pictures
 
 

@@ -77,11 +77,10 @@ def decode(**flags: Any) -> None:
 
 def _check_images(flags: dict[str, Any]) -> None:
     """Raise UsageError if --image is combined with other prompts, or with acceptance that is not the model's."""
-    names = {
-        name: "prompts" if name == "each" else name for name in (*EXCLUDED, "each", "grammar") if name != "drafts"
-    }
-    if given := [name for key, name in names.items() if flags.get(key)]:
-        raise click.UsageError(f"--image excludes --{given[0].replace('_', '-')}; leave one of them out")
+    names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
+    if given := next((name for name in names if flags[name]), None):
+        flag = "prompts" if given == "each" else given.replace("_", "-")
+        raise click.UsageError(f"--image excludes --{flag}; leave one of them out")
 
 
 def _check_preset(flags: dict[str, Any]) -> None:
