@@ -46,7 +46,7 @@ class Vision:
         *,
         open_pixels: Callable[[], Pixels],
         read: Callable[[], Tower],
-        fingerprint: Callable[[], bytes],
+        fingerprint: Callable[[], str],
         written: tuple[int, ...] = (),
         limits: Limits = LIMITS,
         stored: int = LIMIT,
@@ -69,7 +69,7 @@ class Vision:
         return self._read()
 
     @cached_property
-    def fingerprint(self) -> bytes:
+    def fingerprint(self) -> str:
         """A digest of the tower and of the processor's settings, on which the features of a picture depend."""
         return self._fingerprint()
 
@@ -87,7 +87,7 @@ class Vision:
 
     def picture(self, image: Image, most: int | None = None) -> Picture:
         """Return the picture that an opened image is in a prompt. most: as in `grid`. Nothing is encoded."""
-        digest = hashlib.blake2b(image.digest + self.fingerprint, digest_size=32).digest()
+        digest = hashlib.blake2b(image.digest + self.fingerprint.encode(), digest_size=32).digest()
         return Picture(digest, self.grid(*image.size, most), image)
 
     def stored(self, picture: Picture) -> mx.array | None:
