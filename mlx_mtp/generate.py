@@ -102,13 +102,12 @@ def generate_step(
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    how = kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, pictures, max_tokens != 0, num_draft_tokens, prompt_cache, *how)
+    given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
-    constraint = compiled(grammar, None, model.vocab_size) if grammar else None
-    stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
+    constraint, stops = checked.ends(grammar, stop_tokens, model.vocab_size)
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
     matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
