@@ -140,6 +140,7 @@ def open_vision(path: Path, config: dict, stored: Stored | None, sight: Sight, w
         "open_pixels": partial(_open_pixels, tower),
         "read": partial(_read, tower, width),
         "fingerprint": partial(_fingerprint, tower),
+        "written": tower.kind.find_written(tower.config),
     }
     return Vision(mark, tower.nbytes, tower.summary, **parts), ""
 

@@ -12,7 +12,7 @@ from .runtime import Runtime
 
 
 class PromptRows(NamedTuple):
-    """Embeddings [1, L, H] of rows in place of their tokens', and positions on three axes, int32 [3, L]; or None."""
+    """Embeddings [1, L, H] instead of those of the tokens, and positions on three axes, int32 [3, L]; or None."""
 
     embeddings: mx.array | None = None
     positions: mx.array | None = None

@@ -15,7 +15,7 @@ import numpy as np
 
 WORDS = 4  # digest words of a picture; row r has word r % WORDS
 MOST = 1 << 14  # maximum rows of a picture on each axis
-DIGEST = 28  # bytes of the words' digest: 35 bits in the first word beside the grid, 63 bits in each other word
+DIGEST = 28  # bytes of the words' digest: 35 bits in the first word, after the grid, and 63 bits in each other word
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Picture:
         A picture of fewer rows has only the first ones.
         """
         _, height, width = self.grid
-        said = repr(self.grid).encode() + self.digest
-        bits = int.from_bytes(hashlib.blake2b(said, digest_size=DIGEST).digest())
+        content = repr(self.grid).encode() + self.digest
+        bits = int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST).digest())
         values = [((height - 1) << 14 | (width - 1)) << 35 | bits & ((1 << 35) - 1)]
         values += [bits >> (35 + 63 * i) & ((1 << 63) - 1) for i in range(WORDS - 1)]
         return tuple(-1 - value for value in values)[: self.rows]

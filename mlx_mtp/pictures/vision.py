@@ -36,8 +36,9 @@ class Pixels(Protocol):
 class Vision:
     """What a model needs to read pictures; the tower's weights are read when the first picture is encoded.
 
-    mark: the token that stands for a picture in a rendered chat template. limits: of pictures, for `open_image`.
-    nbytes: bytes of the tower's weights. summary: the tower, for the report.
+    mark: the token that stands for a picture in a rendered chat template. written: all tokens that the template
+    writes for a picture. limits: of pictures, for `open_image`. nbytes: bytes of the tower's weights. summary: the
+    tower, for the report.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Vision:
         open_pixels: Callable[[], Pixels],
         read: Callable[[], Tower],
         fingerprint: Callable[[], str],
+        written: tuple[int, ...] = (),
         limits: Limits = LIMITS,
         stored: int = LIMIT,
     ):
@@ -57,6 +59,7 @@ class Vision:
         stored: maximum bytes of features that are kept.
         """
         self.mark, self.nbytes, self.summary, self.limits = mark, nbytes, summary, limits
+        self.written = written or (mark,)
         self._open_pixels, self._read, self._fingerprint = open_pixels, read, fingerprint
         self._store = Features(stored)
 
@@ -121,6 +124,10 @@ class Vision:
             yield rows
         assert rows.shape[0] == picture.rows, (rows.shape, picture.grid)
         self._store.put(Picture(picture.digest, picture.grid), rows)
+
+    def keep_at_most(self, nbytes: int) -> None:
+        """Set the maximum bytes of stored features."""
+        self._store.limit = nbytes
 
     def pinned(self, pictures: Iterable[Picture]) -> AbstractContextManager[None]:
         """Return a context in which the features of these pictures stay stored."""

@@ -1,4 +1,4 @@
-"""Prompts with pictures, random features in place of a tower, and a model that recomputes every row of a text."""
+"""Prompts with pictures, random features instead of a tower's, and a model that recomputes every row of a text."""
 
 import mlx.core as mx
 import numpy as np

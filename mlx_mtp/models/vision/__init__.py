@@ -9,6 +9,7 @@ Pixels(settings, config): what prepares pictures for the tower. `grid(height, wi
     (1, h, w) in rows of the prompt, with at most `most` pixels after resizing; `patches(pixels, grid)` returns the
     tower's input.
 find_mark(config): the token that stands for a picture in a rendered chat template.
+find_written(config): all tokens that a chat template writes for a picture, with that one among them.
 Tower, Pixels and find_mark raise ValueError, KeyError or TypeError if config.json describes something else.
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 from .attention import attend
 from .qwen_pixels import Pixels
 
-__all__ = ["PREFIXES", "Pixels", "Tower", "find_mark"]
+__all__ = ["PREFIXES", "Pixels", "Tower", "find_mark", "find_written"]
 
 PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 EPS = 1e-6
@@ -28,6 +28,12 @@ STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that tak
 def find_mark(config: dict) -> int:
     """Return the id of `<|image_pad|>`."""
     return int(config["image_token_id"])
+
+
+def find_written(config: dict) -> tuple[int, ...]:
+    """Return the ids of `<|vision_start|>`, `<|image_pad|>` and `<|vision_end|>`, without those that it lacks."""
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    return tuple(int(config[name]) for name in names if config.get(name) is not None)
 
 
 def read_sizes(config: dict) -> Any:
