@@ -26,8 +26,8 @@ from .parameters import check_numbers, named
 from .report import size
 from .sort_tensors import check_types
 from .weight_files import Stored, read_stored
+from .weight_names import VISION_FILE
 
-FILE = "vision.safetensors"
 SETTINGS = "preprocessor_config.json"
 SAMPLED = 64  # bytes per place in a tensor that the fingerprint covers
 UNUSED = re.compile(r"(^|\.)(position_ids|inv_freq)$")  # computed here, stored by some exports
@@ -81,7 +81,7 @@ class TowerFiles(NamedTuple):
 def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str | Path | None) -> TowerFiles | None:
     """Return the tower of a checkpoint, None if its files or its family have none.
 
-    stored: the checkpoint's weight files, which are searched before FILE in its directory. given: the file or
+    stored: the checkpoint's weight files, which are searched before VISION_FILE in its directory. given: the file or
     directory of the tower instead; ValueError if it has none, and for a damaged file.
     """
     kind = find_tower(config)
@@ -92,8 +92,8 @@ def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str
     if given is None:
         place = path
         tensors = _of_tower(kind, stored.trunk | stored.sidecars) if stored else {}
-        if not tensors and (path / FILE).is_file():
-            tensors, place = _of_tower(kind, read_header([path / FILE])), path / FILE
+        if not tensors and (path / VISION_FILE).is_file():
+            tensors, place = _of_tower(kind, read_header([path / VISION_FILE])), path / VISION_FILE
     else:
         place = Path(given).expanduser()
         tensors = _of_tower(kind, _read_given(place))
@@ -108,8 +108,10 @@ def find_tower_files(path: Path, config: dict, stored: Stored | None, given: str
     return TowerFiles(kind, tensors, config | part, embedded.get("processor") or _settings(folder, path), place)
 
 
-def open_vision(path: Path, config: dict, stored: Stored | None, sight: Sight, width: int) -> tuple[Any, str]:
-    """Return (the `Vision` of a checkpoint, "") or (None, the reason why the model reads no pictures).
+def usable_tower(
+    path: Path, config: dict, stored: Stored | None, sight: Sight, width: int
+) -> tuple[TowerFiles | None, str]:
+    """Return (a checkpoint's tower, "") or (None, the reason why the model reads no pictures).
 
     A tower that cannot be used causes a warning; with `sight.path`, ValueError. width: the model's hidden size. No
     weights are read.
@@ -118,19 +120,32 @@ def open_vision(path: Path, config: dict, stored: Stored | None, sight: Sight, w
         return None, f"{path}: loaded without its vision tower; omit vision=False (--no-vision) to read pictures"
     try:
         tower = find_tower_files(path, config, stored, sight.path)
-        if tower is None:
-            return None, _absent(path, config)
-        _lazy_tower(tower, width)
+        if tower is not None:
+            lazy_tower(tower, width)
     except ValueError as e:
         if sight.path is not None:
             raise
-        warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=4)
+        warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=5)
         return None, first_line(e)
+    return tower, "" if tower else _absent(path, config)
+
+
+def open_vision(
+    path: Path, config: dict, stored: Stored | None, sight: Sight, width: int, embed: Any = None
+) -> tuple[Any, str]:
+    """Return (the `Vision` of a checkpoint, "") or (None, the reason); arguments and errors as in `usable_tower`.
+
+    embed: returns the language model's embeddings [n, width] of tokens [n].
+    """
+    tower, reason = usable_tower(path, config, stored, sight, width)
+    if tower is None:
+        return None, reason
     mark = int(tower.kind.find_mark(tower.config))
     parts: dict[str, Any] = {
-        "open_pixels": partial(_open_pixels, tower),
-        "read": partial(_read, tower, width),
+        "open_pixels": partial(_open_pixels, tower, path),
+        "read": partial(_read, tower, width, embed),
         "fingerprint": partial(_fingerprint, tower),
+        "written": tower.kind.find_written(tower.config),
     }
     return Vision(mark, tower.nbytes, tower.summary, **parts), ""
 
@@ -171,8 +186,8 @@ def _read_given(place: Path) -> Header:
     """Return the tensors of a file, or of a directory's weight files; ValueError if there are none."""
     if not place.is_dir():
         return read_header([place])
-    if (place / FILE).is_file():
-        return read_header([place / FILE])
+    if (place / VISION_FILE).is_file():
+        return read_header([place / VISION_FILE])
     stored = read_stored(place, whole=False)
     return stored.trunk | stored.sidecars
 
@@ -198,22 +213,37 @@ def _settings(*folders: Path) -> dict[str, Any] | None:
     return None
 
 
-def _lazy_tower(tower: TowerFiles, width: int) -> nn.Module:
-    """Return the tower with lazy weights; ValueError unless they match its parameters in name and shape."""
+def write_settings(tower: TowerFiles, folder: Path) -> None:
+    """Write the processor's settings of a tower, if it has some, into a directory."""
+    if tower.settings is not None:
+        (folder / SETTINGS).write_text(json.dumps(tower.settings, indent=2))
+
+
+def embedded(tower: TowerFiles) -> dict[str, str]:
+    """Return the metadata of a file with this tower alone: its part of config.json, and the processor's settings."""
+    part = {name: tower.config[name] for name in OF_CONFIG if name in tower.config}
+    return {"vision": json.dumps(part | ({"processor": tower.settings} if tower.settings else {}))}
+
+
+def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
+    """Return the tower with lazy weights; ValueError unless they match its parameters in name and shape.
+
+    width: the model's hidden size, which the features must have; None is any.
+    """
     check_types(tower.tensors)
     source = f"{tower.place}: the vision tower cannot be built from config.json"
     try:
         module = tower.kind.Tower(tower.config)
         tower.kind.find_mark(tower.config)
-        if module.width != width:
+        if width not in (module.width, None):
             raise ValueError(f"its features have {module.width} columns, the model has {width}")
     except MISBUILT as e:
         missing = "it lacks " if isinstance(e, KeyError) else ""
         raise ValueError(f"{source} ({missing}{first_line(e)})") from e
     with one_line(f"{tower.place}: the vision tower's tensors cannot be read", (RuntimeError,)):
         stored = read_tensors({n: t for n, t in tower.tensors.items() if not UNUSED.search(n)})
-    prefix = max((p for p in tower.kind.PREFIXES if next(iter(stored), "").startswith(p)), key=len)
-    weights = module.sanitized({name.removeprefix(prefix): w for name, w in stored.items()})
+    prefix = next(p for p in tower.kind.PREFIXES if next(iter(stored)).startswith(p))
+    weights = module.sanitized({tower.kind.own_name(name): w for name, w in stored.items()})
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     with one_line(f"{tower.place}: the vision tower's quantization is not supported"):
         nn.quantize(module, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
@@ -229,23 +259,24 @@ def _lazy_tower(tower: TowerFiles, width: int) -> nn.Module:
     return module
 
 
-def _read(tower: TowerFiles, width: int) -> nn.Module:
+def _read(tower: TowerFiles, width: int, embed: Any) -> nn.Module:
     """Return the tower with its weights in memory; ValueError if they are damaged or do not fit into memory."""
     check_room(f"{tower.place}: vision tower:", tower.nbytes, ignore=False)
-    module = _lazy_tower(tower, width)
+    module = lazy_tower(tower, width)
     with one_line(f"{tower.place}: the vision tower's tensors cannot be read", (RuntimeError,)):
         check_numbers(named(module), lambda name: (tower.place, name))
+    module.embed = embed
     module.eval()
     return module
 
 
-def _open_pixels(tower: TowerFiles) -> Any:
+def _open_pixels(tower: TowerFiles, path: Path) -> Any:
     """Return what prepares pictures for the tower; ValueError without Pillow, and for unusable settings."""
     with one_line(f"{tower.place}: {SETTINGS} is not usable", MISBUILT, keep=True):
-        return tower.kind.Pixels(tower.settings, tower.config)
+        return tower.kind.Pixels(tower.settings, tower.config, path)
 
 
-def _fingerprint(tower: TowerFiles) -> bytes:
+def _fingerprint(tower: TowerFiles) -> str:
     """Return a digest of the processor's settings, config.json's part, and the tensors' names and sampled bytes."""
     facts = [tower.settings, {name: tower.config.get(name) for name in OF_CONFIG}]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32)
@@ -256,4 +287,4 @@ def _fingerprint(tower: TowerFiles) -> bytes:
             for offset in (0, tensor.nbytes // 2):
                 f.seek(begins[tensor.file][name] + offset)
                 digest.update(f.read(min(SAMPLED, tensor.nbytes - offset)))
-    return digest.digest()
+    return digest.hexdigest()

@@ -40,6 +40,9 @@ class Target(CachedModel, Protocol):
     def ranks(self) -> Ranks | None: ...
 
     @property
+    def vision(self) -> Any: ...
+
+    @property
     def max_draft_tokens(self) -> int: ...
 
     @property

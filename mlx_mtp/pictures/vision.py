@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..machine.memory import check_room
 from .features import LIMIT, Features
 from .image import LIMITS, Image, Limits
 from .rows import Picture
@@ -19,7 +20,9 @@ Grid = tuple[int, int, int]
 class Tower(Protocol):
     """The module that encodes pictures (`models.vision`)."""
 
-    def stages(self, patches: mx.array, grid: Grid) -> Iterator[mx.array]: ...
+    def scratch(self, grid: Grid) -> int: ...
+
+    def stages(self, patches: Any, grid: Grid) -> Iterator[mx.array]: ...
 
 
 class Pixels(Protocol):
@@ -27,14 +30,15 @@ class Pixels(Protocol):
 
     def grid(self, height: int, width: int, most: int | None = None) -> Grid: ...
 
-    def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray: ...
+    def patches(self, pixels: np.ndarray, grid: Grid) -> Any: ...
 
 
 class Vision:
     """What a model needs to read pictures; the tower's weights are read when the first picture is encoded.
 
-    mark: the token that stands for a picture in a rendered chat template. limits: of pictures, for `open_image`.
-    nbytes: bytes of the tower's weights. summary: the tower, for the report.
+    mark: the token that stands for a picture in a rendered chat template. written: all tokens that the template
+    writes for a picture. limits: of pictures, for `open_image`. nbytes: bytes of the tower's weights. summary: the
+    tower, for the report.
     """
 
     def __init__(
@@ -45,7 +49,8 @@ class Vision:
         *,
         open_pixels: Callable[[], Pixels],
         read: Callable[[], Tower],
-        fingerprint: Callable[[], bytes],
+        fingerprint: Callable[[], str],
+        written: tuple[int, ...] = (),
         limits: Limits = LIMITS,
         stored: int = LIMIT,
     ):
@@ -54,6 +59,7 @@ class Vision:
         stored: maximum bytes of features that are kept.
         """
         self.mark, self.nbytes, self.summary, self.limits = mark, nbytes, summary, limits
+        self.written = written or (mark,)
         self._open_pixels, self._read, self._fingerprint = open_pixels, read, fingerprint
         self._store = Features(stored)
 
@@ -66,7 +72,7 @@ class Vision:
         return self._read()
 
     @cached_property
-    def fingerprint(self) -> bytes:
+    def fingerprint(self) -> str:
         """A digest of the tower and of the processor's settings, on which the features of a picture depend."""
         return self._fingerprint()
 
@@ -84,7 +90,7 @@ class Vision:
 
     def picture(self, image: Image, most: int | None = None) -> Picture:
         """Return the picture that an opened image is in a prompt. most: as in `grid`. Nothing is encoded."""
-        digest = hashlib.blake2b(image.digest + self.fingerprint, digest_size=32).digest()
+        digest = hashlib.blake2b(image.digest + self.fingerprint.encode(), digest_size=32).digest()
         return Picture(digest, self.grid(*image.size, most), image)
 
     def stored(self, picture: Picture) -> mx.array | None:
@@ -106,16 +112,22 @@ class Vision:
     def stages(self, picture: Picture) -> Iterator[mx.array]:
         """Encode a picture, and yield after each evaluated part of the work; the last array is the features.
 
-        The features are then stored. Errors are those of `features`, and ValueError for damaged weights.
+        The features are then stored. ValueError as in `features`, for damaged weights, and if memory is too small.
         """
         if picture.image is None:
             raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
-        patches = mx.array(self._pixels.patches(picture.image.pixels, picture.grid))
+        _, height, width = picture.grid
+        check_room(f"a picture of {width} x {height} rows:", self._tower.scratch(picture.grid), ignore=False)
+        patches = self._pixels.patches(picture.image.pixels, picture.grid)
         for rows in self._tower.stages(patches, picture.grid):
             mx.eval(rows)
             yield rows
         assert rows.shape[0] == picture.rows, (rows.shape, picture.grid)
         self._store.put(Picture(picture.digest, picture.grid), rows)
+
+    def keep_at_most(self, nbytes: int) -> None:
+        """Set the maximum bytes of stored features."""
+        self._store.limit = nbytes
 
     def pinned(self, pictures: Iterable[Picture]) -> AbstractContextManager[None]:
         """Return a context in which the features of these pictures stay stored."""

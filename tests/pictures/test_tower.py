@@ -166,7 +166,7 @@ def test_towers_of_another_kind_are_refused(kind):
 
 
 def test_settings_that_do_not_fit_the_tower_are_refused():
-    with pytest.raises(ValueError, match="patch_size is 14; the tower in config.json has 4"):
+    with pytest.raises(ValueError, match=r"patch_size is 14; the tower in config\.json has 4"):
         qwen.Pixels({**seeing.PREPROCESSOR, "patch_size": 14}, CONFIG)
 
 
