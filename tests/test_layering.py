@@ -11,6 +11,7 @@ PACKAGE = ROOT / "mlx_mtp"
 # From the cellar up. A room, or a file of the hall, imports from rows above its own and from itself, nothing else.
 FLOORS = [
     {"_version", "demo", "emulator", "kernels", "machine"},
+    {"pictures"},
     {"cache", "grammar", "ranks"},
     {"layers"},
     {"models", "tuning"},

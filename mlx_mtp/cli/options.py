@@ -171,6 +171,8 @@ model_options = options(
     ),
     option("--draft-vocab", help="File of the tokens to draft, from `mlx-mtp draft-vocab`."),
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),
+    option("--vision/--no-vision", default=True, help="Read pictures with the model's vision tower, or refuse them."),
+    option("--vision-path", help="File or directory with the vision tower, such as the released checkpoint."),
     typed(
         "--kernels",
         KERNELS,
@@ -317,7 +319,17 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
-        given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels", "wired_limit")
+        given = (
+            "vision",
+            "vision_path",
+            "mtp",
+            "mtp_path",
+            "draft_model",
+            "draft_vocab",
+            "adapter_path",
+            "kernels",
+            "wired_limit",
+        )
         model, tokenizer = load(
             path,
             tensor_group=group(),

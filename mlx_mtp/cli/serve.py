@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,14 @@ NAME = "mlx-mtp-demo"
 ANSWERS = 20.0  # seconds to wait until the server answers its first request
 # Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+
+
+def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    """Return a size such as 512MB in bytes; BadParameter for another text."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(MB|GB)", value.strip(), re.IGNORECASE)
+    if found is None:
+        raise click.BadParameter(f"{value!r}: expected a size such as 512MB or 2GB")
+    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2].upper()])
 
 
 @click.command()
@@ -56,6 +65,19 @@ DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "pr
     "--prompt-cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory that stores the prefix cache.",
+)
+@click.option(
+    "--fetch-images",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Host from which pictures of requests may be downloaded; repeatable.  [default: none]",
+)
+@click.option(
+    "--vision-cache",
+    default="512MB",
+    callback=_in_bytes,
+    metavar="SIZE",
+    help="Maximum size of pictures' features that are kept, such as 512MB or 2GB.",
 )
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the log to this file.")
 @options.text_options(max_tokens=-1)
@@ -116,6 +138,8 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         timeout=flags["timeout"] or float("inf"),
         grace=flags["grace"],
         root_path=flags["root_path"],
+        fetch=tuple(host.lower() for host in flags["fetch_images"]),
+        features=flags["vision_cache"],
     )
     if follows():
         follow(shared(_load(ctx, flags), settings))

@@ -1,7 +1,7 @@
 """Define the interface between the decode loop and a model, a port or an mlx-lm model."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -9,6 +9,16 @@ from ..cache.layer_cache import CachedModel, LayerCache
 from ..ranks.group import Ranks
 from .lm_head import Rows
 from .runtime import Runtime
+
+
+class PromptRows(NamedTuple):
+    """Embeddings [1, L, H] instead of those of the tokens, and positions on three axes, int32 [3, L]; or None."""
+
+    embeddings: mx.array | None = None
+    positions: mx.array | None = None
+
+
+NO_ROWS = PromptRows()
 
 
 class Target(CachedModel, Protocol):
@@ -30,13 +40,19 @@ class Target(CachedModel, Protocol):
     def ranks(self) -> Ranks | None: ...
 
     @property
+    def vision(self) -> Any: ...
+
+    @property
     def max_draft_tokens(self) -> int: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
-    def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
+    def hidden(self, tokens: mx.array, cache: Sequence[LayerCache], rows: PromptRows = NO_ROWS) -> mx.array:
+        """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take.
+
+        rows: of a prompt's picture; only prefill gives them.
+        """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -42,7 +42,8 @@ SILENCE = 10.0  # seconds without an event after which a stream sends a keep-ali
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
 PAGE = Path(__file__).parent / "page"
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
+    "base-uri 'none'"
 )
 
 
@@ -155,7 +156,9 @@ async def model(request: Request) -> Response:
 def _model(info: ModelInfo, name: str) -> dict[str, Any]:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
     openai = {"id": name, "object": "model", "created": info.created, "owned_by": "mlx_mtp"}
-    return {**openai, "type": "model", "display_name": name, "created_at": created, "max_model_len": info.positions}
+    anthropic = {"type": "model", "display_name": name, "created_at": created}
+    modalities = ["text", "image"] if info.vision else ["text"]
+    return {**openai, **anthropic, "max_model_len": info.positions, "input_modalities": modalities}
 
 
 async def counted(request: Request) -> Response:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .forms import Content, joined_contents
 from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
@@ -33,6 +34,8 @@ class ModelInfo:
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
+    vision: reads pictures; None if the model reads none, for the reason `blind`. fetch: hosts whose pictures may be
+    fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
     """
 
@@ -50,6 +53,9 @@ class ModelInfo:
     vocab_size: int = 0
     tool_format: CallFormat | None = None
     frames: Frames | None = None
+    vision: Any = None
+    blind: str = ""
+    fetch: tuple[str, ...] = ()
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property
@@ -160,7 +166,8 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
-NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_text`
+NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_content`
+Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
 
 
 def plain_text(value: Any, name: str) -> str:
@@ -169,27 +176,48 @@ def plain_text(value: Any, name: str) -> str:
     for part in parts:
         if not isinstance(part, str):
             kind = part.get("type")
-            reason = f" ({NO_PICTURES})" if kind in PICTURES else ""
-            raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{reason}", param=name)
+            what = "a picture" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
+            raise Refused(f"{name}: {what}; allowed is text", param=name)
     return "".join(parts)
 
 
-def tool_text(value: Any, name: str, warnings: list[str]) -> str:
-    """Return a tool result, a text or a list of parts, as one text.
+def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
+    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them.
 
-    A part that is not text becomes a line that states this, with a warning. name: its field, for messages. Raises
-    Refused for another value.
+    picture: returns the part of a picture. Raises Refused, naming the field, for a part that is neither.
     """
-    found, noted = "", False
+    found: list[str | dict[str, Any]] = []
     for part in _parts(value, name):
         if isinstance(part, str):
-            found, noted = found + ("\n" if noted and part else "") + part, False
-            continue
-        kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-        line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
-        found, noted = found + ("\n" if found and not found.endswith("\n") else "") + line, True
-        warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
-    return found
+            found.append(part)
+        elif part.get("type") in PICTURES:
+            found.append(picture(part, name))
+        else:
+            kind = repr(part.get("type"))[:80]
+            raise Refused(f"{name}: a part of type {kind}; allowed are text and pictures", param=name)
+    return joined_contents(found)
+
+
+def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | None) -> Content:
+    """Return a tool result, a text or a list of parts, as one text, or as parts if pictures are among them.
+
+    A part that is neither becomes a line that states this, with a warning, and so does a picture if `picture`, which
+    returns its part, is None. name: the result's field, for messages. Raises Refused for another value.
+    """
+    found: list[str | dict[str, Any]] = []
+    noted = False
+    for part in _parts(value, name):
+        if isinstance(part, str):
+            found, noted = [*found, ("\n" if noted and part else "") + part], False
+        elif picture and part.get("type") in PICTURES:
+            found, noted = [*found, picture(part, name)], False
+        else:
+            kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
+            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
+            before = "".join(each for each in found if isinstance(each, str))
+            found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True
+            warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
+    return joined_contents(found)
 
 
 def _parts(value: Any, name: str) -> list[Any]:

@@ -56,6 +56,8 @@ class Settings:
     positions: maximum tokens of prompt and answer; None: the model's. max_tokens: default; None: what fits.
     cache_bytes: maximum of the prefix cache in memory; 0: no prefix cache. cache_files: its files; None: none.
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
+    fetch:    "host" or "host:port" from which pictures of requests may be fetched.
+    features: maximum bytes of pictures' features that are kept; None: the default.
     """
 
     names: tuple[str, ...]
@@ -74,6 +76,8 @@ class Settings:
     timeout: float = float("inf")
     grace: float = 5.0
     root_path: str = ""
+    fetch: tuple[str, ...] = ()
+    features: int | None = None
 
 
 class Server(uvicorn.Server):
@@ -176,11 +180,14 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     service.metrics.counted = count_buffers(served.tree.blank)
     with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
         vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
+    vision = model.vision
+    if vision and settings.features is not None:
+        vision.keep_at_most(settings.features)
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
     service.info = ModelInfo(
         names=settings.names,
         tokenizer=tokenizer,
-        marks=marks_of(tokenizer),
+        marks=marks_of(tokenizer, vision and vision.mark),
         positions=int(min(limit, settings.positions or limit)),
         max_tokens=settings.max_tokens,
         defaults={**advised, **settings.sampling},
@@ -192,6 +199,9 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         vocab_size=model.vocab_size,
         tool_format=served.tool_format,
         frames=served.frames,
+        vision=vision,
+        blind=model.runtime.blind,
+        fetch=settings.fetch,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
     return served

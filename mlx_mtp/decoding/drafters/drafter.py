@@ -103,6 +103,7 @@ class Drafter(Protocol):
             hi = min(lo + step, end)
             self.read_rows(model, cache, rows[:, lo - first : hi - first], tokens[lo + 1 : hi + 1], lo)
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
+        cache.place_rows()
 
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the drafter's caches: they start at position `first`, from which `rows` rows are read next."""

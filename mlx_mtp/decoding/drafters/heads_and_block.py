@@ -84,7 +84,10 @@ class PartCache:
     """The part of a StepCache that one of the two drafters uses: the target's caches, its own `heads` and `kept`."""
 
     def __init__(self, whole: StepCache, heads: list[Any], kept: list[mx.array]):
-        self.layers, self.heads, self.kept = whole.layers, heads, kept
+        self.whole, self.layers, self.heads, self.kept = whole, whole.layers, heads, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)  # places and features of pictures
 
     def heads_follow(self) -> None:
         """Set the position of this drafter's caches to the target's."""

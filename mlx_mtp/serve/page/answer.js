@@ -10,10 +10,16 @@ const headers = () => ({"content-type": "application/json", ...(key.value ? {aut
 /** An error of a request that the server has refused before it answered. */
 class RefusedError extends Error {}
 
+/** Return a message's content as parts: its pictures, then its text. */
+function partsOf(content, pictures) {
+  const text = content ? [{type: "text", text: content}] : [];
+  return [...pictures.map(url => ({type: "image_url", image_url: {url}})), ...text];
+}
+
 /** Return the request's body for a conversation that ends with a question. */
 function bodyOf({messages, settings}) {
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
-  const sent = messages.map(({role, content}) => ({role, content}));
+  const sent = messages.map(({role, content, pictures}) => ({role, content: pictures ? partsOf(content, pictures) : content}));
   const body = {messages: [...system, ...sent], stream: true, stream_options: {include_usage: true}, return_progress: true};
   for (const name of NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
   if (settings.thinking) body.chat_template_kwargs = {enable_thinking: settings.thinking === "on"};
