@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..machine.memory import check_room
 from .features import LIMIT, Features
 from .image import LIMITS, Image, Limits
 from .rows import Picture
@@ -18,6 +19,8 @@ Grid = tuple[int, int, int]
 
 class Tower(Protocol):
     """The module that encodes pictures (`models.vision`)."""
+
+    def scratch(self, grid: Grid) -> int: ...
 
     def stages(self, patches: mx.array, grid: Grid) -> Iterator[mx.array]: ...
 
@@ -109,10 +112,12 @@ class Vision:
     def stages(self, picture: Picture) -> Iterator[mx.array]:
         """Encode a picture, and yield after each evaluated part of the work; the last array is the features.
 
-        The features are then stored. Errors are those of `features`, and ValueError for damaged weights.
+        The features are then stored. ValueError as in `features`, for damaged weights, and if memory is too small.
         """
         if picture.image is None:
             raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
+        _, height, width = picture.grid
+        check_room(f"a picture of {width} x {height} rows:", self._tower.scratch(picture.grid), ignore=False)
         patches = mx.array(self._pixels.patches(picture.image.pixels, picture.grid))
         for rows in self._tower.stages(patches, picture.grid):
             mx.eval(rows)

@@ -13,7 +13,7 @@ from mlx_mtp.pictures.image import open_image
 torch = pytest.importorskip("torch", reason="parity with PyTorch needs mlx-mtp[parity]")
 transformers = pytest.importorskip("transformers", "5.23", reason="parity needs mlx-mtp[parity]")
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow: the extra vision, or test")
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
 
 SIZES = [(8, 8), (24, 40), (100, 37), (3, 3), (1, 190), (200, 1), (128, 128)]
 
@@ -22,7 +22,7 @@ SIZES = [(8, 8), (24, 40), (100, 37), (3, 3), (1, 190), (200, 1), (128, 128)]
 def test_features_are_those_of_transformers(moe, tmp_path):
     path, _ = seeing.build(tmp_path, moe=moe, num_position_embeddings=49)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval().model
-    processor, vision = Qwen2VLImageProcessorPil.from_pretrained(path), mlx_mtp.load_model(path, lazy=True).vision
+    processor, vision = pil.Qwen2VLImageProcessorPil.from_pretrained(path), mlx_mtp.load_model(path, lazy=True).vision
     rng = np.random.default_rng(0)
     for height, width in SIZES:
         picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))

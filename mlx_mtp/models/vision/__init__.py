@@ -3,8 +3,8 @@
 A module of this package serves one kind of tower and defines:
 PREFIXES: beginnings of its tensors' names in checkpoints; the rest of a name is the tensor's own name.
 Tower(config): the tower as a module with features of `width` columns. `stages(patches, grid)` yields arrays to
-    evaluate one after the other, the last of which are the features [rows, width]; `sanitized(weights)` returns
-    parameters by path for tensors by their own names.
+    evaluate one after the other, the last of which are the features [rows, width]; `scratch(grid)` estimates the
+    bytes of its temporary arrays; `sanitized(weights)` returns parameters by path for tensors by their own names.
 Pixels(settings, config): what prepares pictures for the tower. `grid(height, width, most)` returns a picture's size
     (1, h, w) in rows of the prompt, with at most `most` pixels after resizing; `patches(pixels, grid)` returns the
     tower's input.

@@ -21,6 +21,7 @@ __all__ = ["PREFIXES", "Pixels", "Tower", "find_mark", "find_written"]
 PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 EPS = 1e-6
 THETA = 10000.0
+STATES = 10  # arrays of a patch's state, its queries, keys and values that exist at once
 STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that takes seconds
 
 
@@ -119,6 +120,13 @@ class Tower(nn.Module):
                 kernel = kernel.transpose(0, 4, 1, 2, 3)
             found["patch_embed.weight"] = kernel.reshape(kernel.shape[0], -1)
         return found
+
+    def scratch(self, grid: tuple[int, int, int]) -> int:
+        """Return the estimated bytes of temporary arrays while a picture of this grid is encoded."""
+        sizes, width = self._sizes, self.patch_embed.bias.dtype.size
+        patches = grid[1] * grid[2] * sizes.spatial_merge_size**2
+        pixels = 4 * sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
+        return patches * (pixels + STATES * sizes.hidden_size * width + sizes.intermediate_size * width)
 
     def stages(self, patches: mx.array, grid: tuple[int, int, int]) -> Iterator[mx.array]:
         """Yield the state after every few blocks, and last the features [h * w, H] of a picture.
