@@ -113,8 +113,8 @@ def usable_tower(
 ) -> tuple[TowerFiles | None, str]:
     """Return (a checkpoint's tower, "") or (None, the reason why the model reads no pictures).
 
-    A tower that cannot be used causes a warning; with `sight.path`, ValueError. width: the model's hidden size. No
-    weights are read.
+    A tower that cannot be used causes a warning, unless config.json describes none; with `sight.path`, ValueError.
+    width: the model's hidden size. No weights are read.
     """
     if not sight.on:
         return None, f"{path}: loaded without its vision tower; omit vision=False (--no-vision) to read pictures"
@@ -125,7 +125,8 @@ def usable_tower(
     except ValueError as e:
         if sight.path is not None:
             raise
-        warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=5)
+        if "vision_config" in config:  # without one, a text model's files have a tower left over
+            warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=5)
         return None, first_line(e)
     return tower, "" if tower else _absent(path, config)
 

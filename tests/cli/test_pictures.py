@@ -202,12 +202,13 @@ def test_a_wrong_picture_leaves_the_conversation_unchanged(chat, place, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
     assert all(line.startswith("error: ") for line in errors)
-    chat.session.model.runtime.vision, vision = None, chat.session.model.vision
+    runtime = chat.session.model.runtime
+    runtime.vision, runtime.blind, vision = None, "no tower for pictures", runtime.vision
     try:
         chat._command("/image", f"{place}/a.png")
     finally:
-        chat.session.model.runtime.vision = vision
-    assert "pictures" in capsys.readouterr().err
+        runtime.vision, runtime.blind = vision, ""
+    assert capsys.readouterr().err == "error: no tower for pictures\n"
     chat._message("What?", edits=False)
     assert pictures_of(chat) == [0, 0]
 

@@ -4,39 +4,16 @@ import io
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import mlx.core as mx
 import pytest
-import seeing
-from compile_mode import NO_FUSE, set_mode
 from picture_requests import PATHS, body_of, noise
 from PIL import Image
-from served import serving
 
 import mlx_mtp
-from mlx_mtp.serve.server import Loaded
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return seeing.build(tmp_path_factory.mktemp("seeing"))[0]
-
-
-@pytest.fixture(scope="module")
-def eyes(checkpoint):
-    """A server of a tiny model that reads pictures."""
-
-    def load():
-        set_mode(NO_FUSE)
-        with mx.stream(mx.cpu):
-            return Loaded(*mlx_mtp.load(checkpoint), {}, {"kv_group_size": 32})
-
-    with serving(load, raises=False) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return mlx_mtp.load(checkpoint)
+def model(seeing_checkpoint):
+    return mlx_mtp.load(seeing_checkpoint)
 
 
 def text_of(api, body):

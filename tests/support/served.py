@@ -23,10 +23,15 @@ def settings(**changes):
     return Settings(**{**defaults, "sampling": {}, "template": {}, "cache_bytes": 1 << 28, **changes})
 
 
-def demo():
+def checkpoint(path):
+    """Load a checkpoint for a server."""
     set_mode(NO_FUSE)
     with mx.stream(mx.cpu):
-        return Loaded(*mlx_mtp.load(demo_path()), {}, {"kv_group_size": 32})
+        return Loaded(*mlx_mtp.load(path), {}, {"kv_group_size": 32})
+
+
+def demo():
+    return checkpoint(demo_path())
 
 
 def start(load=demo, limits=None, **changes):

@@ -1,7 +1,7 @@
 """Find the vision tower of a model_type.
 
 A module of this package serves one kind of tower and defines:
-PREFIXES: beginnings of its tensors' names in checkpoints. own_name(name): a tensor's name inside the tower.
+PREFIXES: prefixes of its tensors' names in checkpoints. own_name(name): a tensor's name inside the tower.
 Tower(config): the tower as a module with features of `width` columns. `stages(patches, grid)` yields arrays to
     evaluate one after the other, the last of which are the features [rows, width]; `scratch(grid)` estimates the
     bytes of its temporary arrays; `sanitized(weights)` returns parameters by path for tensors by their own names.

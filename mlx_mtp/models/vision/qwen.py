@@ -1,6 +1,6 @@
-"""Encode pictures for Qwen3.5, 3.6 and 3.8: a ViT with learnt and rotary positions, and a merger of 2 x 2 patches.
+"""Encode pictures for Qwen3.5, 3.6 and 3.8: a ViT with learned and rotary positions, and a merger of 2 x 2 patches.
 
-A patch has a learnt position, interpolated from a square table, and its line and column turn the queries and keys.
+A patch has a learned position, interpolated from a square table, and its line and column turn the queries and keys.
 Patches are ordered by blocks of 2 x 2, each of which becomes one row of the prompt. Source: transformers
 `modeling_qwen3_5.py`.
 """
@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from .attention import attend
-from .learnt import interpolated, inverse_frequencies, stages_of
+from .learned import interpolated, inverse_frequencies, stages_of
 from .qwen_pixels import Pixels
 
 __all__ = ["PREFIXES", "Pixels", "Tower", "find_mark", "find_written", "own_name"]
@@ -155,7 +155,7 @@ class Tower(nn.Module):
         yield self.merger(x)
 
     def _positions(self, lines: np.ndarray, columns: np.ndarray) -> mx.array:
-        """Return the learnt positions of patches, float32 [patches, hidden]: four entries of the table, weighted."""
+        """Return the learned positions of patches, float32 [patches, hidden]: four entries of the table, weighted."""
         side = int(self._sizes.num_position_embeddings**0.5)
         y, x = (places * ((side - 1) / max(places.max(), 1)) for places in (lines, columns))
         return interpolated(self.pos_embed, side, y, x)

@@ -1,4 +1,4 @@
-"""Encode pictures for Step-3.7-Flash: a ViT with learnt and rotary positions, two convolutions and a projector.
+"""Encode pictures for Step-3.7-Flash: a ViT with learned and rotary positions, two convolutions and a projector.
 
 Each view of a picture, a tile or the overview, is encoded alone. The marks around and between views are rows of the
 picture, too, with the language model's embeddings as features; positions are those of text. Sources: transformers
@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from .attention import attend
-from .learnt import interpolated, inverse_frequencies, stages_of
+from .learned import interpolated, inverse_frequencies, stages_of
 from .step_tiles import FEATURE, STRIDE, Pixels, Views
 
 __all__ = ["PREFIXES", "Pixels", "Tower", "find_mark", "find_written", "own_name"]
@@ -166,8 +166,8 @@ class Tower(nn.Module):
         lines, columns = (places.reshape(-1) for places in np.indices((side, side)))
         table = sizes.image_size // sizes.patch_size
         y, x_at = (np.clip((places + 0.5) * table / side - 0.5, 0, table - 1) for places in (lines, columns))
-        learnt = interpolated(lambda numbers: self.positional_embedding[numbers], table, y, x_at)
-        x = self.ln_pre(x.reshape(-1, size) + learnt.astype(x.dtype))
+        learned = interpolated(lambda numbers: self.positional_embedding[numbers], table, y, x_at)
+        x = self.ln_pre(x.reshape(-1, size) + learned.astype(x.dtype))
         inverse = inverse_frequencies(size // sizes.heads, THETA)
         angles = mx.array(np.concatenate([place[:, None] * inverse for place in (columns, lines)], axis=1))
         turn = mx.cos(angles), mx.sin(angles)

@@ -73,5 +73,5 @@ document.addEventListener("drop", event => {
   event.preventDefault();
   void addFiles([...event.dataTransfer.files]);
 });
-find("attach").addEventListener("click", () => find("pictures").click());
-find("pictures").addEventListener("change", event => { void addFiles([...event.target.files]); event.target.value = ""; });
+find("attach").addEventListener("click", () => find("picture-files").click());
+find("picture-files").addEventListener("change", event => { void addFiles([...event.target.files]); event.target.value = ""; });

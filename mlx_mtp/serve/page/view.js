@@ -72,6 +72,7 @@ class MessageView {
   show(urls) {
     const row = element("div", "shown-pictures");
     row.append(...urls.map(image));
+    for (const each of row.children) each.addEventListener("load", () => { talk.scrollTop = talk.scrollHeight; });
     this.box.append(row);
   }
 

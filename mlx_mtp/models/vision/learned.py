@@ -1,4 +1,4 @@
-"""Interpolate learnt positions from a square table for the patches of a picture."""
+"""Interpolate learned positions from a square table for the patches of a picture."""
 
 from collections.abc import Callable
 
