@@ -1,6 +1,6 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
 
+LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
@@ -34,6 +35,7 @@ class ModelInfo:
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
+    family, stored, size: model_type, formats and bytes of the weights in memory.
     """
 
     names: tuple[str, ...]
@@ -50,6 +52,9 @@ class ModelInfo:
     vocab_size: int = 0
     tool_format: CallFormat | None = None
     frames: Frames | None = None
+    family: str = ""
+    stored: str = ""
+    size: int = 0
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property
@@ -62,8 +67,9 @@ class ModelInfo:
         own = [name for name in self.names if name != "*"]
         return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
 
-    def has_name(self, name: Any) -> bool:
-        return "*" in self.names or name in self.listed
+    def has_name(self, name: str) -> bool:
+        """Return whether requests may use a name; a final ":latest", which Ollama's clients add, does not count."""
+        return "*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
         """Return the model name in a request, by default the first of `names`.
@@ -74,10 +80,7 @@ class ModelInfo:
             return self.name
         name = text(body, "model")
         if not self.has_name(name):
-            allowed = ", ".join(repr(each) for each in self.listed)
-            raise Refused(
-                f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
-            )
+            raise unknown_model(name, self.listed)
         return name
 
     def adapter_of(self, body: dict[str, Any]) -> str | None:
@@ -97,6 +100,13 @@ class ModelInfo:
         if named not in (None, name):
             raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
         return name
+
+
+def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
+    """Return the error for a model's name that is not served. problem: of a model that was left out, in brackets."""
+    allowed = ", ".join(repr(each) for each in listed)
+    message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
