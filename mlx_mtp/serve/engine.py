@@ -90,11 +90,6 @@ class Engine:
         return len(self._queue)
 
     @property
-    def loading(self) -> bool:
-        """Whether a load is under way."""
-        return self.state == "loading"
-
-    @property
     def is_busy(self) -> bool:
         """Whether jobs are queued or active."""
         return bool(self._queue or self.running)

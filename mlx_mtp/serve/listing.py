@@ -16,24 +16,37 @@ async def health(request: Request) -> Response:
     """Return status 200 while requests can be answered, also if that needs a load; else 503.
 
     Of one model: 503 during any load and once the engine has failed. Of several: 503 until they are listed and once
-    the thread has failed; the body has the state of each, and of a load its stage, units done and their total.
+    the thread has failed; then the body has the progress of a load, and the state of each model unless the request
+    lacks a required key.
     """
     service: Service = request.app.state.service
-    engine = service.engine
+    engine, states = service.engine, {}
+    waits = engine.state in ("loading", "failed")
     if isinstance(engine, Models):
-        waits = engine.state in ("loading", "failed")
-        return JSONResponse({"status": engine.state if waits else "ok", **_states(engine)}, 503 if waits else 200)
-    waits = service.info is None or engine.state in ("loading", "failed")
-    return JSONResponse({"status": engine.state if waits else "ok"}, 503 if waits else 200)
+        states = _states(engine, named=service.rules.has_key(request.headers))
+    else:
+        waits = waits or service.info is None
+    return JSONResponse({"status": engine.state if waits else "ok", **states}, 503 if waits else 200)
 
 
-def _states(models: Models) -> dict[str, Any]:
-    """Return the state of each model, that of a load under way, and the models that are left out with the reason."""
-    found: dict[str, Any] = {"models": {name: _state(slot) for name, slot in models.slots.items()}}
+def _states(models: Models, *, named: bool) -> dict[str, Any]:
+    """Return the number of waiting requests, and the stage, units done and their total of a load under way.
+
+    named: also the names of models: the one that is loaded, all with their states, and those left out, with reasons.
+    """
+    found: dict[str, Any] = {"queued": models.queued}
     if slot := models.loading:
         stage, done, total = slot.progress or ("Opening files", 0, 0)
-        found["loading"] = {"model": slot.offer.name, "stage": stage, "done": done, "total": total}
-    return {**found, "queued": models.queued, "skipped": skipped(models)}
+        found["loading"] = {
+            "stage": stage,
+            "done": done,
+            "total": total,
+            **({"model": slot.offer.name} if named else {}),
+        }
+    if named:
+        states = {name: _state(slot) for name, slot in models.slots.items()}
+        found |= {"models": states, "skipped": skipped(models)}
+    return found
 
 
 def _state(slot: Any) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class Models:
             for ticket in waiting:
                 ticket.resolve(ENDING)
             for slot in self._ready:
+                slot.ready = None
                 slot.engine.close()
 
     def _list(self) -> None:

@@ -172,7 +172,8 @@ def run(service: Service, settings: Settings) -> None:
     asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)
     engine.thread.join(0 if engine.state == "loading" else settings.grace + STORING)
-    if engine.thread.is_alive() or engine.loading:  # MLX cannot be interrupted while it loads or computes
+    loading = isinstance(engine, Models) and engine.loading
+    if engine.thread.is_alive() or loading:  # MLX cannot be interrupted while it loads or computes
         os._exit(0)
     if engine.error is not None:
         raise engine.error
