@@ -333,18 +333,20 @@ class Models:
             self._resolve(waiting, None if isinstance(found, Ready) else found)
 
     def _idle(self) -> None:
-        """Do a step of background work of a model; if none is left, unload models whose time is over, and wait."""
-        if any(engine.background() for engine in self.engines):
-            return
+        """Unload a model whose idle time is over, or do a step of a model's background work; if neither is due, wait.
+
+        Also unload the least recently used of several models if they have grown beyond the limit.
+        """
         slots = sorted(self._ready, key=lambda slot: slot.used)
-        over = mx.get_active_memory() > self.limit and len(slots) > 1
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
-        for i, slot in enumerate(slots):
-            if left[i] <= 0 or (over and i == 0):
-                self._unload(slot)
-                return
-        self.wake.wait(min([*left, threading.TIMEOUT_MAX]))
-        self.wake.clear()
+        over = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
+        if not over and len(slots) > 1 and mx.get_active_memory() > self.limit:
+            over = slots[:1]
+        for slot in over:
+            self._unload(slot)
+        if not over and not any(engine.background() for engine in self.engines):
+            self.wake.wait(min([*left, threading.TIMEOUT_MAX]))
+            self.wake.clear()
 
 
 def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future, failed: Failed | None) -> None:

@@ -91,11 +91,14 @@ class OllamaRequest(ApiRequest):
         raise NotImplementedError
 
     def call(self, call: ToolCall) -> dict[str, Any]:
-        """Return a tool call in Ollama's form, with the next id; arguments that are no JSON object are left out."""
+        """Return the next tool call in Ollama's form; arguments that are no JSON object become {}.
+
+        It has no id, which older clients refuse; a result names its tool.
+        """
         index, self._calls = self._calls, self._calls + 1
         arguments = parsed(call.arguments)
-        function = {"index": index, "name": call.name, "arguments": arguments if isinstance(arguments, dict) else {}}
-        return {"id": self.call_ids.of(0, index), "function": function}
+        arguments = arguments if isinstance(arguments, dict) else {}
+        return {"function": {"index": index, "name": call.name, "arguments": arguments}}
 
     def _line(self, *fields: dict[str, Any], **more: Any) -> str:
         return json.dumps(self._body(*fields, **more), separators=(",", ":")) + "\n"

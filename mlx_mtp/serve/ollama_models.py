@@ -16,6 +16,7 @@ from .listing import offer_of
 from .service import Service
 
 THINKS = ("enable_thinking", "<think>", "reasoning_content", "<|channel>")  # in chat templates
+YEAR = 365 * 86400.0  # seconds
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
@@ -28,10 +29,12 @@ async def running(request: Request) -> Response:
     """List the loaded models."""
     service: Service = request.app.state.service
     if models := service.models:
-        loaded = [models.offer_of(name) for name, slot in [*models.slots.items()] if slot.ready]
+        slots = [slot for slot in [*models.slots.values()] if slot.ready]
+        loaded = [(models.offer_of(slot.offer.name), slot.engine.idle_unload, slot.used) for slot in slots]
     else:
-        loaded = service.offers()[:1] if service.ready() and service.engine.state == "ready" else []
-    return JSONResponse({"models": [{**_tag(offer), **_in_use(offer)} for offer in loaded]})
+        is_loaded, now = service.engine.state == "ready", time.monotonic()
+        loaded = [(service.offers()[0], service.engine.idle_unload, now)] if is_loaded else []
+    return JSONResponse({"models": [{**_tag(offer), **_in_use(offer, *times)} for offer, *times in loaded]})
 
 
 async def version(request: Request) -> Response:
@@ -51,14 +54,18 @@ async def show(request: Request) -> Response:
     capabilities = ["completion", "tools", *(["thinking"] if any(mark in template for mark in THINKS) else [])]
     architecture = offer.family or "unknown"
     info = {"general.architecture": architecture, f"{architecture}.context_length": offer.context}
-    more = {"modelfile": "", "parameters": "", "license": "", "capabilities": capabilities}
+    parameters = f"num_ctx {offer.context}"  # Continue reads the context here
+    more = {"modelfile": "", "parameters": parameters, "license": "", "capabilities": capabilities}
     return JSONResponse(
         {**more, "template": template, "details": _details(offer), "model_info": info, **_time(offer)}
     )
 
 
-def _in_use(offer: Offer) -> dict[str, Any]:
-    return {"expires_at": "0001-01-01T00:00:00Z", "size_vram": offer.size, "context_length": offer.context}
+def _in_use(offer: Offer, idle_unload: float, used: float) -> dict[str, Any]:
+    """Return the fields of a loaded model. used: when a job last ran, of time.monotonic()."""
+    left = used + idle_unload - time.monotonic()
+    expires = _utc(time.time() + left) if left < YEAR else "9999-12-31T23:59:59Z"
+    return {"expires_at": expires, "size_vram": offer.size, "context_length": offer.context}
 
 
 def _tag(offer: Offer) -> dict[str, Any]:
@@ -67,7 +74,11 @@ def _tag(offer: Offer) -> dict[str, Any]:
 
 
 def _time(offer: Offer) -> dict[str, str]:
-    return {"modified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(offer.created))}
+    return {"modified_at": _utc(offer.created)}
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _details(offer: Offer) -> dict[str, Any]:

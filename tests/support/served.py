@@ -10,10 +10,11 @@ from starlette.testclient import TestClient
 import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.app import Service, application
+from mlx_mtp.serve.catalog import offers
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
-from mlx_mtp.serve.server import Loaded, Settings, opened
+from mlx_mtp.serve.server import Loaded, Settings, models_of, opened
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -23,10 +24,14 @@ def settings(**changes):
     return Settings(**{**defaults, "sampling": {}, "template": {}, "cache_bytes": 1 << 28, **changes})
 
 
-def demo():
+def demo(path=None):
     set_mode(NO_FUSE)
     with mx.stream(mx.cpu):
-        return Loaded(*mlx_mtp.load(demo_path()), {}, {"kv_group_size": 32})
+        return Loaded(*mlx_mtp.load(path or demo_path()), {}, {"kv_group_size": 32})
+
+
+def demo_at(offer):
+    return demo(offer.path)
 
 
 def start(load=demo, limits=None, **changes):
@@ -35,6 +40,27 @@ def start(load=demo, limits=None, **changes):
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
     engine.thread.start()
     return service, application(service)
+
+
+@contextmanager
+def serving_several(folder, load=demo_at, limits=None, **changes):
+    """Yield a client, with its `models`, of a server of all models in a folder; stop it at the end.
+
+    changes: of `settings`.
+    """
+    given = settings(**{"names": (), "limits": limits or Limits(), **changes})
+    models = models_of(lambda: offers([], folder), load, given)
+    service = Service(models, Metrics(models), given.rules)
+    models.thread.start()
+    try:
+        with TestClient(application(service), base_url="http://localhost") as client:
+            while models.state == "loading":
+                time.sleep(0.01)
+            client.models = models
+            yield client
+    finally:
+        models.stop(0)
+        models.thread.join()
 
 
 @contextmanager
