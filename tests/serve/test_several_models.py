@@ -1,12 +1,14 @@
 """A server for the models of a folder: two copies of the demo swapped under load, beside a damaged one."""
 
+import contextlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from served import KEY, serving_several
+from browser import CHROMIUM, Browser
+from served import KEY, listening, serving_several
 from sweep import sampled
 
 from mlx_mtp.demo import demo_path
@@ -176,3 +178,25 @@ def test_an_offer_has_the_facts_of_a_load(limit):
     (found,) = offers([("demo", Path(demo_path()))], None, limit)
     assert (found.context, found.size, found.family, found.problem) == (min(limit or 2048, 2048), SIZE, "step3p5", "")
     assert SIZE < found.needed < 2 * SIZE
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+def test_the_chat_page_offers_the_models(several, tmp_path):
+    """The choice belongs to a conversation; a load is announced; one that is no longer served is the default."""
+    with listening(several.app) as address, contextlib.closing(Browser(tmp_path)) as page:
+        page.send("Page.navigate", url=address)
+        page.wait("document.readyState === 'complete' && !find('key').hidden")
+        page.run("key.value = 'secret'; key.dispatchEvent(new Event('change'))")
+        page.wait("!find('choice').hidden")
+        assert page.run("[...find('choice').options].map(option => option.text).join()") == "one,two"
+        assert page.run("find('model').hidden && find('choice').value") == "one"
+        page.run("find('choice').value = 'two'; find('choice').dispatchEvent(new Event('change'))")
+        page.run("text.value = 'What does len do?'; find('form').requestSubmit()")
+        page.wait("find('stop').hidden && document.querySelector('.assistant .figures')")
+        assert page.run("document.querySelector('.assistant .said').textContent.trim()") == ANSWER
+        assert several.models.slots["two"].ready
+        assert page.run("find('context').textContent").endswith("of 2,048")
+        page.run("find('clear').click(); current.settings.model = 'gone'; draw()")
+        assert page.run("find('choice').value") == "one"
+        loading = "{model: 'two', stage: 'Reading weights (MB)', done: 3, total: 1700}"
+        assert page.run(f"loadText({loading})") == "Loading two: Reading weights (MB), 3 of 1,700"

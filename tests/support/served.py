@@ -1,9 +1,12 @@
 """Start services of the demo, each with its own engine thread."""
 
+import asyncio
+import threading
 import time
 from contextlib import contextmanager
 
 import mlx.core as mx
+import uvicorn
 from compile_mode import NO_FUSE, set_mode
 from starlette.testclient import TestClient
 
@@ -61,6 +64,21 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
     finally:
         models.stop(0)
         models.thread.join()
+
+
+@contextmanager
+def listening(app):
+    """Yield the address of a real server of an application, on a free port, until the block ends."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextmanager
