@@ -52,7 +52,7 @@ class Engine:
     store: writes the prefix cache to files when the model is unloaded or the engine ends.
     state: "loading", "ready", "unloaded" or "failed" (the thread has ended); `error` is the exception of a failure.
     served: the model, None while it is not loaded. running: the active jobs, each with its generator.
-    wake:  set by each request, and by `stop`; engines that one thread runs share it.
+    signal: set by each request, and by `stop`; engines that one thread runs share it.
     idle_unload: seconds without a job after which the model is unloaded: the limit's, or those of the last request.
 
     An exception ends only the jobs that it concerns: `_advance` catches those of one job, `BatchDecoder.step` those
@@ -67,7 +67,7 @@ class Engine:
     error: BaseException | None = None
     served: Served | None = None
     running: list[tuple[Job, Steps]] = field(default_factory=list)
-    wake: threading.Event = field(default_factory=threading.Event)
+    signal: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
         self.idle_unload = self.limits.idle_unload
@@ -105,7 +105,7 @@ class Engine:
             if self._stopping is not None or self.queued + len(jobs) > self.limits.queued:
                 raise QueueFull
             self._queue.extend(jobs)
-        self.wake.set()
+        self.signal.set()
 
     def stop(self, grace: float) -> None:
         """Let the engine end, once no job is active or after `grace` seconds; return without waiting for that.
@@ -114,7 +114,7 @@ class Engine:
         """
         with self._lock:
             self._stopping = time.monotonic() + grace
-        self.wake.set()
+        self.signal.set()
 
     def _run(self) -> None:
         try:
@@ -307,9 +307,9 @@ class Engine:
                     served.batch.close()
 
     def _stays_idle(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether neither `wake` nor a request nor `stop` ended the wait."""
-        woken = self.wake.wait(min(seconds, threading.TIMEOUT_MAX))
-        self.wake.clear()
+        """Wait up to `seconds`; return whether neither `signal` nor a request nor `stop` ended the wait."""
+        woken = self.signal.wait(min(seconds, threading.TIMEOUT_MAX))
+        self.signal.clear()
         return not (woken or self._queue or self._stopping is not None)
 
     def _idle(self) -> None:

@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
 
 
 def _states(models: Models, *, named: bool) -> dict[str, Any]:
-    """Return the number of waiting requests, and the stage, units done and their total of a load under way.
+    """Return the number of waiting requests, and the stage, units done and their total of the current load.
 
     named: also the names of models: the one that is loaded, all with their states, and those left out, with reasons.
     """

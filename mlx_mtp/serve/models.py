@@ -56,7 +56,7 @@ class Models:
     skipped: list[Offer] = field(default_factory=list)
 
     def __post_init__(self):
-        self.wake, self.lock = threading.Event(), threading.Lock()
+        self.signal, self.lock = threading.Event(), threading.Lock()
         self._tickets: list[Ticket] = []
         self._claimed: set[Slot] = set()  # get no new requests: they are unloaded once their answers have ended
         self._loading: Slot | None = None
@@ -134,7 +134,7 @@ class Models:
             if self._stopping is not None or self.queued >= self.limits.queued:
                 raise QueueFull
             self._tickets.append(ticket)
-        self.wake.set()
+        self.signal.set()
         try:
             async with asyncio.timeout(None if until == float("inf") else until - time.monotonic()):
                 failed = await done
@@ -159,7 +159,7 @@ class Models:
         """End the use of a model that `take` has granted; its queued and active jobs keep it loaded."""
         with self.lock:
             slot.pins -= 1
-        self.wake.set()
+        self.signal.set()
 
     def submit(self, engine: Engine, jobs: list[Job]) -> None:
         """Queue all jobs of a request at their model's engine or none; raises QueueFull as `Engine.submit`."""
@@ -172,7 +172,7 @@ class Models:
         """As `Engine.stop`."""
         with self.lock:
             self._stopping = time.monotonic() + grace
-        self.wake.set()
+        self.signal.set()
 
     def _run(self) -> None:
         try:
@@ -201,7 +201,7 @@ class Models:
             log.warning("%s is not served: %s", offer.name, offer.problem)
         for offer in offers:
             if not offer.problem:
-                engine = Engine(unused, self.limits, store=self.store, state="unloaded", wake=self.wake)
+                engine = Engine(unused, self.limits, store=self.store, state="unloaded", signal=self.signal)
                 slots[offer.name] = Slot(offer, engine)
         if not slots:
             problems = "; ".join(offer.problem for offer in offers)
@@ -312,7 +312,7 @@ class Models:
                 log.error("%s was not loaded", slot.offer.name, exc_info=None if isinstance(e, ValueError) else e)
             found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {with_type(e)}")
         self._loaded.append((slot, found))
-        self.wake.set()
+        self.signal.set()
 
     def _end_load(self) -> None:
         """Take the result of the loading thread, if it has ended, and answer the requests that wait for the model."""
@@ -333,20 +333,20 @@ class Models:
             self._resolve(waiting, None if isinstance(found, Ready) else found)
 
     def _idle(self) -> None:
-        """Unload a model whose idle time is over, or do a step of a model's background work; if neither is due, wait.
+        """Unload models that have been idle long enough, else do a step of background work; without either wait.
 
-        Also unload the least recently used of several models if they have grown beyond the limit.
+        Of several models the least recently used is also unloaded if they have grown beyond the limit.
         """
         slots = sorted(self._ready, key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
-        over = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
-        if not over and len(slots) > 1 and mx.get_active_memory() > self.limit:
-            over = slots[:1]
-        for slot in over:
+        idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
+        if not idle and len(slots) > 1 and mx.get_active_memory() > self.limit:
+            idle = slots[:1]
+        for slot in idle:
             self._unload(slot)
-        if not over and not any(engine.background() for engine in self.engines):
-            self.wake.wait(min([*left, threading.TIMEOUT_MAX]))
-            self.wake.clear()
+        if not idle and not any(engine.background() for engine in self.engines):
+            self.signal.wait(min([*left, threading.TIMEOUT_MAX]))
+            self.signal.clear()
 
 
 def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future, failed: Failed | None) -> None:

@@ -1,4 +1,4 @@
-"""Settings of clients in docs/serve.md are files that can be parsed, and requests in the clients' forms are answered."""
+"""Settings of clients in docs/serve.md can be parsed, and requests in the forms of these clients are answered."""
 
 import json
 import re

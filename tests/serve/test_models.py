@@ -167,7 +167,7 @@ def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world)
     assert world.loads == [*"aba"]
 
 
-def test_a_loaded_model_answers_beside_a_load(world):
+def test_a_loaded_model_answers_during_a_load(world):
     models, world.gates["b"] = world.models("ab"), threading.Event()
 
     async def requests():
@@ -262,10 +262,10 @@ def test_models_that_have_grown_beyond_the_limit_are_unloaded_in_idle_time(world
         assert await gather(ask(models, "a"), ask(models, "b")) == ["a", "b"]
         assert len(models.engines) == 2
         world.grow(SIZE)
-        models.wake.set()
+        models.signal.set()
         await until(lambda: len(models.engines) == 1)
         world.grow(2 * SIZE)
-        models.wake.set()
+        models.signal.set()
         await asyncio.sleep(0.02)
         assert len(models.engines) == 1  # the last one stays
 

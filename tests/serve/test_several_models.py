@@ -1,4 +1,4 @@
-"""A server for the models of a folder: two copies of the demo swapped under load, beside a damaged one."""
+"""A server for the models of a folder: two copies of the demo swapped under load, next to damaged ones."""
 
 import contextlib
 import shutil
@@ -193,7 +193,7 @@ def test_the_chat_page_offers_the_models(several, tmp_path):
         page.run("find('choice').value = 'two'; find('choice').dispatchEvent(new Event('change'))")
         page.run("text.value = 'What does len do?'; find('form').requestSubmit()")
         page.wait("find('stop').hidden && document.querySelector('.assistant .figures')")
-        assert page.run("document.querySelector('.assistant .said').textContent.trim()") == ANSWER
+        assert page.run("messages.at(-1).content.trim()") == ANSWER
         assert several.models.slots["two"].ready
         assert page.run("find('context').textContent").endswith("of 2,048")
         page.run("find('clear').click(); current.settings.model = 'gone'; draw()")
