@@ -270,6 +270,8 @@ class Models:
 
         If these do not suffice, claim models with requests, so that they are unloaded once their answers have ended.
         """
+        if self._claimed and all(slot.is_busy for slot in self._ready):
+            return False  # memory is measured again once a model can be unloaded
         self._claimed.clear()
         for slot in sorted(self._ready, key=lambda slot: slot.used):
             if self._lacking(target) <= 0:
@@ -284,10 +286,9 @@ class Models:
         return False
 
     def _lacking(self, target: Slot) -> int:
-        """Return the bytes that a load needs in addition to those that are free."""
-        mx.clear_cache()
-        free = min(self.limit - mx.get_active_memory(), memory.available().bytes)
-        return target.offer.needed - free
+        """Return the bytes that a load needs in addition to those that are free, at most 0 if it fits."""
+        lacking = target.offer.needed - (self.limit - mx.get_active_memory())
+        return lacking if lacking > 0 else target.offer.needed - memory.available().bytes
 
     def _unload(self, slot: Slot) -> None:
         """Unload a model unless a request uses it."""
@@ -340,12 +341,13 @@ class Models:
         slots = sorted(self._ready, key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
         idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
-        if not idle and len(slots) > 1 and mx.get_active_memory() > self.limit:
-            idle = slots[:1]
+        if not (idle or self._loading) and mx.get_active_memory() > self.limit:
+            idle = slots[:-1][:1]
         for slot in idle:
             self._unload(slot)
         if not idle and not any(engine.background() for engine in self.engines):
-            self.signal.wait(min([*left, threading.TIMEOUT_MAX]))
+            waits = self._tickets and not self._loading  # for a model that a request holds without a job
+            self.signal.wait(QUIET if waits else min([*left, threading.TIMEOUT_MAX]))
             self.signal.clear()
 
 
