@@ -79,7 +79,7 @@ def test_two_models_are_swapped_under_load_and_their_memory_is_returned(several)
         loads.append(mx.get_active_memory() - several.base)
     assert max(loads) < SIZE * 3 // 2
     apis = (ask, ask_anthropic, ask_ollama, count)
-    cases = [(api, name) for api in apis for name in ("one", "two") for _ in range(2)]
+    cases = [(api, name) for api in apis for name in ("one", "two")]
     with ThreadPoolExecutor(len(cases)) as pool:
         found = [*pool.map(lambda case: case[0](several, case[1]), cases)]
     assert found == [ANSWER] * len(cases)
