@@ -246,9 +246,11 @@ class Models:
     def _grant(self) -> None:
         """Grant loaded models to the requests that wait for them, and start the next load once there is room."""
         with self.lock:
+            target = next((ticket.slot for ticket in self._tickets if not ticket.slot.ready), None)
+            if target is None:
+                self._claimed.clear()  # the requests for which models were claimed have left
             ready = [ticket for ticket in self._tickets if ticket.slot.ready and ticket.slot not in self._claimed]
             self._resolve(ready, None)
-            target = next((ticket.slot for ticket in self._tickets if not ticket.slot.ready), None)
         if target and not self._loading and self._make_room(target):
             self._loading, target.engine.state = target, "loading"
             name = f"mlx-mtp load of {target.offer.name}"

@@ -168,6 +168,26 @@ def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world)
     assert world.loads == [*"aba"]
 
 
+def test_a_claim_ends_with_the_request_that_needs_it(world):
+    models = world.models("ab", fit=1)
+
+    async def requests():
+        world.hold.clear()
+        first = asyncio.create_task(ask(models, "a"))
+        await until(lambda: models.running)
+        other = asyncio.create_task(ask(models, "b"))
+        await until(lambda: models._claimed)
+        later = asyncio.create_task(ask(models, "a"))
+        await until(lambda: models.queued == 2)
+        other.cancel()
+        await until(lambda: len(models.running) == 2)
+        world.hold.set()
+        return await gather(first, later)
+
+    assert run(requests()) == ["a", "a"]
+    assert world.loads == ["a"]
+
+
 def test_a_loaded_model_answers_during_a_load(world):
     models, world.gates["b"] = world.models("ab"), threading.Event()
 
