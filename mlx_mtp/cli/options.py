@@ -147,12 +147,12 @@ def typed(name: str, kind: Any, default: Any, words: str) -> Any:
     return option(name, type=kind, default=default, help=words)
 
 
-checkpoint_options = options(
-    option("--model", help="Local directory, GGUF file or Hugging Face repository.  [default: the demo model]"),
-    option("--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."),
+MODEL = "Local directory, GGUF file or Hugging Face repository.  [default: the demo model]"
+code_option = option(
+    "--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."
 )
-model_options = options(
-    checkpoint_options,
+checkpoint_options = options(option("--model", help=MODEL), code_option)
+loading_options = options(
     *gguf_options,
     option(
         "--adapter-path",
@@ -209,6 +209,16 @@ model_options = options(
         help="Record cycles and replay them.  [default: on a GPU, unless a trial finds it slower]",
     ),
 )
+model_options = options(checkpoint_options, loading_options)
+several_models_options = options(
+    option("--model", "models", multiple=True, help=f"{MODEL}  Repeatable: requests choose one by its name."),
+    option("--models-dir", type=click.Path(exists=True, file_okay=False, path_type=Path),
+           help="Serve all models in this folder; requests choose one by its name."),
+    option("--max-memory", type=float, callback=_in_bytes, help="With several models: maximum GB after a load, for "
+           "which the least recently used are unloaded.  [default: the memory that is free at the start]"),
+    code_option,
+    loading_options,
+)  # fmt: skip
 system_prompt_option = option("--system-prompt", callback=check_text, help="System message of the chat template.")
 no_template_option = option(
     "--ignore-chat-template", is_flag=True, help="Use the prompt unchanged, without the chat template."

@@ -59,13 +59,19 @@ class ApiRequest:
     api: one of `field_table.APIS`. requests: one per choice. warnings: about fields and parts that have no effect.
     stream: the client requests server-sent events. Their lines are those of `begin` (once), `part` and `finish` (of
     each choice) and `close`, or of `failed` after a failure; keep_alive: an event to send while there is no other.
+    waiting: what the stream of a queued request begins with, "" for nothing.
     whole: the JSON body of a response that is not streamed.
+    begun: when the request arrived, of time.monotonic(). load_seconds: how long it waited for its model's load.
+    idle: seconds without a job after which the model is to be unloaded; None: the server's default.
     """
 
     api: str
     requests: list[DecodeRequest]
     call_prefix = "call_"
-    keep_alive = ": keep-alive\n\n"
+    media_type = "text/event-stream"
+    waiting, keep_alive = ": waiting\n\n", ": keep-alive\n\n"
+    begun = load_seconds = 0.0
+    idle: float | None = None
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         self.model, self.warnings = info.called(body), check_fields(self.api, body)

@@ -1,6 +1,6 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
 
+LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
@@ -37,6 +38,7 @@ class ModelInfo:
     vision: reads pictures; None if the model reads none, for the reason `blind`. fetch: hosts whose pictures may be
     fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
+    family, stored, size: model_type, formats and bytes of the weights in memory.
     """
 
     names: tuple[str, ...]
@@ -56,6 +58,9 @@ class ModelInfo:
     vision: Any = None
     blind: str = ""
     fetch: tuple[str, ...] = ()
+    family: str = ""
+    stored: str = ""
+    size: int = 0
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property
@@ -68,8 +73,9 @@ class ModelInfo:
         own = [name for name in self.names if name != "*"]
         return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
 
-    def has_name(self, name: Any) -> bool:
-        return "*" in self.names or name in self.listed
+    def has_name(self, name: str) -> bool:
+        """Return whether requests may use a name; a final ":latest", which Ollama's clients add, does not count."""
+        return "*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
         """Return the model name in a request, by default the first of `names`.
@@ -80,10 +86,7 @@ class ModelInfo:
             return self.name
         name = text(body, "model")
         if not self.has_name(name):
-            allowed = ", ".join(repr(each) for each in self.listed)
-            raise Refused(
-                f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
-            )
+            raise unknown_model(name, self.listed)
         return name
 
     def adapter_of(self, body: dict[str, Any]) -> str | None:
@@ -103,6 +106,13 @@ class ModelInfo:
         if named not in (None, name):
             raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
         return name
+
+
+def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
+    """Return the error for a model's name that is not served. problem: of a model that was left out, in brackets."""
+    allowed = ", ".join(repr(each) for each in listed)
+    message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:

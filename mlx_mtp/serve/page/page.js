@@ -46,6 +46,7 @@ function draw() {
   for (const message of messages) showMessage(message, actionsOf(message));
   talk.scrollTop = talk.scrollHeight;
   fillSettings();
+  showChoice();
   text.focus();
 }
 
@@ -295,14 +296,25 @@ async function greet() {
   const response = await fetch(base + "/v1/models", {headers: headers()}).catch(() => null);
   if (response && response.status === 401) key.hidden = false;
   if (response && response.ok) {
-    const model = (await response.json()).data[0];
-    find("model").textContent = model.id;
-    positions = model.max_model_len ?? 0;
-    sees = model.input_modalities?.includes("image") ?? true;
-    find("attach").hidden = !sees;
+    showModels((await response.json()).data);
+    showChoice();
   } else if (!response || response.status === 503) setTimeout(greet, 1000);
 }
 key.addEventListener("change", greet);
+
+/** Show the model of the current conversation. */
+function showChoice() {
+  const model = modelOf(current.settings);
+  find("model").textContent = find("choice").value = model?.id ?? "mlx-mtp";
+  positions = model?.max_model_len ?? 0;
+  sees = model?.input_modalities?.includes("image") ?? true;
+  find("attach").hidden = !sees;
+}
+find("choice").addEventListener("change", () => {
+  current.settings.model = find("choice").value;
+  showChoice();
+  void save();
+});
 
 /** Open the conversation that was open before a reload, with the part of an answer that the reload cut. */
 async function start() {
