@@ -12,16 +12,10 @@ import time
 import urllib.request
 
 import pytest
-from command_line import call, one_line_error
+from command_line import call, free_port, one_line_error
 from sweep import sweep
 
 import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Running:
