@@ -172,6 +172,10 @@ def test_an_unknown_repository_is_one_line(monkeypatch):
     assert "org/Other: " in one_line_error(call("pull", "org/Other"))
 
 
+def test_a_directory_is_not_pulled(tmp_path):
+    assert one_line_error(call("pull", tmp_path)) == f"error: {tmp_path}: already on this machine; give it to --model"
+
+
 def test_smollm2_without_hub_and_package(machine, monkeypatch):
     monkeypatch.setattr(pull, "downloaded", lambda _: None)
     monkeypatch.setattr(pull, "resolve", lambda _: (_ for _ in ()).throw(ValueError("no hub")))

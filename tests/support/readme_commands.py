@@ -50,6 +50,8 @@ RULES = {  # by regular expressions of whole commands
     r"sudo sysctl .*": Rule(skipped="a setting of a Mac"),
     r"python bench/which_model\.py": Rule(shown=True),
     r"mlx-mtp chat.*": Rule(chats=True),
+    r"mlx-mtp models .*": Rule(),
+    r"mlx-mtp pull .*": Rule(code=1, prints=f"error: {DEMO}: already on this machine"),
     r"mlx-mtp inspect .*": Rule(prints="MTP heads  3 found"),
     r"mlx-mtp convert .* --mlx-path .*": Rule(prints="MTP heads  3"),
     r"mlx-mtp convert .* --mtp-only .*": Rule(
