@@ -1,10 +1,10 @@
-"""Print the README's table of models: sizes of released checkpoints, and of their conversions by `mlx-mtp convert -q`.
+"""Print the README's table of models: sizes of released checkpoints and of their conversions by `convert -q`.
 
     python bench/which_model.py
 
-A download is the size of the released files (sources in `tests/support/fixtures/`). A conversion's model is built from
-the released config.json, quantized as by `convert -q` with its heads in 8 bits, and counted as by `mlx-mtp inspect`. No
-weights are read or drawn.
+A download is the released weights (sources in `tests/support/fixtures/`). A conversion's model is built from the
+released config.json, quantized as by `convert -q` with its heads in 8 bits, and counted as by `mlx-mtp inspect`, on a
+CPU. No weights are read or drawn.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 pip install pyte && python docs/chat_picture.py
 
-The session is real: the program runs in a pseudo-terminal, and pyte interprets its output. Runs are repeated until the
-last answer was drafted for all of its tokens, because another process may make the program pause drafting.
+The session is real: the program runs in a pseudo-terminal, and pyte interprets its output. On a busy machine drafting may
+be paused; such a session is repeated, up to 20 times.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from rich.text import Text
 PICTURE = Path(__file__).with_name("chat.svg")
 QUESTIONS = ("What does os.path.join do?", "What does len do?")
 COLUMNS, ROWS = 100, 20
-RUNS, SECONDS = 20, 60.0  # the maximum of runs, and of seconds without output
+RUNS, SECONDS = 20, 60.0  # at most: sessions, and seconds without output
 DIM = "blink"  # pyte has no dim text; this attribute, which the chat does not use, stands for it
 
 
@@ -64,7 +64,7 @@ def chat() -> Screen:
 
 
 def until_prompt(terminal: int, stream: pyte.ByteStream, screen: Screen) -> None:
-    """Show the program's output until it has waited at an empty prompt for half a second."""
+    """Show the program's output until the program has waited at an empty prompt for half a second."""
     quiet, until = 0.0, time.monotonic() + SECONDS
     while quiet < 0.5 or screen.display[screen.cursor.y].strip() != ">":
         if time.monotonic() > until:
@@ -112,7 +112,7 @@ def main() -> None:
         if "paused" not in shown and "nothing drafted" not in shown:
             PICTURE.write_text(svg(screen))
             return
-    sys.exit(f"drafting was paused in each of {RUNS} runs")
+    sys.exit(f"drafting was paused in each of {RUNS} sessions")
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def test_the_estimate_equals_the_memory(built, name):
 def test_a_released_recurrent_model_needs_more_memory_for_larger_chunks():
     """A CPU's graph of a layer that loops over rows is extrapolated from few rows, which must not mislead."""
     model = which_model.quantized("qwen3.5-0.8b", bits=4)
-    needed = [needs(model, 8000, chunk=chunk).scratch for chunk in (32, 512, 2048)]
-    assert 0 < needed[0] < needed[1] < needed[2]
+    needed = [needs(model, 8000, chunk=chunk).scratch for chunk in (32, 2048)]
+    assert 0 < needed[0] < needed[1]
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS[::2], LAYOUTS))
