@@ -2,8 +2,8 @@
 
 pip install pyte && python docs/chat_picture.py
 
-The session is real: the program runs in a pseudo-terminal, and pyte interprets its output. On a busy machine drafting may
-be paused; such a session is repeated, up to 20 times.
+The session is real: the program runs in a pseudo-terminal, and pyte interprets its output. On a busy machine drafting
+may be paused; such a session is repeated, up to 20 times.
 """
 
 import fcntl
