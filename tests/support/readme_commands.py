@@ -18,7 +18,7 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 PROGRAMS = "git|python3?|pip|sudo|mlx-mtp"
 DEMO = "mlx_mtp/demo/checkpoint"
-MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "MODEL": DEMO, "NEW": "converted", "YOUR_CONVERSION": "converted"}
+MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "YOUR_CONVERSION": "converted"}
 INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e ."
 BASH = "/bin/bash"
 REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # environment variables
@@ -55,7 +55,8 @@ RULES = {  # by regular expressions of whole commands
     r"mlx-mtp inspect .*": Rule(prints="MTP heads  3 found"),
     r"mlx-mtp convert .* --mlx-path .*": Rule(prints="MTP heads  3"),
     r"mlx-mtp convert .* --mtp-only .*": Rule(
-        before="rm converted/mtp.safetensors", prints="converted/mtp.safetensors"
+        before=f"mlx-mtp convert --hf-path {DEMO} --mlx-path converted -q && rm converted/mtp.safetensors",
+        prints="converted/mtp.safetensors",
     ),
     r"mlx-mtp verify-lossless .*": Rule(
         more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", prints="lossless in float32: "
