@@ -19,8 +19,9 @@ README = Path(__file__).parents[2] / "README.md"
 PROGRAMS = "git|python3?|pip|sudo|mlx-mtp"
 DEMO = "mlx_mtp/demo/checkpoint"
 MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "YOUR_CONVERSION": "converted"}
-INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e ."
+INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[serve]'"
 BASH = "/bin/bash"
+PORT = 18462  # of the server
 REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # environment variables
 
 
@@ -46,7 +47,6 @@ RULES = {  # by regular expressions of whole commands
     r"git clone CLONE_URL .*": Rule(skipped="CLONE is one"),
     re.escape(INSTALL): Rule(skipped="run first, for all others"),
     r"python3 -m venv .* pip install -e '\.\[test\]' && pytest .*": Rule(skipped="a section of .ci/run"),
-    r"pip install -e '\.\[serve\]'": Rule(skipped="tests/serve has it; here `serve` is to lack it"),
     r"sudo sysctl .*": Rule(skipped="a setting of a Mac"),
     r"python bench/which_model\.py": Rule(shown=True),
     r"mlx-mtp chat.*": Rule(chats=True),
@@ -62,7 +62,11 @@ RULES = {  # by regular expressions of whole commands
         more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", prints="lossless in float32: "
     ),
     r"mlx-mtp generate .*": Rule(prints="MTP: "),
-    r"mlx-mtp serve .*": Rule(code=1, prints="is missing: pip install -e '.[serve]'"),
+    r"mlx-mtp serve .*": Rule(
+        more=f"--port {PORT} & curl -s --retry 60 --retry-delay 1 --retry-connrefused 127.0.0.1:{PORT}/health"
+        " && kill $! && wait $!",
+        prints='{"status":"ok"}',
+    ),
     r"mlx-mtp bench decode .*": Rule(more="--rounds 1 --max-tokens 4", prints="tok/s over plain"),
 }
 NO_CLANG = "no clang 16 or newer: pip install -e '.[emulate]'"
