@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..demo import NAMED
 from ..machine.errors import first_line, naming, one_line
+from ..machine.progress import report_progress
 from ..models.config.normalize import normalize, with_overrides
 from .library import called
 from .weight_names import (
@@ -324,7 +325,8 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
                 (path / name).write_bytes(Path(cached).read_bytes())
     files = weight_names(names, {*read_index(path).values(), VISION_FILE})
     with ThreadPoolExecutor(CONCURRENT_FETCHES) as pool:
-        list(pool.map(lambda name: _write(api, repo, info.sha, path, name), files))
+        for done, _ in enumerate(pool.map(lambda name: _write(api, repo, info.sha, path, name), files), 1):
+            report_progress("Reading headers of weight files", done, len(files))
 
 
 def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:

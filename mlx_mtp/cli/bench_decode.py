@@ -10,6 +10,7 @@ from click import Choice, FloatRange, IntRange, option
 
 from . import bench_options as shared
 from .image_options import WithImages, image_options
+from .next_command import after_bench
 from .options import BITS, GIVEN
 
 SHOWN = 20  # maximum number of differing texts to list
@@ -52,6 +53,9 @@ def decode(**flags: Any) -> None:
 
     With --grammar the contenders are our plain loop under the grammar, drafts of the heads, of the grammar, both, and
     our plain loop without the grammar, whose text may differ.
+
+    `mlx-mtp verify-lossless` judges whether rounding explains a difference; `mlx-mtp doctor` checks and times each
+    kernel; `mlx-mtp bench profile` and `mlx-mtp bench verify` show where the time goes.
     """
     from ..bench import result
     from ..bench.decode import broken
@@ -165,6 +169,8 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(f"and {len(found['differences']) - SHOWN} more texts")
     if flags["preset"]:
         out.print(documents.comparison(found, quick=flags["quick"]))
+    if line := after_bench(bool(found["differences"]), flags):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_changes(

@@ -50,6 +50,23 @@ def _show(status: Any, before: Callable[[str, int, int], None] | None, what: str
 
 
 @contextlib.contextmanager
+def watched(*, shown: bool) -> Iterator[None]:
+    """If `shown`, show a spinner on stderr from the first report of `report_progress` on."""
+    status = Console(stderr=True).status("")
+
+    def show(what: str, done: int, total: int) -> None:
+        status.update(f"{what}, {done} of {total}")
+        status.start()
+
+    token = watcher.set(show if shown else None)
+    try:
+        yield
+    finally:
+        watcher.reset(token)
+        status.stop()
+
+
+@contextlib.contextmanager
 def bar(*columns: ProgressColumn, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on stderr if `shown`; yield a function that takes a description, the number done and the total."""
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:

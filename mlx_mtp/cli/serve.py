@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from ..machine.errors import install
 from . import options
 from .advice import advised_sampling
+from .agent import KeepsWords, agent_options, install_agent
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -39,7 +40,7 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2].upper()])
 
 
-@click.command()
+@click.command(cls=KeepsWords)
 @options.several_models_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
 @click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
@@ -89,6 +90,7 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 @click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.cache_options
 @click.option("--open", "opens", is_flag=True, help="Open the chat page in the browser once the model is loaded.")
+@options.options(*agent_options)
 @click.option("--quiet", is_flag=True, help="No banner, and no line per response.")
 @click.pass_context
 def serve(ctx: click.Context, **flags: Any) -> None:
@@ -114,6 +116,8 @@ def serve(ctx: click.Context, **flags: Any) -> None:
             f"--host {flags['host']} can be reached from other machines; give --api-key or --no-auth"
         )
     several = _is_several(flags)
+    if flags["install_agent"]:
+        return install_agent(ctx, _address(flags))
     if len(flags["adapter_path"]) > 1:
         flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])

@@ -8,6 +8,7 @@ import click
 from click import IntRange, option
 
 from .image_options import WithImages, image_options
+from .next_command import after_verify
 from .options import GIVEN, load_model, model_options
 
 TOKENS = 24  # default number of new tokens: the demo takes a minute on a slow CPU
@@ -41,6 +42,9 @@ def verify_lossless(**flags: Any) -> None:
 
     --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
     the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
+
+    `mlx-mtp doctor` checks each kernel, which may be the cause of a divergence; `mlx-mtp bench decode` measures the
+    speed with and without drafts.
 
     Exit codes: 0 if lossless, 1 if output diverged, heads are wired wrongly or something failed, 2 for a wrong
     command line.
@@ -85,6 +89,7 @@ def verify_lossless(**flags: Any) -> None:
         show(model, tokenizer, verdict, answered)
         if ranks := model.ranks:
             click.echo(f"on {ranks.size} ranks; on another number of them near-ties may be decided otherwise")
+        click.echo(after_verify(verdict.diverged, flags))
     sys.exit(1 if verdict.broken else 0)
 
 

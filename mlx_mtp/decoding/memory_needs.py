@@ -16,7 +16,7 @@ from ..machine.memory import IGNORE, check_room, ignored, in_gb
 from .graph_memory import fill, nbytes, plain_nbytes, scratch
 
 CHUNK = 2048  # default tokens per prefill chunk
-LOOPED = (3, 6)  # two numbers of rows from which a layer that loops over rows is extrapolated
+LOOPED = (16, 32)  # two numbers of rows from which a layer that loops over rows is extrapolated; fewer rows mislead
 VERIFIED = 4  # rows of a cycle; a recurrent layer keeps a tape of them
 SLACK = 1.4  # factor of the scratch estimated from a graph: measured 0.7 to 1.3
 RESERVED_TOKENS = 4096  # maximum new tokens that a cache reserves in advance

@@ -14,19 +14,13 @@ import urllib.request
 
 import click
 import pytest
-from command_line import call, one_line_error
+from command_line import call, free_port, one_line_error
 from sweep import sweep
 
 import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
 from mlx_mtp.demo import demo_path
 
 serve = sys.modules["mlx_mtp.cli.serve"]
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Running:
