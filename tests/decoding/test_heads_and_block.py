@@ -18,6 +18,7 @@ import mlx_mtp
 from mlx_mtp.batch.control import Controls
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
+from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.tuning.plan import Plan
 
 # Longer than what heads with windows read of a prompt.
@@ -277,6 +278,24 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     assert 8 < max(most[len(prompts) :]) <= 8 + 16  # without the prompts
     assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
     s.check_pool()
+
+
+def test_recorded_steps_are_few(subject, monkeypatch):
+    """One per length of blocks, and two per length of heads: after heads and after blocks."""
+    s = subject("step3p5")
+    s.model.runtime.recorder = None
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
+    plans = [HEADS, HEADS, BLOCK, BLOCK, PLAIN, HEADS, PLAIN, BLOCK]
+    follow(monkeypatch, Listed(planned(s, plans)))
+    mx.disable_compile()
+    try:
+        assert ours(s.model, PROMPT, 15, 24, compile_cycles=True) == s.text[len(PROMPT) :][:24]
+    finally:
+        mx.enable_compile()
+    kinds = [kind for _, kind in s.model.runtime.recorder.cycles]
+    rows = sorted((kind.plan.source, kind.rows) for kind in kinds if kind.plan.k)
+    assert rows == [("block", 16), ("heads", 4), ("heads", 16)]
+    assert len(kinds) == 4
 
 
 @pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
