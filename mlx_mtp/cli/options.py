@@ -72,7 +72,7 @@ def _check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) 
     return value
 
 
-def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
+def gb_in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
     """Return a number of GB in bytes, None without one; raise BadParameter if it is negative or too large."""
     if value is not None and not 0 <= value <= MOST_GB:  # also refuses NaN, which click accepts
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
@@ -210,15 +210,6 @@ loading_options = options(
     ),
 )
 model_options = options(checkpoint_options, loading_options)
-several_models_options = options(
-    option("--model", "models", multiple=True, help=f"{MODEL}  Repeatable: requests choose one by its name."),
-    option("--models-dir", type=click.Path(exists=True, file_okay=False, path_type=Path),
-           help="Serve all models in this folder; requests choose one by its name."),
-    option("--max-memory", type=float, callback=_in_bytes, help="With several models: maximum GB after a load, for "
-           "which the least recently used are unloaded.  [default: the memory that is free at the start]"),
-    code_option,
-    loading_options,
-)  # fmt: skip
 system_prompt_option = option("--system-prompt", callback=check_text, help="System message of the chat template.")
 no_template_option = option(
     "--ignore-chat-template", is_flag=True, help="Use the prompt unchanged, without the chat template."
@@ -268,7 +259,7 @@ cache_options = options(
     typed("--quantized-kv-start", IntRange(0), 5000, "With --kv-bits: first quantized position."),
     typed("--max-context", POSITIONS, None, "Maximum tokens of prompt and answer together."),
     option("--ignore-memory", is_flag=True, help="Load and generate even if memory is too small."),
-    option("--cache-limit", type=float, callback=_in_bytes, help="Maximum GB of freed memory that MLX keeps."),
+    option("--cache-limit", type=float, callback=gb_in_bytes, help="Maximum GB of freed memory that MLX keeps."),
 )
 saved_cache_option = option(
     "--prompt-cache-file",

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import re
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from ..machine.errors import install
 from . import options
 from .advice import advised_sampling
 from .agent import KeepsWords, agent_options, install_agent
+from .serve_options import picture_options, several_models_options
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -29,19 +29,12 @@ ANSWERS = 20.0  # seconds to wait until the server answers its first request
 # Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
 # Flags with files that belong to one model.
-OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from")
-
-
-def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
-    """Return a size such as 512MB in bytes; BadParameter for another text."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) *(MB|GB)", value.strip(), re.IGNORECASE)
-    if found is None:
-        raise click.BadParameter(f"{value!r}: expected a size such as 512MB or 2GB")
-    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2].upper()])
+OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from", "vision_path")
 
 
 @click.command(cls=KeepsWords)
-@options.several_models_options
+@several_models_options
+@picture_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
 @click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
 @click.option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -70,19 +63,6 @@ def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory that stores the prefix cache.",
 )
-@click.option(
-    "--fetch-images",
-    multiple=True,
-    metavar="HOST[:PORT]",
-    help="Host from which pictures of requests may be downloaded; repeatable.  [default: none]",
-)
-@click.option(
-    "--vision-cache",
-    default="512MB",
-    callback=_in_bytes,
-    metavar="SIZE",
-    help="Maximum size of pictures' features that are kept, such as 512MB or 2GB.",
-)
 @click.option("--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the log to this file.")
 @options.text_options(max_tokens=-1)
 @options.template_config_option
@@ -102,12 +82,9 @@ def serve(ctx: click.Context, **flags: Any) -> None:
     """
     try:
         from ..checkpoint.adapters import by_name
-        from ..serve.engine import Limits
         from ..serve.follow import follow
-        from ..serve.guard import Rules
-        from ..serve.prefix_files import PrefixFiles
-        from ..serve.server import Settings, serve_several, shared
         from ..serve.server import serve as run
+        from ..serve.server import serve_several, shared
     except ModuleNotFoundError as e:
         raise click.ClickException(f"{e.name} is missing: {install('serve')}") from None
     check_flags(prompt_cache_dir=flags["prompt_cache_dir"], idle_unload=flags["idle_unload"])
@@ -122,6 +99,23 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
+    settings = _settings(ctx, flags, several=several)
+    if several:
+        run_one = partial(_load_offer, ctx, flags)
+        serve_several(partial(_find, flags), run_one, settings, lambda service: _loaded(service, flags))
+    elif follows():
+        follow(shared(_load(ctx, flags), settings))
+    else:
+        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
+
+
+def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> Any:
+    """Return the server's settings that the flags describe."""
+    from ..serve.engine import Limits
+    from ..serve.guard import Rules
+    from ..serve.prefix_files import PrefixFiles
+    from ..serve.server import Settings
+
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
     given = [
@@ -129,7 +123,7 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         for name in (*options.sampling_flags(flags), "seed")
         if ctx.get_parameter_source(name) != ParameterSource.DEFAULT
     ]
-    settings = Settings(
+    return Settings(
         names=flags["alias"] if several else _names(flags["model"], flags["alias"]),
         host=flags["host"],
         port=flags["port"],
@@ -150,13 +144,6 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         features=flags["vision_cache"],
         max_memory=flags["max_memory"],
     )
-    if several:
-        run_one = partial(_load_offer, ctx, flags)
-        serve_several(partial(_find, flags), run_one, settings, lambda service: _loaded(service, flags))
-    elif follows():
-        follow(shared(_load(ctx, flags), settings))
-    else:
-        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
 
 
 def _is_several(flags: dict[str, Any]) -> bool:

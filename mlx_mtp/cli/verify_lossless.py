@@ -63,7 +63,6 @@ def verify_lossless(**flags: Any) -> None:
     from ..lossless.check import Settings, conclude, verify
     from ..pictures.prompt import opened
     from .progress import stages
-    from .verify_tables import as_dict, show
 
     settings = Settings(
         drafts=_drafts(model, flags["num_draft_tokens"]),
@@ -83,6 +82,14 @@ def verify_lossless(**flags: Any) -> None:
             conclude(model, verdict)
         else:
             verdict = verify(model, tokenizer, settings, progress, pictures)
+    _print(model, tokenizer, verdict, answered, flags)
+    sys.exit(1 if verdict.broken else 0)
+
+
+def _print(model: Any, tokenizer: Any, verdict: Any, answered: list[Any], flags: dict[str, Any]) -> None:
+    """Print the result as tables with the next commands, or as JSON."""
+    from .verify_tables import as_dict, show
+
     if flags["as_json"]:
         click.echo(json.dumps(as_dict(model, verdict, answered)))
     else:
@@ -90,7 +97,6 @@ def verify_lossless(**flags: Any) -> None:
         if ranks := model.ranks:
             click.echo(f"on {ranks.size} ranks; on another number of them near-ties may be decided otherwise")
         click.echo(after_verify(verdict.diverged, flags))
-    sys.exit(1 if verdict.broken else 0)
 
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
-from ..layers.target import PromptRows, Target
+from ..layers.prompt_rows import PromptRows
+from ..layers.target import Target
 from ..machine.errors import first_line
 from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
 from ..pictures.vision import vision_of

@@ -26,7 +26,8 @@ class Offer:
     are unknown (0, "") if there is a problem.
     context: maximum tokens of prompt and answer together. needed: bytes of memory that a load and UNCHECKED tokens
     need. size: bytes of the weights in memory. family: model_type of config.json. stored: the weights' formats.
-    created: time of the last change in seconds since 1970. sees: it reads pictures. digest: 64 hex digits, which differ between models.
+    created: time of the last change in seconds since 1970. sees: it reads pictures.
+    digest: 64 hex digits, which differ between models.
     """
 
     name: str

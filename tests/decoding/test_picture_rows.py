@@ -11,7 +11,7 @@ from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_o
 import mlx_mtp
 from mlx_mtp.decoding.drafters.lookup import continued
 from mlx_mtp.decoding.history import TokenHistory
-from mlx_mtp.layers.target import PromptRows
+from mlx_mtp.layers.prompt_rows import PromptRows
 from mlx_mtp.pictures.rows import Picture, mark_ids, places_in, positions_of
 from mlx_mtp.tuning import kernel_sites
 
