@@ -81,7 +81,8 @@ def load_port(
         split(model, ranks.group, config["model_type"])
         model.runtime.ranks = ranks
     runtime = model.runtime
-    runtime.vision, runtime.blind = open_vision(path, config, contents.stored, sight, model.model.norm.weight.size)
+    width = model.model.norm.weight.size
+    runtime.vision, runtime.blind = open_vision(path, config, contents.stored, sight, width, model.embedded)
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     opened = None if drafting.draft_model is None else _open_for(model, drafting)

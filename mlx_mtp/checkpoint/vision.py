@@ -113,8 +113,8 @@ def usable_tower(
 ) -> tuple[TowerFiles | None, str]:
     """Return (a checkpoint's tower, "") or (None, the reason why the model reads no pictures).
 
-    A tower that cannot be used causes a warning; with `sight.path`, ValueError. width: the model's hidden size. No
-    weights are read.
+    A tower that cannot be used causes a warning, unless config.json describes none; with `sight.path`, ValueError.
+    width: the model's hidden size. No weights are read.
     """
     if not sight.on:
         return None, f"{path}: loaded without its vision tower; omit vision=False (--no-vision) to read pictures"
@@ -125,20 +125,26 @@ def usable_tower(
     except ValueError as e:
         if sight.path is not None:
             raise
-        warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=5)
+        if "vision_config" in config:  # without one, a text model's files have a tower left over
+            warnings.warn(f"{first_line(e)}; pictures are refused", stacklevel=5)
         return None, first_line(e)
     return tower, "" if tower else _absent(path, config)
 
 
-def open_vision(path: Path, config: dict, stored: Stored | None, sight: Sight, width: int) -> tuple[Any, str]:
-    """Return (the `Vision` of a checkpoint, "") or (None, the reason); arguments and errors as in `usable_tower`."""
+def open_vision(
+    path: Path, config: dict, stored: Stored | None, sight: Sight, width: int, embed: Any = None
+) -> tuple[Any, str]:
+    """Return (the `Vision` of a checkpoint, "") or (None, the reason); arguments and errors as in `usable_tower`.
+
+    embed: returns the language model's embeddings [n, width] of tokens [n].
+    """
     tower, reason = usable_tower(path, config, stored, sight, width)
     if tower is None:
         return None, reason
     mark = int(tower.kind.find_mark(tower.config))
     parts: dict[str, Any] = {
-        "open_pixels": partial(_open_pixels, tower),
-        "read": partial(_read, tower, width),
+        "open_pixels": partial(_open_pixels, tower, path),
+        "read": partial(_read, tower, width, embed),
         "fingerprint": partial(_fingerprint, tower),
         "written": tower.kind.find_written(tower.config),
     }
@@ -237,8 +243,8 @@ def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
         raise ValueError(f"{source} ({missing}{first_line(e)})") from e
     with one_line(f"{tower.place}: the vision tower's tensors cannot be read", (RuntimeError,)):
         stored = read_tensors({n: t for n, t in tower.tensors.items() if not UNUSED.search(n)})
-    prefix = max((p for p in tower.kind.PREFIXES if next(iter(stored), "").startswith(p)), key=len)
-    weights = module.sanitized({name.removeprefix(prefix): w for name, w in stored.items()})
+    prefix = next(p for p in tower.kind.PREFIXES if next(iter(stored)).startswith(p))
+    weights = module.sanitized({tower.kind.own_name(name): w for name, w in stored.items()})
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     with one_line(f"{tower.place}: the vision tower's quantization is not supported"):
         nn.quantize(module, class_predicate=lambda at, m: at in packed and infer_quant_config(at, m, weights))
@@ -254,20 +260,21 @@ def lazy_tower(tower: TowerFiles, width: int | None) -> nn.Module:
     return module
 
 
-def _read(tower: TowerFiles, width: int) -> nn.Module:
+def _read(tower: TowerFiles, width: int, embed: Any) -> nn.Module:
     """Return the tower with its weights in memory; ValueError if they are damaged or do not fit into memory."""
     check_room(f"{tower.place}: vision tower:", tower.nbytes, ignore=False)
     module = lazy_tower(tower, width)
     with one_line(f"{tower.place}: the vision tower's tensors cannot be read", (RuntimeError,)):
         check_numbers(named(module), lambda name: (tower.place, name))
+    module.embed = embed
     module.eval()
     return module
 
 
-def _open_pixels(tower: TowerFiles) -> Any:
+def _open_pixels(tower: TowerFiles, path: Path) -> Any:
     """Return what prepares pictures for the tower; ValueError without Pillow, and for unusable settings."""
     with one_line(f"{tower.place}: {SETTINGS} is not usable", MISBUILT, keep=True):
-        return tower.kind.Pixels(tower.settings, tower.config)
+        return tower.kind.Pixels(tower.settings, tower.config, path)
 
 
 def _fingerprint(tower: TowerFiles) -> str:

@@ -22,7 +22,7 @@ class Tower(Protocol):
 
     def scratch(self, grid: Grid) -> int: ...
 
-    def stages(self, patches: mx.array, grid: Grid) -> Iterator[mx.array]: ...
+    def stages(self, patches: Any, grid: Grid) -> Iterator[mx.array]: ...
 
 
 class Pixels(Protocol):
@@ -30,7 +30,7 @@ class Pixels(Protocol):
 
     def grid(self, height: int, width: int, most: int | None = None) -> Grid: ...
 
-    def patches(self, pixels: np.ndarray, grid: Grid) -> np.ndarray: ...
+    def patches(self, pixels: np.ndarray, grid: Grid) -> Any: ...
 
 
 class Vision:
@@ -118,7 +118,7 @@ class Vision:
             raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
         _, height, width = picture.grid
         check_room(f"a picture of {width} x {height} rows:", self._tower.scratch(picture.grid), ignore=False)
-        patches = mx.array(self._pixels.patches(picture.image.pixels, picture.grid))
+        patches = self._pixels.patches(picture.image.pixels, picture.grid)
         for rows in self._tower.stages(patches, picture.grid):
             mx.eval(rows)
             yield rows

@@ -5,9 +5,11 @@ import math
 
 import mlx.core as mx
 import numpy as np
+import published
 import pytest
 import seeing
 
+from mlx_mtp.checkpoint.parameters import named
 from mlx_mtp.models.vision import attention, find_tower, qwen
 from mlx_mtp.models.vision.attention import attend
 
@@ -40,9 +42,9 @@ def reference(weights, patches, height, width):
         for y in range(height // 2) for x in range(width // 2) for dy in range(2) for dx in range(2)
     ]  # fmt: skip
     table = weights["pos_embed.weight"].reshape(5, 5, -1)
-    learnt = [interpolated(table, 4 * y / max(height - 1, 1), 4 * x / max(width - 1, 1)) for y, x in places]
+    learned = [interpolated(table, 4 * y / max(height - 1, 1), 4 * x / max(width - 1, 1)) for y, x in places]
     kernel = weights["patch_embed.proj.weight"].reshape(24, -1)
-    x = patches.astype(float) @ kernel.T + weights["patch_embed.proj.bias"] + np.array(learnt)
+    x = patches.astype(float) @ kernel.T + weights["patch_embed.proj.bias"] + np.array(learned)
     angles = np.array([[place / 1e4 ** (i / 3) for place in pair for i in range(3)] for pair in places])
     turn = np.exp(1j * angles)  # 6 pairs of a head's 12 columns: 3 by the line, 3 by the column
     for i in range(2):
@@ -168,6 +170,17 @@ def test_towers_of_another_kind_are_refused(kind):
 def test_settings_that_do_not_fit_the_tower_are_refused():
     with pytest.raises(ValueError, match=r"patch_size is 14; the tower in config\.json has 4"):
         qwen.Pixels({**seeing.PREPROCESSOR, "patch_size": 14}, CONFIG)
+
+
+@pytest.mark.parametrize(("name", "depth"), [("qwen3.5-0.8b", 12), ("qwen3.5-27b", 27), ("qwen3.6-35b-a3b", 27)])
+def test_names_of_released_towers(name, depth):
+    """By the names in headers of released files; their shapes are not recorded."""
+    found = published.read(next(file for file in published.FILES if file.stem == name))
+    stored = {qwen.own_name(name) for name in found.tensors if name.startswith(qwen.PREFIXES)}
+    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304}
+    module = qwen.Tower({"vision_config": {"depth": depth, "out_hidden_size": 5120, **sizes}})
+    assert stored == {path.replace("patch_embed.", "patch_embed.proj.") for path in named(module)}
+    assert depth != 27 or sum(w.size for w in named(module).values()) == pytest.approx(0.46e9, rel=0.05)
 
 
 def test_families():

@@ -93,19 +93,19 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte, the marks of pictures and a chat template that prints them."""
+def tokenizer(special=SPECIAL, template=TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte, the special tokens, and a chat template that prints them."""
     bytewise = Tokenizer(models.BPE({token: VOCAB[token] for token in ALPHABET}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bytewise.add_special_tokens([AddedToken(token, special=True) for token in special])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bytewise,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     return fast
 
 

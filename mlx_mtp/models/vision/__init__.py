@@ -1,13 +1,14 @@
 """Find the vision tower of a model_type.
 
 A module of this package serves one kind of tower and defines:
-PREFIXES: beginnings of its tensors' names in checkpoints; the rest of a name is the tensor's own name.
+PREFIXES: prefixes of its tensors' names in checkpoints. own_name(name): a tensor's name inside the tower.
 Tower(config): the tower as a module with features of `width` columns. `stages(patches, grid)` yields arrays to
     evaluate one after the other, the last of which are the features [rows, width]; `scratch(grid)` estimates the
     bytes of its temporary arrays; `sanitized(weights)` returns parameters by path for tensors by their own names.
-Pixels(settings, config): what prepares pictures for the tower. `grid(height, width, most)` returns a picture's size
-    (1, h, w) in rows of the prompt, with at most `most` pixels after resizing; `patches(pixels, grid)` returns the
-    tower's input.
+    `embed` is set to the function that returns the language model's embeddings of tokens.
+Pixels(settings, config, path): what prepares pictures for the tower. `grid(height, width, most)` returns a picture's
+    size (1, h, w) in rows of the prompt, with at most `most` pixels after resizing; `patches(pixels, grid)` returns
+    the tower's input.
 find_mark(config): the token that stands for a picture in a rendered chat template.
 find_written(config): all tokens that a chat template writes for a picture, with that one among them.
 Tower, Pixels and find_mark raise ValueError, KeyError or TypeError if config.json describes something else.
@@ -18,7 +19,7 @@ from types import ModuleType
 
 from .. import REMAPPED
 
-TOWERS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen"}
+TOWERS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen", "step3p7": "step"}
 
 
 def find_tower(config: dict) -> ModuleType | None:

@@ -1,5 +1,6 @@
 """Prepare pictures for Qwen's vision towers with transformers' processor, which needs Pillow but not PyTorch."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ RELEASED = {
 class Pixels:
     """The image processor of a checkpoint.
 
-    settings: its preprocessor_config.json; None for the values of released checkpoints. ValueError without Pillow,
-    and for settings that do not fit the tower.
+    settings: its preprocessor_config.json; None for the values of released checkpoints. path: unused. ValueError
+    without Pillow, and for settings that do not fit the tower.
     """
 
-    def __init__(self, settings: dict[str, Any] | None, config: dict):
+    def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path | None = None):
         pillow()
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
 
