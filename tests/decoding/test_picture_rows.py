@@ -92,6 +92,10 @@ def test_layouts_and_draws_do_not_depend_on_drafts(model, layout):
 def test_quantized_during_a_picture(model):
     layout = {"kv_bits": 8, "quantized_kv_start": 6}
     assert generated(model, PROMPT, 3, **layout) == generated(model, PROMPT, 0, prefill_step_size=3, **layout)
+    cache = mlx_mtp.make_prompt_cache(model, kv_bits=8, quantized_kv_start=99)
+    generated(model, PROMPT, 0, n=1, prompt_cache=cache)
+    cache.quantize_at(99)
+    assert {c.shift for c in cache.layers} == {cache.next_shift}
 
 
 def test_processors_get_ids_of_marks(model):
@@ -110,10 +114,12 @@ def test_processors_get_ids_of_marks(model):
 
 def test_lookup_neither_matches_nor_drafts_pictures():
     start, answer = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4]
-    exact = tokens_of(start, A, [7, 8, 9, 10], A, [7, 8, 9, 10])
+    exact = tokens_of(start, A, [7, 8, 9, 10], [99, 7, 8, 9, 10])  # 99 is the mark's id
     history = TokenHistory(mark_ids(exact, 99), exact)
     assert history.exact() == exact
-    assert history.matched() == 4  # not through the picture before
+    assert history.matched() == 4  # not the picture's last row, which has the id of a mark in the text
+    again = tokens_of(A, [7, 8, 9, 10], A, [7, 8, 9, 10])
+    assert TokenHistory(mark_ids(again, 99), again).matched() == 4
     history.extend(answer)
     assert history.exact(len(exact) + 2) == exact + answer[:2]
     (length, begin), *_ = history.matches(len(exact) + len(answer))

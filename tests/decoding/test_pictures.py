@@ -3,12 +3,14 @@
 import mlx.core as mx
 import pytest
 import seeing
+from cache_files import rewritten, sealed
 from compile_mode import ENABLED, set_mode
 from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_of
 from prefix_requests import LARGE, serve
 from sweep import paired, sampled
 
 import mlx_mtp
+from mlx_mtp.decoding import replay
 from mlx_mtp.models import qwen3_5
 from mlx_mtp.pictures.rows import Picture
 from mlx_mtp.serve.job import prefill
@@ -57,11 +59,15 @@ def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
     """Conversations with other shifts, and without any, replay each other's cycles."""
     model, _, texts = models
     set_mode(ENABLED)
-    for name in ("two", "adjacent", "text", "last", "two"):
+    monkeypatch.setattr(model.runtime, "recorder", None)
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    recorded = []
+    for name in ("text", "two", "adjacent", "last", "text"):
         stats = mlx_mtp.Stats()
         assert generated(model, PROMPTS[name], k, compile_cycles=True, stats=stats) == texts[name], name
-    assert stats.compiled_cycles > 0
-    assert not stats.compiled_shapes  # those of the first prompt, which has another shift, were used
+        assert stats.compiled_cycles > 0
+        recorded.append(stats.compiled_shapes > 0)
+    assert recorded == [True, True, False, False, False]  # once without a shift, and once for all shifts
 
 
 def batched(model, prompts, limits=N, **options):
@@ -98,6 +104,26 @@ def conversation(models):
         answers.append(reference.greedy(parts, 7))
         parts.append(answers[-1])
     return answers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(pictures=[[2, 5, 2], [15, 5, 2]]), "its pictures are not those of its tokens"),
+        (lambda s: s["pictures"].pop(), "its pictures are not those of its tokens"),
+        (lambda s: s.pop("pictures"), "its tokens are not the model's"),
+        (lambda s: s["tokens"].pop(3), "the picture at token 2 is"),
+        (lambda s: s["tokens"].__setitem__(3, -(2**63) - 1), "its tokens are not the model's"),
+        (lambda s: s.update(vision="00"), "made with pictures and another vision tower"),
+    ],
+)
+def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, message):
+    model, *_ = models
+    generated(model, PROMPTS["two"], n=1, prompt_cache=(cache := mlx_mtp.make_prompt_cache(model)))
+    mlx_mtp.save_prompt_cache(tmp_path / "cache", cache)
+    damaged = sealed(tmp_path / "damaged", rewritten((tmp_path / "cache").read_bytes(), change))
+    with pytest.raises(ValueError, match=message):
+        mlx_mtp.load_prompt_cache(damaged, model)
 
 
 @pytest.mark.parametrize("k", [0, 2])
