@@ -208,7 +208,7 @@ class ChatSession:
         before = len(self.messages) - 2
         if before < len(self._system):
             return ()
-        found = self.messages[before].get("pictures", ())
+        found: Any = self.messages[before].get("pictures", ())
         return found[len(self._prefix_pictures) :] if before == len(self._system) else found
 
     def idle(self) -> IdleTrials:

@@ -99,7 +99,8 @@ def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str, vision: Any =
         if prefix.images:
             raise ValueError(NO_TEMPLATE)
         return tokenizer.encode(text)
-    messages = [] if prefix.system_prompt is None else [{"role": "system", "content": prefix.system_prompt}]
+    system = {"role": "system", "content": prefix.system_prompt}
+    messages: list[dict[str, Any]] = [] if prefix.system_prompt is None else [system]
     messages.append({"role": "user", "content": text, "pictures": prefix.pictures})
     options = {**prefix.template_config, "add_generation_prompt": True}
     return encode_messages(tokenizer, messages, options, vision)

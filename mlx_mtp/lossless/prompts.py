@@ -43,7 +43,7 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
 
 def pictured(model: Target, tokenizer: Any, pictures: Sequence[Picture]) -> list[Prompt]:
     """Return a prompt for each picture, and of several pictures one with all of them."""
-    groups = {f"picture {i}": (picture,) for i, picture in enumerate(pictures, 1)}
+    groups: dict[str, tuple[Picture, ...]] = {f"picture {i}": (picture,) for i, picture in enumerate(pictures, 1)}
     if len(pictures) > 1:
         groups["all pictures"] = tuple(pictures)
     vision = model.vision

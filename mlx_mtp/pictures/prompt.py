@@ -16,8 +16,8 @@ def as_list(images: Any) -> list[Any]:
     """Return pictures as a list: [] for None, [images] for one picture."""
     if images is None:
         return []
-    single = isinstance(images, (str, Path, bytes, bytearray, memoryview, Picture, Image)) or is_pillow(images)
-    return [images] if single else list(images)
+    single: Any = (str, Path, bytes, bytearray, memoryview, Picture, Image)
+    return [images] if isinstance(images, single) or is_pillow(images) else list(images)
 
 
 def opened(model: Any, images: Any, resize_shape: Any = None) -> list[Picture]:

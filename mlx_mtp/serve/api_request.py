@@ -14,7 +14,7 @@ from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
-from .forms import Message
+from .forms import Content, Message
 from .frames import ends_in_reasoning
 from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
@@ -296,7 +296,7 @@ def _next_prompt(
     return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
 
 
-def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
+def message_of(role: str, content: Content | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
     """Return a message in OpenAI's form, without reasoning or tool calls if they are empty; content None is kept."""
     more = {"reasoning_content": reasoning, "tool_calls": calls}
     return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}

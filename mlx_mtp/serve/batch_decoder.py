@@ -167,7 +167,7 @@ class BatchDecoder:
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
             grammars=[options.get("grammar")],
-            pictures=[options["pictures"]],
+            pictures=[options.get("pictures", ())],
         )
         return uid
 

@@ -186,7 +186,7 @@ def plain_text(value: Any, name: str) -> str:
     for part in parts:
         if not isinstance(part, str):
             kind = part.get("type")
-            what = "a picture" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
+            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
             raise Refused(f"{name}: {what}; allowed is text", param=name)
     return "".join(parts)
 

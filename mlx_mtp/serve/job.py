@@ -52,7 +52,6 @@ class DecodeRequest:
 
     prompt: list[int]
     turns: tuple[int, ...] = ()
-    pictures: tuple[Picture, ...] = ()
     max_tokens: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
@@ -69,6 +68,7 @@ class DecodeRequest:
     adapter: str | None = None
     grammar: Constraint | None = None
     progress: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class Begun(NamedTuple):

@@ -49,8 +49,8 @@ def marks_of(tokenizer: Any, picture: int | None = None) -> Marks:
     """Return the patterns of a tokenizer's added tokens, for `encode_chat`. picture: as in `Marks`."""
     added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
     special = [token for token in added if getattr(token, "special", False)]
-    patterns = (_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special))
-    return Marks(*patterns, picture)
+    every, own = (_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special))
+    return Marks(every, own, picture)
 
 
 def _any_of(names: set[str]) -> re.Pattern[str]:

@@ -51,7 +51,8 @@ class RequestPictures:
         """
         if not self.readable:
             why = self._info.blind if self._info else ""
-            raise Refused(f"{field}: a picture, but {NO_PICTURES}{why and ': '}{why}", param=field)
+            what = f"a picture ({given.get('type')})"
+            raise Refused(f"{field}: {what}, but {NO_PICTURES}{why and ': '}{why}", param=field)
         number, part = len(self._sources) + 1, {"type": "image"}
         if number > MOST_PICTURES:
             raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request", param=field)

@@ -16,6 +16,7 @@ from mlx_mtp.checkpoint.convert import convert
 from mlx_mtp.checkpoint.convert_vision import extract_vision
 from mlx_mtp.checkpoint.inspect import as_text, inspect_checkpoint
 from mlx_mtp.decoding.memory_needs import needs
+from mlx_mtp.machine import memory
 from mlx_mtp.pictures.image import open_image
 from mlx_mtp.pictures.vision import vision_of
 
@@ -262,3 +263,40 @@ def test_families_without_a_tower():
     assert "vision" not in str(model.report)
     with pytest.raises(ValueError, match="vision_path=x: omit it; model_type 'step3p5' reads no pictures"):
         load("demo", vision_path="x")
+
+
+def test_a_tower_or_picture_that_does_not_fit_into_memory_is_refused(made, monkeypatch):
+    monkeypatch.delenv(memory.IGNORE, raising=False)
+    vision = load(made["released"]).vision
+    picture = vision.picture(open_image(PICTURE))
+    for room, start in ((vision.nbytes - 1, "vision tower: "), (vision.nbytes, "a picture of 5 x 3 rows: ")):
+        monkeypatch.setattr(memory, "available", lambda size=room: memory.Available(size, "a test"))
+        if start.startswith("a picture"):
+            monkeypatch.setattr(type(vision._tower), "scratch", lambda self, grid: vision.nbytes + 1)
+        with pytest.raises(ValueError, match=f"{start}.* GB needed in addition to the model"):
+            vision.features(picture)
+    monkeypatch.undo()
+    assert vision.features(picture).shape == (15, 32)
+    assert vision._tower.scratch((1, 34, 60)) > 100 * vision._tower.scratch((1, 2, 3))
+
+
+def test_a_picture_s_tokens_depend_on_the_tower(made, tmp_path):
+    image, words = open_image(PICTURE), set()
+    for i, at in enumerate([None, (0, 0), (96, 0)]):  # the first value of a matrix, and one in its middle
+        shutil.copytree(made["converted"], path := tmp_path / str(i))
+        weights = dict(mx.load(str(path / "vision.safetensors")))
+        if at:
+            weights[QKV][at] += 1
+        mx.save_safetensors(str(path / "vision.safetensors"), weights)
+        vision = load(path).vision
+        words.add(vision.picture(image).words)
+        assert vision.picture(image).words == load(path).vision.picture(image).words
+    assert len(words) == 3
+
+
+def test_tensors_that_are_computed_here_are_ignored(made, tmp_path):
+    shutil.copytree(made["converted"], path := tmp_path / "more")
+    weights = dict(mx.load(str(path / "vision.safetensors")))
+    more = {f"model.visual.{name}": mx.ones(3) for name in ("rotary_pos_emb.inv_freq", "position_ids")}
+    mx.save_safetensors(str(path / "vision.safetensors"), weights | more)
+    assert np.array_equal(features(load(path)), features(load(made["converted"])))
