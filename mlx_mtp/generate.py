@@ -25,6 +25,7 @@ from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
 from .decoding.drafters import drafters_of
+from .decoding.images import all_with_images, with_images
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, forced_drafts, lookup_drafts, remember
@@ -34,7 +35,6 @@ from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
-from .pictures.prompt import opened, with_pictures
 from .pictures.rows import Picture
 from .ranks.watch import wait_for_reason
 from .tuning.kernel_switch import switch_on_for_drafts
@@ -146,18 +146,14 @@ def stream_generate(
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
     The tokenizer's end-of-text tokens always end it. The last response has finish_reason "stop" or "length". Raises
-    ValueError as `generate_step` does, at the call. More options:
-    images: paths, bytes of files, `data:` URLs or images of Pillow, one for each mark of a picture in the prompt; if
-        it has no mark, the pictures come before the text. image: the same, or a single picture, as in mlx_vlm.
-    resize_shape: (width, height) to which each image is scaled, with its ratio kept.
+    ValueError as `generate_step` does, at the call. `images` and `resize_shape` are options of `docs/pictures.md`.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
     checked.check_names(options)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    images, shape = _images_of(options), options.pop("resize_shape", None)
-    ids, options["pictures"] = _with_images(model, tokenizer, encoded(tokenizer, prompt), images, options, shape)
+    ids = with_images(model, tokenizer, encoded(tokenizer, prompt), options)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
     if options.get("grammar") is not None:
@@ -173,26 +169,6 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Any:
         return prompt
     bos = tokenizer.bos_token
     return tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-
-
-def _images_of(options: dict[str, Any]) -> Any:
-    """Remove `images` and `image` from options, and return the one that is given; ValueError for both."""
-    images, image = options.pop("images", None), options.pop("image", None)
-    if images is not None and image is not None:
-        raise ValueError("image: give either images or image, not both")
-    return image if images is None else images
-
-
-def _with_images(
-    model: Target, tokenizer: Any, ids: Any, images: Any, options: dict[str, Any], shape: Any
-) -> tuple[Any, Sequence[Picture]]:
-    """Return a prompt's token ids with those of its images, and its pictures; without images both as they are."""
-    if not (pictures := opened(model, images, shape)):
-        return ids, options.get("pictures", ())
-    if options.get("pictures"):
-        raise ValueError("pictures: give either images or pictures, not both")
-    ids = checked.token_ids(ids, model.vocab_size) if len(ids) else []  # pictures alone are a prompt, too
-    return with_pictures(model.vision, ids, pictures, start=ids[:1] == [tokenizer.bos_token_id]), pictures
 
 
 def _responses(
@@ -268,14 +244,11 @@ def batch_generate(
     prompts: texts or token ids. prompt_caches: one per prompt, whose tokens it continues; they stay unchanged.
     max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
     return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
-    those of `BatchGenerator`, and `images`: a list of images per prompt, or None for none, and `resize_shape`, as in
-    `stream_generate`.
+    those of `BatchGenerator`, and `images`, a list per prompt or None.
     """
     checked.check_names(options)
-    images, shape = options.pop("images", None) or [None] * len(prompts), options.pop("resize_shape", None)
     ids = [encoded(tokenizer, prompt) for prompt in prompts]
-    given = [_with_images(model, tokenizer, *each, {}, shape) for each in zip(ids, images, strict=True)]
-    ids, pictures = [tokens for tokens, _ in given], [found for _, found in given]
+    ids, pictures = all_with_images(model, tokenizer, ids, options)
     limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
     if prompt_caches is None and return_prompt_caches:
         layout = checked.cache_options(options)

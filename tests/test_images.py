@@ -98,7 +98,7 @@ def rendered(*messages):
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
-def said(session, text, images=None):
+def answered(session, text, images=None):
     return "".join(response.text for response in session.ask(text, images=images))
 
 
@@ -108,36 +108,36 @@ def test_every_turn_of_a_conversation_is_the_text_of_its_prompt(model):
         so_far.append((text, len(images or [])))
         pictures += images or []
         expected = text_of(model, rendered(*so_far), images=pictures, num_draft_tokens=0)
-        assert said(session, text, images) == expected
+        assert answered(session, text, images) == expected
         so_far.append((expected, 0))
     assert session.turn.reused > 40
 
 
 def test_a_taken_back_picture_is_out_of_the_conversation(model):
     session = ChatSession(*model, max_tokens=6)
-    first = said(session, "What?", [A])
+    first = answered(session, "What?", [A])
     (picture,) = session.last_pictures
     length = session.turn.prompt_tokens
     session.take_back()
     assert session.last_pictures == ()
-    assert said(session, "What?") == text_of(model, rendered(("What?", 0)))
+    assert answered(session, "What?") == text_of(model, rendered(("What?", 0)))
     assert session.turn.prompt_tokens == length - picture.rows - 2
     session.take_back()
-    assert said(session, "What?", [picture]) == first
+    assert answered(session, "What?", [picture]) == first
 
 
 def test_a_mark_in_a_message_or_an_answer_is_text(model):
     session = ChatSession(*model, max_tokens=3)
     session.resume([{"role": "user", "content": MARK}, {"role": "assistant", "content": f"see {MARK}"}], 1)
-    assert said(session, f"{MARK} and this?", [A])
-    assert said(session, "Well?", [B])
+    assert answered(session, f"{MARK} and this?", [A])
+    assert answered(session, "Well?", [B])
     assert session.turn.reused > 10
 
 
 def test_a_picture_that_was_read_is_neither_encoded_nor_needed_again(model, monkeypatch):
     session, vision = ChatSession(*model, max_tokens=3), model[0].vision
     vision.keep_at_most(0)
-    said(session, "What?", [noise(9)])
+    answered(session, "What?", [noise(9)])
     monkeypatch.setattr(vision, "stages", lambda picture: pytest.fail("encoded again"))
-    said(session, "And?")
+    answered(session, "And?")
     vision.keep_at_most(1 << 28)

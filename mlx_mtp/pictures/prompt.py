@@ -61,7 +61,7 @@ def _opened(vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> 
 
 
 def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Picture], start: int = 0) -> list[int]:
-    """Return a prompt's tokens with those of pictures in place of its marks, one mark for each picture.
+    """Return a prompt's tokens in which those of a picture replace each mark.
 
     Without a mark the pictures come first, after the first `start` tokens, each between the marks that the chat
     template would write around it. Raises ValueError if the numbers of marks and pictures differ.
