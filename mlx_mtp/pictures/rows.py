@@ -109,7 +109,7 @@ def places_in(tokens: Sequence[int]) -> Places:
 
 
 def mark_ids(tokens: Iterable[int], mark: int) -> list[int]:
-    """Return tokens with `mark`, the id of the mark in the chat template, in place of each row of a picture."""
+    """Return tokens with `mark`, the id of the mark in the chat template, instead of each row of a picture."""
     return [token if token >= 0 else mark for token in tokens]
 
 
