@@ -1,4 +1,4 @@
-"""Put the tokens of pictures into the place of their marks in an encoded prompt."""
+"""Replace the marks of pictures in an encoded prompt by the pictures' tokens."""
 
 from collections.abc import Sequence
 from typing import Any
