@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .fields import Refused
 
 DEPTH = 64  # maximum nesting of a JSON body
+UNTYPED = "/api/"  # clients of this API may send another content type, such as curl's default, or none
 OPEN = ("/", "/health")  # paths that need no key; nor do the page's files
 
 
@@ -33,7 +34,8 @@ class Rules:
     def check(self, path: str, method: str, headers: Headers) -> None:
         """Raise Refused for headers that violate the rules.
 
-        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415.
+        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415; below
+        UNTYPED only with an Origin, which browsers always send.
         """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
@@ -47,7 +49,7 @@ class Rules:
                 "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+        if method == "POST" and kind != "application/json" and (origin or not path.startswith(UNTYPED)):
             raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
 
     def has_key(self, headers: Headers) -> bool:

@@ -98,14 +98,15 @@ class Metrics:
 
         0 while no model is loaded.
         """
-        loaded = [(self.engine, self.counted)]
         if isinstance(self.engine, Models):
             slots = [*self.engine.slots.values()]
             loaded = [(slot.engine, ready.buffers) for slot in slots if (ready := slot.ready)]
+        else:
+            loaded = [(self.engine, self.counted)]
         return self._tree("buffers") + sum(
             counted.weights + counted.recordings + len(engine.running) * counted.caches
             for engine, counted in loaded
-            if isinstance(engine, Engine) and engine.served
+            if engine.served
         )
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:

@@ -51,7 +51,7 @@ class Service:
         With several models the block begins once the model is loaded. Raises Refused for an unknown or unusable one,
         QueueFull without room in the queue, and ClientDisconnect if the client disconnects before.
         """
-        if isinstance(self.engine, Engine):
+        if not isinstance(self.engine, Models):
             yield self.ready(), self.engine
             return
         models, slot = self.engine, self.engine.named(body)
@@ -63,10 +63,10 @@ class Service:
 
     def submit(self, engine: Engine, jobs: list[Job]) -> None:
         """Queue all jobs of a request at an engine, or none. Raises QueueFull as `Engine.submit`."""
-        if isinstance(self.engine, Engine):
-            engine.submit(jobs)
-        else:
+        if isinstance(self.engine, Models):
             self.engine.submit(engine, jobs)
+        else:
+            engine.submit(jobs)
 
     def offers(self) -> list[Offer]:
         """Return the models under each of their names, those of one model with its adapters too.

@@ -228,6 +228,18 @@ def test_open_webui(served):
     assert "--allow-host" in refused.json()["error"]
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_other_content_types_are_allowed_unless_a_page_sends_them(served, kind):
+    """Those of litellm and of `curl -d`; a browser sends the Origin of the page with every POST."""
+    content, headers = json.dumps({"model": "demo", "messages": []}), {"Content-Type": kind} if kind else {}
+    assert served.post("/api/chat", content=content, headers=headers).json()["done"]
+    assert (
+        served.post("/api/chat", content=content, headers={**headers, "Origin": "http://localhost"}).status_code
+        == 415
+    )
+    assert served.post("/v1/chat/completions", content=content, headers=headers).status_code == 415
+
+
 def test_continue(served):
     """It reads the context from `parameters`; completions of code are raw prompts."""
     shown = served.post("/api/show", json={"name": "demo"}).json()
