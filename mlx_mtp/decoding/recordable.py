@@ -20,7 +20,10 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     rows that count as rejected are added. A built step with these reads as many positions and rows as the recorded
     one, and so has the same bits.
     """
-    run = _padded(run, _row_counts(frame)) if frame.drafter else Run(None, run.newest(), None)
+    if frame.drafter:
+        run = _padded(run, _row_counts(frame))
+    else:
+        frame, run = frame._replace(base=frame.base + run.size - 1), Run(None, run.newest(), None)
     need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
     for c in caches:
         c.hold(round_up(need))
