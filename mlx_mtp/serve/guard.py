@@ -35,7 +35,7 @@ class Rules:
         """Raise Refused for headers that violate the rules.
 
         Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415;
-        below UNTYPED only with an Origin, which browsers always send.
+        below UNTYPED only with an Origin, which browsers send with every POST.
         """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
