@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 
-# Stored bytecode: without it each worker rewrites the asserts of all tests, and each process of a test compiles the
-# package.
+# Write bytecode even where PYTHONDONTWRITEBYTECODE is set: otherwise each worker of each run rewrites the assertions
+# of all test files, and each process that a test starts compiles the package.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
