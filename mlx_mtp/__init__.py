@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .decoding.memory_needs import Budget
     from .decoding.stats import Stats
     from .generate import GenerationResponse, batch_generate, generate, generate_step, stream_generate
+    from .training.tune import tune_heads
 
 __all__ = [
     "BatchGenerator",
@@ -38,6 +39,7 @@ __all__ = [
     "make_prompt_cache",
     "save_prompt_cache",
     "stream_generate",
+    "tune_heads",
 ]
 
 # MLX and transformers take a second to import, which `mlx-mtp --help` need not wait for.
@@ -53,6 +55,7 @@ _HOMES = {
     "convert": "checkpoint.convert",
     "Report": "checkpoint.report",
     "Stats": "decoding.stats",
+    "tune_heads": "training.tune",
 }
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"decoding"},
     {"batch"},
     {"checkpoint", "generate"},
-    {"session"},
+    {"session", "training"},
     {"bench", "lossless", "serve"},
     {"__init__", "cli"},
     {"__main__"},

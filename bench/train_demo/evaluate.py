@@ -9,8 +9,9 @@ import mlx_lm
 import numpy as np
 from tokenizers import Tokenizer
 
+from mlx_mtp.training.arithmetic import cross_entropy
+
 from .data import chat
-from .fast_math import cross_entropy
 from .library import Doc
 from .network import DemoModel
 from .tokenizer import as_text

@@ -6,7 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.step3p5 import ModelArgs, Step3p5DecoderLayer, Step3p5Model
 
-from .fast_math import cross_entropy
+from mlx_mtp.training.arithmetic import cross_entropy
+
 from .layers import attention, decoder_layer, expert_weights
 
 RESIDUAL_SCALE, HEAD_SCALE = 0.2, 0.1  # of the initial weights that write to the residual stream, to the logits
@@ -46,7 +47,7 @@ class DemoModel(nn.Module):
         self.mtp = [MTPDepth(args, k) for k in range(depths)]
         for layer in self.decoder_layers():
             layer.window = args.sliding_window if layer.is_sliding else 0
-            if layer.is_moe_layer:  # `optimize.balance_router` sets it
+            if layer.is_moe_layer:  # `balance_router` sets it
                 layer.mlp.gate.freeze(keys=["router_bias"], recurse=False)
 
     def decoder_layers(self) -> list[Step3p5DecoderLayer]:
@@ -127,3 +128,11 @@ def router_choices(model: DemoModel, tokens: mx.array) -> Iterator[tuple[nn.Modu
             y = layer.post_attention_layernorm(h + attention(layer.self_attn, layer.input_layernorm(h), layer.window))
             yield layer.mlp.gate, expert_weights(layer.mlp, y.reshape(-1, y.shape[-1]))
         h = decoder_layer(layer, h)
+
+
+def balance_router(model: DemoModel, tokens: mx.array, rate: float) -> None:
+    """Move each router bias by `rate` towards equal use of the experts on tokens [B, L]."""
+    for gate, weights in router_choices(model, tokens):
+        load = (weights > 0).astype(mx.float32).mean(axis=0)
+        gate.router_bias = gate.router_bias + rate * mx.sign(load.mean() - load)
+    mx.eval(model.parameters())

@@ -19,13 +19,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.step3p5 import ModelArgs
 from tokenizers import Tokenizer
 
+from mlx_mtp.training.optimize import Trainer
+
 from . import checkpoint, self_written
 from .card import MAX_SAMPLE_TOKENS, Run, model_card
 from .config import DEPTHS, demo_config
 from .data import PHASES, Phase, epoch, load_corpus
 from .evaluate import FIRST_PROMPTS, distinct_share, evaluate, greedy_samples, held_out_prompts
-from .network import DemoModel, build, foresight_loss, joint_loss
-from .optimize import Trainer, balance_router
+from .network import DemoModel, balance_router, build, foresight_loss, joint_loss
 from .tokenizer import as_text, save_tokenizer, train_tokenizer
 
 ROWS, SLOTS = 8, 256

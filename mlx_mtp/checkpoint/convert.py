@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.utils import get_total_parameters, save_config
 
 from ..layers.blocks import is_blocks
+from ..layers.port import TUNED
 from ..layers.scaled import SCALE
 from ..machine import atomic
 from ..machine.errors import one_line
@@ -34,7 +35,7 @@ from .head_self_test import check_runs
 from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split
-from .sort_tensors import Contents, Drafting
+from .sort_tensors import Contents, Drafting, layout_of
 from .vision import Sight, TowerFiles, usable_tower, vision_facts, write_settings
 from .weight_names import INDEX, SIDECAR_FILES, VISION_FILE, read_index
 
@@ -161,7 +162,7 @@ def files_of_heads(path: Path) -> list[str] | None:
     """
     config, places = read_config(path), read_index(path)
     port = _port(path, config)
-    spec, layers = port.Model.SPEC, read_args(port, path, config).num_hidden_layers
+    spec, layers = layout_of(port, places), read_args(port, path, config).num_hidden_layers
     heads = {name: place for name in places if (place := spec.locate(name, layers))}
     compared = any(spec.may_repeat(inside.partition(".")[0]) for _, inside in heads.values())
     shared = {name for name in places if compared and re.search(r"(^|\.)(lm_head|embed_tokens)\.", name)}
@@ -190,7 +191,7 @@ def _drop_repeated(model: Any, contents: Contents) -> None:
 
     If only heads were opened, nothing is dropped. The precision of a conversion would make equal ones differ.
     """
-    if not contents.trunk:
+    if not contents.trunk or model.spec.prefix == TUNED.prefix:
         return
     spec, layers = type(model).SPEC, model.args.num_hidden_layers
     for module, shared in (("head", "lm_head"), ("embed_tokens", "embed_tokens")):

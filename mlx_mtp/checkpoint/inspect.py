@@ -37,7 +37,7 @@ from .packed.contents import recognize
 from .packed.find import replaced, without_scales
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
-from .sort_tensors import Contents, ignored_by, missing_experts, relative
+from .sort_tensors import Contents, ignored_by, layout_of, missing_experts, of_other_layout, relative
 from .vision import find_tower_files
 from .weight_files import read_stored, weight_files
 
@@ -207,14 +207,16 @@ def _repeated(model: Any, path: Path) -> list[str]:
 
 def _sort(port: ModuleType, path: Path, config: dict, header: Header) -> Contents:
     """Return the sorted tensors, as the loader does, but without its checks: depths may be missing."""
-    layers, spec = read_args(port, path, config).num_hidden_layers, port.Model.SPEC
+    layers, spec = read_args(port, path, config).num_hidden_layers, layout_of(port, header)
     used = {name: tensor for name, tensor in header.items() if ignored_by(port, name) is None}
+    used = {name: tensor for name, tensor in used.items() if not of_other_layout(port, spec, name, layers)}
     places = {name: place for name in used if (place := spec.locate(name, layers))}
     if spec.topology == "recycle":
         places = {name: place for name, place in places.items() if place[0] == 0}
     heads = {name: used[name] for name in places}
     trunk = {name: tensor for name, tensor in used.items() if name not in heads}
-    spec = spec.resolve([inside for _, inside in places.values()])
+    vocab = next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0)
+    spec = replace(spec, draft_vocab=vocab).resolve([inside for _, inside in places.values()])
     return Contents(trunk, heads, len({depth for depth, _ in places.values()}), "", (), spec)
 
 

@@ -43,6 +43,7 @@ from .report import drafting_bytes
 from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
+from .tuned import attach_tuned, fits, shipped_heads
 from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
@@ -221,7 +222,12 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
-        model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy, sight=options.sight)
+        given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}
+        model = load_port(port, path, config, drafting, budget, **given)
+        if drafting.heads and not model.mtp and (shipped := shipped_heads(config)) and fits(model, shipped):
+            drafting = replace(drafting, mtp_path=shipped)
+            model = load_port(port, path, config, drafting, budget, **given)
+        attach_tuned(model, drafting.mtp_path)
         if mx.default_device() == mx.cpu:
             share_angles(model)
         cut_experts(model)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..layers.mtp_spec import MTPSpec
+from ..layers.port import TUNED_PREFIX
 from .files import Header, read_header
 from .weight_files import read_stored
 from .weight_names import TRUNK_FILES
@@ -38,7 +39,8 @@ def read_separate_heads(port: ModuleType, layers: int, mtp_path: str | Path) -> 
     if folder == given:
         stored = read_stored(given, whole=False)
         found = stored.trunk | stored.sidecars
-    heads = {name: tensor for name, tensor in found.items() if spec.locate(name, layers)}
+    heads = {name: tensor for name, tensor in found.items() if name.startswith(TUNED_PREFIX)}
+    heads = heads or {name: tensor for name, tensor in found.items() if spec.locate(name, layers)}
     if not heads:
         raise ValueError(f"mtp_path={given}: none of its tensors is an MTP head's, expected {spec.place(layers)}")
     return heads

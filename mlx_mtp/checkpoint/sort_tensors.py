@@ -2,13 +2,14 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from ..layers.mtp_spec import MTPSpec
+from ..layers.port import TUNED, TUNED_PREFIX
 from ..machine.errors import first_line
 from .files import FLOATS, FP8_SCALES, Header
 from .quant_methods import method_of
@@ -118,16 +119,19 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     gap in the depths or in a head's experts. layers: the number of the target's layers. drafting: decides whether
     heads are loaded, and from where; without heads, their tensors are dropped.
     """
-    stored, spec = read_stored(path, whole=not drafting.alone), port.Model.SPEC
+    stored = read_stored(path, whole=not drafting.alone)
     own = drafting.heads and drafting.mtp_path is None
+    given = read_separate_heads(port, layers, drafting.mtp_path) if drafting.heads and not own else {}  # type: ignore[arg-type]
+    spec = layout_of(port, stored.trunk | stored.sidecars if own else given)
     separate, moved = _own_sidecars(stored, spec, layers, needed=own)
-    if not own:
-        separate = read_separate_heads(port, layers, drafting.mtp_path) if drafting.heads else {}  # type: ignore[arg-type]
+    separate = separate if own else given
     trunk, heads, ignored = {}, {}, set()
     for name, tensor in (stored.trunk | moved).items():
         affix = ignored_by(port, name)
         if affix is not None:
             ignored.add(f"{affix}*" if name.startswith(affix) else f"*{affix}")
+        elif of_other_layout(port, spec, name, layers):
+            ignored.add(name)
         elif name in separate or spec.locate(name, layers):
             heads[name] = tensor
         else:
@@ -159,6 +163,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         name = next(n for n, (depth, _) in places.items() if depth == max(depths))
         but = f"but of depth {max(depths)}, such as {name}; all depths are needed"
         raise ValueError(f"{heads[name].file}: no tensors of MTP depth {min(missing)}, {but}")
+    if vocab := next((heads[name].shape[0] for name, (_, inside) in places.items() if inside == "d2t"), 0):
+        spec = replace(spec, draft_vocab=vocab)
     spec = spec.override(drafting.head_overrides).resolve([path for _, path in places.values()])
     if spec.head == "shared":  # mtp_overrides may replace a head's own LM head
         places = {name: place for name, place in places.items() if not place[1].startswith("head.")}
@@ -168,6 +174,18 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     ignored |= heads.keys() - used.keys()
     source = source if depths else "no head tensors"
     return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone, stored, own)
+
+
+def layout_of(port: ModuleType, names: Collection[str]) -> MTPSpec:
+    """Return the layout of the heads among tensor names: of new heads if there are any, else the family's."""
+    return TUNED if any(name.startswith(TUNED_PREFIX) for name in names) else port.Model.SPEC
+
+
+def of_other_layout(port: ModuleType, spec: MTPSpec, name: str, layers: int) -> bool:
+    """Return whether a tensor belongs to heads of another layout than `spec`, which are not loaded."""
+    if spec.prefix == TUNED.prefix:
+        return port.Model.SPEC.locate(name, layers) is not None
+    return name.startswith(TUNED_PREFIX)
 
 
 def _own_sidecars(stored: Stored, spec: MTPSpec, layers: int, *, needed: bool) -> tuple[Header, Header]:
@@ -241,6 +259,8 @@ def check_types(header: Header) -> None:
             allowed, wording = (*FLOATS, "U8", "U16"), "floating-point numbers, U8 or U16"
         elif any(name + suffix in header for suffix in FP8_SCALES):
             allowed, wording = (*FLOATS, "F8_E4M3", "U8"), "F8_E4M3, because it has a scale"
+        elif kind == "d2t":
+            allowed, wording = ("I32", "I64"), "integers"
         if tensor.dtype not in allowed:
             raise ValueError(f"{tensor.file}: tensor {name} has type {tensor.dtype}; expected {wording}")
         if kind == "scales" and f"{module}.weight" not in header:

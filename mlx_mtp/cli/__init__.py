@@ -27,6 +27,7 @@ from .pull import pull
 from .serve import serve
 from .terminal import printable
 from .together import as_rank, check_command, error_line, follows
+from .tune_heads import tune_heads
 from .verify_lossless import verify_lossless
 
 
@@ -149,6 +150,7 @@ COMMANDS = (
     models,
     pull,
     serve,
+    tune_heads,
     verify_lossless,
 )
 for command in COMMANDS:

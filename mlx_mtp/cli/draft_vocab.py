@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from .options import check_place, checkpoint_options, checkpoint_path
+from .options import check_place, checkpoint_options, checkpoint_path, text_files
 
 SHARE = 4  # the default size is this fraction of the vocabulary
 PIECE = 1 << 20  # characters to encode at a time
@@ -62,14 +62,8 @@ def draft_vocab(
 
 def _read(names: Iterable[str]) -> Iterator[str]:
     """Yield the texts of files, directories and standard input ('-'); report and skip files that are not UTF-8."""
-    for file in (file for name in names for file in ([None] if name == "-" else _files(Path(name)))):
+    for file in (file for name in names for file in ([None] if name == "-" else text_files(Path(name)))):
         try:
             yield (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
         except UnicodeDecodeError:
             click.echo(f"skipped: {file or 'standard input'} is not UTF-8 text", err=True)
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the file itself, or, sorted, all files at any depth of a directory that have no hidden part below it."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

@@ -1,8 +1,8 @@
-"""Locate the demo, a tiny Step-3.5 with three MTP depths that is used if no model is named, and its block drafter."""
+"""Locate the demo, a tiny Step-3.5 that is used if no model is named, its block drafter, and heads for SmolLM2."""
 
 from pathlib import Path
 
-__all__ = ["NAMED", "demo_block_path", "demo_path"]
+__all__ = ["NAMED", "SHIPPED_HEADS", "demo_block_path", "demo_path"]
 
 HERE = Path(__file__).parent
 
@@ -18,3 +18,4 @@ def demo_block_path() -> Path:
 
 
 NAMED = {"demo": demo_path(), "demo-block": demo_block_path()}  # by the names that `load` takes
+SHIPPED_HEADS = (HERE / "smollm2" / "mtp.safetensors",)  # of `mlx-mtp tune-heads`; `load` finds them by their target

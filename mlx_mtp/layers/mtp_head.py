@@ -35,6 +35,8 @@ class MTPHead(nn.Module):
             self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         if spec.head == "own":
             self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if spec.draft_vocab:
+            self.d2t = mx.zeros((spec.draft_vocab,), mx.int32)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """Map the next tokens' embeddings and hidden states [B, L, H] to outputs [B, L, H], before the norm.

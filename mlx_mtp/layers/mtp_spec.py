@@ -31,6 +31,7 @@ class MTPSpec:
     embedding: each depth's embedding, likewise.
     prefix:   regex of the text before a head tensor's own name; its group, if any, is the depth's number.
     numbered: counted from the target's number of layers ("trunk") or from "zero".
+    draft_vocab: number of tokens that a head drafts with rows of the target's LM head, listed in `d2t`; 0 for all.
     """
 
     tensors: tuple[tuple[str, str], ...]
@@ -42,6 +43,7 @@ class MTPSpec:
     embedding: Literal["own", "shared", "shared_or_own"] = "shared"
     prefix: str = r"model\.layers\.(\d+)\."
     numbered: Literal["trunk", "zero"] = "trunk"
+    draft_vocab: int = 0
 
     def locate(self, name: str, num_hidden_layers: int) -> tuple[int, str] | None:
         """Return the (depth, path inside the head) of a checkpoint tensor; None if it belongs to no MTP head."""

@@ -1,5 +1,6 @@
 """Define the mixin for mlx-lm's Model that adds MTP heads and the interface of the decode loop."""
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,14 @@ NEXTN_TENSORS = (
 )
 # One layer of the trunk's kind after the trunk, which reads its own output: the heads of DeepSeek and GLM.
 NEXTN = MTPSpec(head="shared_or_own", embedding="shared_or_own", tensors=NEXTN_TENSORS)
+# The layout of heads that `mlx-mtp tune-heads --new` makes for any family: one recycled layer like the target's last
+# one, with the names of mlx-lm's parameters.
+TUNED_PREFIX = "tuned_mtp."
+TUNED = MTPSpec(
+    prefix=r"tuned_mtp\.(\d+)\.",
+    numbered="zero",
+    tensors=tuple((name, name) for name in ("enorm", "hnorm", "eh_proj", "block", "norm", "d2t")),
+)
 MAX_RECYCLED = 15  # maximum drafts of one recycled MTP head: a cycle's rows must fit into a ring's slack
 OUTSIDE = "outside."  # prefix of head tensors outside its block: norms, eh_proj and LM heads
 
@@ -87,7 +96,8 @@ class Port(HasRuntime, nn.Module):
         if self.ATTENTION and not getattr(args, "head_dim", None):
             args.head_dim = args.hidden_size // args.num_attention_heads
         self.spec, sizes = spec or self.SPEC, (self.model.norm, self.args.vocab_size)
-        blocks = [self.head_block(depth) for depth in range(heads)]
+        tuned = self.spec.prefix == TUNED.prefix
+        blocks = [self.like_last_layer() if tuned else self.head_block(depth) for depth in range(heads)]
         self.mtp = [MTPHead(self.spec, block, *sizes, mask_array=self.MASK_ARRAY) for block in blocks]
         ours = {kind.__bases__[-1]: kind for kind in self.OURS}
         for module in self.modules():
@@ -103,6 +113,17 @@ class Port(HasRuntime, nn.Module):
     def head_block(self, depth: int) -> nn.Module:
         """Create the decoder layer of an MTP head: by default one more layer of the target's kind."""
         return self.BLOCK[0](self.args, self.args.num_hidden_layers + depth)
+
+    def like_last_layer(self) -> Any:
+        """Return a copy of the last layer with attention; ValueError if every layer has a recurrent state."""
+        return copy.deepcopy(self.cached_layers()[self.last_attention()])
+
+    def last_attention(self) -> int:
+        """Return the index, among the layers with a cache, of the last one without a recurrent state."""
+        kinds = [(i, kind) for i, kind in enumerate(self.windows()) if kind is None or isinstance(kind, int)]
+        if not kinds:
+            raise ValueError("no layer of the model has attention, of which a new head could be made")
+        return kinds[-1][0]
 
     @property
     def vocab_size(self) -> int:
@@ -210,7 +231,11 @@ class Port(HasRuntime, nn.Module):
         return [None] * len(self.layers)
 
     def head_windows(self) -> list[CacheKind]:
-        return [*self.drafter.windows] if self.drafter is not None else [head.window for head in self.mtp]
+        if self.drafter is not None:
+            return [*self.drafter.windows]
+        if self.spec.prefix == TUNED.prefix and self.mtp:
+            return [self.windows()[self.last_attention()]]
+        return [head.window for head in self.mtp]
 
     def renamed(self, name: str) -> list[str]:
         """Return the parameter paths that a checkpoint tensor becomes, or is a part of; a port may return none."""
@@ -236,6 +261,10 @@ class Port(HasRuntime, nn.Module):
         zero-centred and need 1 added. mlx-lm decides that for the trunk (here shift_trunk is unused). It may judge
         the heads' norms differently, so with ZERO_CENTRED they bypass it and are shifted here.
         """
+        if self.spec.prefix == TUNED.prefix:
+            return self.BASE.sanitize(self, trunk) | {
+                name.replace(TUNED_PREFIX, "mtp."): heads[name] for name in heads
+            }
         layers, centred = self.args.num_hidden_layers, self.ZERO_CENTRED is not None
         places = {name: self.spec.locate(name, layers) for name in heads}
         kept = {n: place for n, place in places.items() if centred and place and place[1].endswith("norm.weight")}
@@ -273,9 +302,9 @@ class Port(HasRuntime, nn.Module):
 
 
 class HeadlessPort(Port):
-    """A family whose checkpoints have no MTP heads: with an external drafter, or decoded plainly; ignores `heads`."""
+    """A family whose checkpoints have no MTP heads; `heads` only counts tuned ones, and is else ignored."""
 
     SPEC = MTPSpec(tensors=())  # matches no tensor
 
     def __init__(self, args: Any, heads: int = 0, spec: MTPSpec | None = None):
-        super().__init__(args, 0, spec)
+        super().__init__(args, heads if spec is not None and spec.prefix == TUNED.prefix else 0, spec)

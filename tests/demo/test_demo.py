@@ -15,9 +15,9 @@ from bench.train_demo.config import DEPTHS, demo_config
 from bench.train_demo.data import PHASES, epoch, load_corpus
 from bench.train_demo.library import with_summaries
 from bench.train_demo.network import build, foresight_loss, joint_loss
-from bench.train_demo.optimize import Trainer
 from bench.train_demo.train import batches, token_stream
 from mlx_mtp.demo import demo_path
+from mlx_mtp.training.optimize import Trainer
 
 
 @pytest.fixture(scope="module")

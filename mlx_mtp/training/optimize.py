@@ -1,14 +1,13 @@
-"""The training step: data parallel over CPU streams, clipped AdamW; and balanced routers."""
+"""The training step: clipped AdamW, or Muon for matrices; data parallel over CPU streams."""
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 from mlx.utils import tree_map
-
-from .network import DemoModel, router_choices
 
 STREAMS = 2  # one per core: MLX's CPU runs everything but BLAS on one thread
 GRADIENT_NORM = 1.0
@@ -68,7 +67,8 @@ class Trainer:
         self.model, self.first, self.steps, self.peak, self.schedule = model, first, steps, peak, schedule
         adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.05, bias_correction=True)
         self.optimizer = MuonAndAdam(adam, is_matrix) if is_matrix else adam
-        self.streams = [mx.new_stream(mx.cpu) for _ in range(streams)]
+        device = mx.default_device()
+        self.streams = [mx.new_stream(device) for _ in range(streams)] if device == mx.cpu else [None]
         self.gradient = nn.value_and_grad(model, loss)
 
     def step(self, index: int, *batch: mx.array) -> mx.array:
@@ -76,7 +76,7 @@ class Trainer:
         shares = []
         count = len(self.streams)
         for stream, *rows in zip(self.streams, *(mx.split(array, count) for array in batch), strict=True):
-            with mx.stream(stream):
+            with mx.stream(stream) if stream else nullcontext():
                 shares.append(self.gradient(self.model, *rows))
         mx.eval(shares)
         gradients = tree_map(lambda *g: sum(g) / count, *(g for _, g in shares))
@@ -86,11 +86,3 @@ class Trainer:
         self.optimizer.update(self.model, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
         return sum(report for (_, report), _ in shares) / count
-
-
-def balance_router(model: DemoModel, tokens: mx.array, rate: float) -> None:
-    """Move each router bias by `rate` towards equal use of the experts on tokens [B, L]."""
-    for gate, weights in router_choices(model, tokens):
-        load = (weights > 0).astype(mx.float32).mean(axis=0)
-        gate.router_bias = gate.router_bias + rate * mx.sign(load.mean() - load)
-    mx.eval(model.parameters())

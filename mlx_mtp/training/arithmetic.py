@@ -23,7 +23,7 @@ def fused(function: Callable) -> Callable:
 
     @wraps(function)
     def call(*inputs: mx.array):
-        stream = str(mx.default_stream(mx.cpu))
+        stream = str(mx.default_stream(mx.default_device()))
         if stream not in compiled:
             compiled[stream] = mx.compile(lambda *xs: function(*xs))
         return compiled[stream](*map(mx.stop_gradient, inputs))

@@ -1,0 +1,83 @@
+"""Define `mlx-mtp tune-heads`: train a model's MTP heads, or new ones, on the model's own choices."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+from click import Choice, FloatRange, IntRange
+
+from .options import check_place, checkpoint_options, checkpoint_path, text_files
+from .progress import loading, shows_progress, stages
+
+
+@click.command("tune-heads")
+@checkpoint_options
+@click.option(
+    "--adapter-path", multiple=True, help="Directory of LoRA adapters to apply to the target; repeatable, added up."
+)
+@click.option("--mtp-path", help="File or directory with the heads to tune, instead of the model's own.")
+@click.option(
+    "--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="*.jsonl file of texts or prompts."
+)
+@click.option("--tokens", default=200_000, help="Tokens of text to record.")
+@click.option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
+@click.option("--out", default="mtp.safetensors", callback=check_place, help="File of the heads, for --mtp-path.")
+@click.option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
+@click.option("--depths", type=IntRange(1, 3), default=2, help="With --new: drafts in a row that the head learns.")
+@click.option("--draft-vocab", type=IntRange(0), default=8192, help="With --new: tokens that it drafts; 0 is all.")
+@click.option("--bits", type=Choice(["2", "3", "4", "5", "6", "8", "16"]), default="8", help="With --new: its bits.")
+@click.option("--rank", type=IntRange(1), help="Train low-rank updates of the heads' quantized matrices only.")
+@click.option("--batch", "rows", type=IntRange(1), help="Rows of a batch.  [default: at most 8, as memory allows]")
+@click.option("--dtype", type=Choice(["float32", "bfloat16"]), default="float32", help="Type of the trained weights.")
+@click.option("--learning-rate", "rate", type=FloatRange(0, min_open=True), help="Peak.  [default: 1e-3 or 2e-4]")
+@click.option("--seed", type=IntRange(0, 2**31 - 1), default=0, help="Seed of the texts and of their order.")
+@click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")
+@click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, path_type=Path))
+def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tuple[Path, ...], **given: Any) -> None:
+    """Train a model's MTP heads on what the model itself would write.
+
+    The model reads TEXTS and --data, and writes answers to prompts in --data; without both it writes prompts and
+    answers itself. Its hidden rows and its most likely next tokens are recorded beside --out, and the heads learn to
+    draft these tokens; the model does not change. A sixteenth of the texts is held out to measure the heads. The
+    file is written only if more drafts are right than before. Ctrl-C keeps the best heads so far; the same command
+    continues an interrupted run.
+
+    A line of --data is a JSON object with text, with messages, or with prompt and, if the model is not to write it,
+    completion.
+    """
+    from ..checkpoint.load import load
+    from ..training.settings import Settings
+    from ..training.tune import tune_heads as tune
+
+    quiet, names = given.pop("quiet"), [*texts, *([data] if (data := given.pop("data")) else [])]
+    adapters, mtp_path = list(given.pop("adapter_path")) or None, given.pop("mtp_path")
+    bits, vocab = int(given.pop("bits")), given.pop("draft_vocab")
+    settings = Settings(bits=None if bits == 16 else bits, draft_vocab=vocab or None, **given)
+    settings.check()
+    path = checkpoint_path(model, code=trust_remote_code)
+    with loading(shown=shows_progress(quiet=quiet)):
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long texts are false
+        config = {"trust_remote_code": True} if trust_remote_code else {}
+        heads = {"mtp": False} if settings.new else {"mtp_path": mtp_path}
+        loaded, tokenizer = load(path, config, adapter_path=adapters, kernels="off", **heads)
+    with stages(*_columns(), quiet=quiet) as update:
+        tuned = tune(
+            loaded,
+            tokenizer,
+            [file for name in names for file in text_files(name)] or None,
+            out=out,
+            settings=settings,
+            confirm=None if quiet else lambda costs: click.echo(f"Estimate: {costs}", err=True),
+            progress=update,
+        )
+    for line in tuned.lines():
+        click.echo(line)
+    if tuned.file and not quiet:
+        click.echo(f"Use them with: --mtp-path {tuned.file}", err=True)
+
+
+def _columns() -> list[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    return [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]

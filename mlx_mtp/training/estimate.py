@@ -1,0 +1,114 @@
+"""Estimate the memory and time of a training before they are spent, and choose the batch that fits."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..decoding.graph_memory import nbytes
+from ..machine.memory import available
+from .batches import Batch
+from .heads import Workshop
+from .loss import chain_loss
+from .reading import read
+from .recording import bytes_per_token
+
+STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two moments
+BLOCK = 14  # values of a layer's inputs and outputs per position and hidden value that the gradient needs
+VOCAB = 6  # arrays of logits per depth that live at once
+TRIED = 64  # tokens of the timed read
+ROOM = 0.8  # share of the available memory that a training may use
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training needs. memory: bytes besides the model's. disk: bytes of the recording. seconds: of all work.
+
+    checkpoint: whether a depth's intermediate values are computed again for its gradient instead of being kept.
+    rows: of a batch.
+    """
+
+    memory: int
+    disk: int
+    seconds: float
+    rows: int
+    checkpoint: bool
+
+    def __str__(self) -> str:
+        again = ", with gradient checkpointing" if self.checkpoint else ""
+        return (
+            f"about {duration(self.seconds)}, {self.memory / 1e9:.2f} GB of memory besides the model's{again}, "
+            f"{self.disk / 1e9:.2f} GB of disk; batches of {self.rows} rows"
+        )
+
+
+def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -> int:
+    """Return the estimated bytes of parameters, gradients, optimizer and intermediate values of a training step."""
+    trained = sum(w.nbytes for _, w in tree_flatten(workshop.trained.trainable_parameters()))
+    fixed = nbytes(workshop.trained.parameters()) + workshop.teacher.weight.nbytes
+    size = workshop.model.model.norm.weight.size
+    layer = sum(w.shape[0] for _, w in tree_flatten(workshop.trained.mtp[0].block.parameters()) if w.ndim == 2)
+    kept = layer + BLOCK * size if not checkpoint else 4 * size
+    depths = workshop.depths
+    # With checkpointing one depth's intermediate values exist at a time.
+    values = depths * kept + (layer + BLOCK * size if checkpoint else 0)
+    logits = VOCAB * workshop.teacher.weight.shape[0] * (1 if checkpoint else depths)
+    return STATES * trained + fixed + 4 * rows * length * (values + logits)
+
+
+def fit(workshop: Workshop, rows: int | None, length: int) -> tuple[int, bool]:
+    """Return (rows of a batch, whether to checkpoint) that fit into ROOM of the available memory.
+
+    rows: the user's number, which is not changed; None chooses 8, or fewer. ValueError if nothing fits.
+    """
+    room = int(ROOM * available().bytes)
+    for tried in (rows,) if rows else (8, 4, 2, 1):
+        for checkpoint in (False, True):
+            if memory_of(workshop, tried, length, checkpoint=checkpoint) <= room:
+                return tried, checkpoint
+    needed = memory_of(workshop, rows or 1, length, checkpoint=True)
+    smaller = "a smaller batch or " if rows and rows > 1 else ""
+    raise ValueError(
+        f"training needs {needed / 1e9:.1f} GB and {room / 1e9:.1f} GB can be used; give {smaller}a draft vocabulary"
+    )
+
+
+def estimate(
+    workshop: Workshop, tokens: int, seen: int, rows: int, length: int, *, checkpoint: bool, write: bool
+) -> Estimate:
+    """Return the estimate for recording `tokens` and training on `seen` tokens, from one timed read and one step.
+
+    write: the target writes the texts itself, at an assumed quarter of the speed at which it reads them.
+    """
+    model = workshop.model
+    width = model.no_hidden().shape[-1]
+    sample = [i % model.vocab_size for i in range(TRIED)]
+    began = time.perf_counter()
+    read(model, sample)
+    reading = (time.perf_counter() - began) / TRIED
+    batch = _blank(1, length, width)
+    loss = partial(chain_loss, model=model, teacher=workshop.teacher, ranks=workshop.ranks, depths=workshop.depths)
+    gradient = nn.value_and_grad(workshop.trained, loss)
+    mx.eval(gradient(workshop.trained, *batch))
+    began = time.perf_counter()
+    mx.eval(gradient(workshop.trained, *batch))
+    step = (time.perf_counter() - began) / length
+    seconds = tokens * reading * (5 if write else 1) + seen * step
+    memory = memory_of(workshop, rows, length, checkpoint=checkpoint)
+    return Estimate(memory, tokens * bytes_per_token(width), seconds, rows, checkpoint)
+
+
+def _blank(rows: int, length: int, width: int) -> Batch:
+    shape = (rows, length + 1)
+    zeros = mx.zeros(shape, mx.int32)
+    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_))
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text, in hours, minutes or seconds."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"

@@ -1,0 +1,195 @@
+"""Prepare MTP heads for training, as float copies of a model's own or as new ones, and quantize the result."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+from mlx_lm.utils import dequantize_model
+
+from ..checkpoint.tuned import lend_rows
+from ..layers.lm_head import sliced
+from ..layers.mtp_head import MTPHead
+from ..layers.port import TUNED
+from ..layers.scaled import SCALE
+from .straight_through import rounded
+
+LOW_RANK = LoRALinear, LoRASwitchLinear
+Formats = dict[str, dict[str, Any]]
+
+
+class Trained(nn.Module):
+    """The heads that a training changes, in a module of their own: gradients are of these parameters only."""
+
+    def __init__(self, heads: Sequence[nn.Module]):
+        super().__init__()
+        self.mtp = list(heads)
+
+
+@dataclass
+class Workshop:
+    """A model whose `mtp` holds float heads during a training.
+
+    trained: these heads. teacher: the LM head over the tokens that are drafted, a float copy of the target's rows.
+    ranks: int32 [V], each token's index in that LM head; -1 for tokens that are not drafted. depths: of the chain.
+    formats: the quantization of each module in the finished heads, by path. before: the model's heads and their
+    wiring, which `restore` puts back.
+    """
+
+    model: Any
+    trained: Trained
+    teacher: nn.Linear
+    ranks: mx.array
+    depths: int
+    formats: Formats
+    before: tuple[Any, Any]
+    shared: list[bool] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Put the model's heads of before the training back."""
+        self.model.mtp, self.model.spec = self.before
+
+    def finished(self) -> list[Any]:
+        """Return quantized copies of the trained heads; new ones have the target's rows of the tokens that they draft."""
+        heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
+        for head, shared in zip(heads.mtp, self.shared, strict=True):
+            if shared:
+                head.pop("head")
+        for path, module in heads.named_modules():
+            if type(module) is rounded(nn.Linear):
+                module.__class__ = nn.Linear
+            elif isinstance(module, LOW_RANK):
+                heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
+        nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
+        for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():
+            lend_rows(self.model, head)
+        mx.eval(heads.parameters())
+        return heads.mtp
+
+
+def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
+    """Return a workshop with float copies of the model's heads, each with an LM head.
+
+    rank: keep the quantized matrices, and train only low-rank updates of them. ValueError without heads, for heads in
+    a format that MLX cannot quantize to, or with a rank for heads that are not quantized.
+    """
+    if not model.mtp:
+        raise ValueError("the model has no MTP heads to tune; --new makes some")
+    before = model.mtp, model.spec
+    heads = Trained([copy.deepcopy(head) for head in model.mtp])
+    formats = _formats(heads)
+    if rank is not None:
+        if not formats:
+            raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
+        _add_low_rank(heads, rank)
+    # A recycled head learns a chain of two drafts.
+    depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)
+    return _open(model, heads, formats, depths, before, dtype)
+
+
+def _add_low_rank(heads: Trained, rank: int) -> None:
+    """Add a low-rank update to every quantized matrix; only these updates are trained."""
+    heads.freeze()
+    for path, module in heads.named_modules():
+        kinds = {nn.QuantizedLinear: LoRALinear, QuantizedSwitchLinear: LoRASwitchLinear}
+        if kind := kinds.get(type(module)):
+            update: Any = kind.from_base(module, r=rank, scale=2.0)
+            update.freeze(keys=["weight", "scales", "biases", "bias"])
+            update.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+            heads.update_modules(tree_unflatten([(path, update)]))
+
+
+def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None, dtype: mx.Dtype) -> Workshop:
+    """Return a workshop with one new recycled head, initialised from the target's last layer with attention.
+
+    tokens: ids that it drafts; None for all. depths: drafts that the training chains. bits: of the finished head;
+    None leaves it in `dtype`.
+    """
+    before = model.mtp, model.spec
+    model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
+    block = dequantize_model(Trained([model.like_last_layer()])).mtp[0]
+    head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
+    head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
+    size = model.model.norm.weight.size
+    half = mx.eye(size) * 0.5**0.5
+    head.eh_proj.weight = mx.concatenate([half, half], axis=-1)
+    if tokens is not None:
+        ids = mx.array(sorted(tokens))
+        head.d2t = (ids - mx.arange(ids.size)).astype(mx.int32)
+    heads = Trained([head])
+    formats = {} if bits is None else _new_formats(heads, bits)
+    model.mtp = heads.mtp
+    return _open(model, heads, formats, depths, before, dtype)
+
+
+def set_scale(workshop: Workshop, hidden: mx.array) -> None:
+    """Scale a new head's `eh_proj` so that its layer reads rows as large as the target's rows `hidden` are."""
+    head = workshop.trained.mtp[0]
+    rms = mx.sqrt((hidden.astype(mx.float32) ** 2).mean(axis=-1))
+    head.eh_proj.weight = head.eh_proj.weight * mx.sort(rms)[rms.size // 2].astype(head.eh_proj.weight.dtype)
+
+
+def _open(model: Any, heads: Trained, formats: Formats, depths: int, before: Any, dtype: mx.Dtype) -> Workshop:
+    for path, module in heads.named_modules():
+        if SCALE in module or getattr(module, "mode", "affine") not in ("affine", "mxfp4", "mxfp8", "nvfp4"):
+            raise ValueError(f"{path}: its format cannot be trained; convert the heads with --mtp-q-bits 8 first")
+    model.mtp = heads.mtp
+    teacher, ranks = _teacher(model, heads.mtp[0], dtype)
+    if not any(isinstance(module, LOW_RANK) for module in heads.modules()):
+        dequantize_model(heads)
+    shared = ["head" not in head or ("d2t" in head and model.spec.draft_vocab > 0) for head in heads.mtp]
+    for head, lent in zip(heads.mtp, shared, strict=True):
+        if lent:
+            head.head = teacher
+    heads.set_dtype(dtype)
+    for head, lent in zip(heads.mtp, shared, strict=True):
+        head.freeze(keys=["d2t"], recurse=False, strict=False)
+        for name in ("embed_tokens", *(("head",) if lent else ())):
+            if name in head:
+                head[name].freeze()
+    for path, module in heads.named_modules():
+        if type(module) is nn.Linear and formats.get(path, {}).get("bits", 8) < 8:
+            module.__class__ = rounded(nn.Linear)
+            module._format = formats[path]
+    mx.eval(heads.parameters(), teacher.parameters())
+    return Workshop(model, heads, teacher, ranks, depths, formats, before, shared)
+
+
+def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.array]:
+    """Return (a float copy of the target's LM-head rows of the drafted tokens, each token's index in it)."""
+    whole: Any = model.unembedding()
+    rows = mx.arange(whole["weight"].shape[0])
+    if "d2t" in head:
+        rows = head.token(mx.arange(head.d2t.size))
+    part = Trained([sliced(whole, rows)])
+    teacher = dequantize_model(part).mtp[0]
+    teacher.set_dtype(dtype)
+    teacher.freeze()
+    ranks = mx.full((model.vocab_size,), -1, mx.int32)
+    inside = rows < model.vocab_size
+    ranks[mx.where(inside, rows, 0)] = mx.where(inside, mx.arange(rows.size), 0).astype(mx.int32)
+    return teacher, ranks
+
+
+def _formats(heads: Trained) -> Formats:
+    return {
+        path: {"group_size": module.group_size, "bits": module.bits, "mode": getattr(module, "mode", "affine")}
+        for path, module in heads.named_modules()
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear))
+    }
+
+
+def _new_formats(heads: Trained, bits: int) -> Formats:
+    """Return the formats of a new head: every matrix of its layer and `eh_proj`, in groups of 64, else of 32."""
+    found: Formats = {}
+    for path, module in heads.named_modules():
+        if hasattr(module, "to_quantized") and "weight" in module:
+            groups = [size for size in (64, 32) if module.weight.shape[-1] % size == 0]
+            if groups:
+                found[path] = {"group_size": groups[0], "bits": bits, "mode": "affine"}
+    return found

@@ -1,0 +1,112 @@
+"""Keep a target's hidden rows and choices of many documents on disk, appended one document at a time.
+
+A recording is a directory: `documents.jsonl` has a line for each complete document, and the other files hold one row
+for each token. Rows behind the last complete document, which an interruption left, are overwritten.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..machine.atomic import check_free, write_whole
+from ..machine.errors import naming, one_line
+
+FORMAT = 1
+ABOUT, DOCUMENTS, ROWS, TOKENS = "about.json", "documents.jsonl", "rows.bin", "tokens.bin"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a recording. first, end: its range of tokens. answer: the first token that the target may write.
+
+    held: it measures the heads and does not train them.
+    """
+
+    first: int
+    end: int
+    answer: int
+    held: bool
+
+
+class Recording:
+    """The recorded documents of one target in a directory, whose files are memory-mapped for reading.
+
+    about: JSON facts on target and text; a directory with others is refused. width: values in a hidden row, stored
+    as float16. documents: the complete ones.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any], width: int):
+        self.path, self.width = path, width
+        self.documents: list[Document] = []
+        with naming(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._open(about | {"format": FORMAT, "width": width})
+
+    def _open(self, about: dict[str, Any]) -> None:
+        file = self.path / ABOUT
+        if not file.exists():
+            if any(self.path.iterdir()):
+                raise ValueError(f"{self.path}: not a recording of mlx-mtp tune-heads, and not empty; name another")
+            write_whole(file, json.dumps(about))
+        with one_line(f"{self.path}: a damaged recording; delete it", (ValueError, TypeError, KeyError)):
+            found = json.loads(file.read_text())
+            lines = (self.path / DOCUMENTS).read_text().splitlines() if (self.path / DOCUMENTS).exists() else []
+            documents = [Document(**json.loads(line)) for line in lines if line.endswith("}")]
+        if changed := sorted(name for name in about | found if found.get(name) != about.get(name)):
+            raise ValueError(f"{self.path}: recorded with another {', '.join(changed)}; delete it, or name another")
+        self.documents = documents
+
+    @property
+    def size(self) -> int:
+        """The number of recorded tokens."""
+        return self.documents[-1].end if self.documents else 0
+
+    def check_room(self, tokens: int) -> None:
+        """Raise ValueError if the disk has no room for a recording of so many tokens."""
+        check_free(self.path / ROWS, max(0, tokens - self.size) * bytes_per_token(self.width))
+
+    def append(self, tokens: list[int], hidden: mx.array, choices: mx.array, answer: int, *, held: bool) -> None:
+        """Append a document of n tokens: its hidden rows [n, width] and the target's choice after each, int32 [n].
+
+        answer: the number of tokens before the target's own answer. ValueError for rows that are not finite.
+        """
+        rows = np.array(hidden.astype(mx.float16))
+        if not np.isfinite(rows).all():
+            raise ValueError(
+                "hidden rows hold NaN, or values that float16 cannot hold; heads cannot be trained on them"
+            )
+        pairs = np.stack([np.array(tokens, np.int32), np.array(choices, np.int32)], axis=1)
+        document = Document(self.size, self.size + len(tokens), self.size + answer, held)
+        with naming(self.path):
+            _write_at(self.path / ROWS, self.size * rows.itemsize * self.width, rows)
+            _write_at(self.path / TOKENS, self.size * 8, pairs)
+            with (self.path / DOCUMENTS).open("a") as f:
+                f.write(json.dumps(asdict(document)) + "\n")
+        self.documents.append(document)
+
+    def turn_last(self) -> None:
+        """Hold out the last document if it is not held out, else stop holding it out."""
+        self.documents[-1] = replace(self.documents[-1], held=not self.documents[-1].held)
+        write_whole(self.path / DOCUMENTS, "".join(json.dumps(asdict(d)) + "\n" for d in self.documents))
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return memory maps: hidden rows, float16 [size, width], and tokens with choices, int32 [size, 2]."""
+        shape = self.size, self.width
+        rows = np.memmap(self.path / ROWS, np.float16, "r", shape=shape)
+        return rows, np.memmap(self.path / TOKENS, np.int32, "r", shape=(self.size, 2))
+
+
+def bytes_per_token(width: int) -> int:
+    """Return the bytes that a recording needs for each token with hidden rows of `width` values."""
+    return 2 * width + 8
+
+
+def _write_at(file: Path, offset: int, array: np.ndarray) -> None:
+    with file.open("r+b" if file.exists() else "w+b") as f:
+        f.seek(offset)
+        f.write(array.tobytes())
+        f.flush()

@@ -1,0 +1,44 @@
+"""The options of a tuning, and their limits."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+FEWEST = 2000  # tokens with which a training starts
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How heads are tuned.
+
+    tokens: to record. epochs: passes over them. new: make a new head. depths: drafts that a new head learns to chain.
+    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head. rows: of a batch; None
+    chooses. dtype: in which heads are trained. rank: of low-rank updates of the heads' quantized matrices, which are
+    then trained alone. rate: the peak learning rate; None is 1e-3 for new heads, else 2e-4.
+    """
+
+    tokens: int = 200_000
+    epochs: float = 4.0
+    new: bool = False
+    depths: int = 2
+    draft_vocab: int | None = 8192
+    bits: int | None = 8
+    rows: int | None = None
+    dtype: str = "float32"
+    rate: float | None = None
+    rank: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        limits = {"tokens": (FEWEST, 1 << 40), "depths": (1, 3), "epochs": (0.01, 1e6)}
+        for name, (low, high) in limits.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ValueError(f"{name}={value}: allowed are {low} to {high}")
+        if self.new and self.rank is not None:
+            raise ValueError(f"rank={self.rank}: a new head is trained whole; allowed is None")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
+        if self.bits not in (None, 2, 3, 4, 5, 6, 8):
+            raise ValueError(f"bits={self.bits}: allowed are 2, 3, 4, 5, 6, 8 and None")

@@ -1,0 +1,145 @@
+"""Read training texts from files, and let a model write prompts and answers where none are given."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+
+from ..generate import batch_generate
+from ..machine.errors import one_line
+
+MARK = "\x02user\x02"  # a user's message that no template changes
+WAVE = 32  # answers written together
+PROMPT_TOKENS = 100  # maximum tokens of a prompt that the model writes
+GREEDY = 4  # of so many answers all but one are greedy
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokens of a document; from token `answer` on the target wrote them, or may draft them."""
+
+    tokens: list[int]
+    answer: int = 0
+
+
+def read_file(path: Path, tokenizer: Any, model: Any, length: int) -> Iterator[Text]:
+    """Yield the texts of a file: one per line of *.jsonl, else its whole content.
+
+    A line is an object with `text`; with `messages`; or with `prompt`, and `completion` unless the model is to write
+    the answer, of at most `length` tokens, as it is to messages that end with the user's. ValueError for other lines,
+    and for a file that is not UTF-8.
+    """
+    with one_line(f"{path}: not UTF-8 text", (UnicodeDecodeError,)):
+        content = path.read_text("utf-8")
+    if path.suffix != ".jsonl":
+        yield Text(tokenizer.encode(content))
+        return
+    unanswered: list[list[int]] = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        with one_line(f"{path}: line {number}: {LINE}", (ValueError, TypeError, KeyError, AttributeError)):
+            text = of_line(json.loads(line), tokenizer)
+        if text.answer < len(text.tokens):
+            yield text
+        else:
+            unanswered.append(text.tokens)
+    yield from answers(model, tokenizer, iter(unanswered), length)
+
+
+LINE = "expected an object with text, messages, or prompt and completion"
+
+
+def of_line(entry: dict[str, Any], tokenizer: Any) -> Text:
+    """Return the text of a line's object; if it has no answer yet, `answer` is the number of tokens."""
+    if "text" in entry:
+        return Text(tokenizer.encode(entry["text"]))
+    if "prompt" in entry:
+        messages = [{"role": "user", "content": entry["prompt"]}]
+        if "completion" in entry:
+            messages.append({"role": "assistant", "content": entry["completion"]})
+    else:
+        messages = entry["messages"]
+    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    prompt = chat_tokens(tokenizer, asked)
+    if len(asked) == len(messages):
+        return Text(prompt, len(prompt))
+    answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+    return Text([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
+
+
+def of_messages(chats: Iterable[list[dict[str, str]]], model: Any, tokenizer: Any, length: int) -> Iterator[Text]:
+    """Yield the texts of chats; those that end with the user's message get an answer of the model."""
+    for messages in chats:
+        text = of_line({"messages": messages}, tokenizer)
+        if text.answer < len(text.tokens):
+            yield text
+        else:
+            yield from answers(model, tokenizer, [text.tokens], length)
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Return the tokens of messages behind the chat template, with the beginning of the answer."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(messages[-1]["content"])
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Text]:
+    """Yield, without end, answers of at most `length` tokens to prompts, both written by the model.
+
+    A prompt is sampled behind the chat template's beginning of a user's message; without a chat template, a text is
+    sampled from its first token on.
+    """
+    mx.random.seed(seed)
+    yield from answers(model, tokenizer, own_prompts(model, tokenizer), length)
+
+
+def own_prompts(model: Any, tokenizer: Any) -> Iterator[list[int]]:
+    """Yield, without end, tokens of prompts that the model writes where the chat template has the user's message."""
+    sampler = make_sampler(temp=1.0)
+    if not tokenizer.has_chat_template:
+        start = tokenizer.encode("") or [tokenizer.eos_token_id]
+        while True:
+            yield start
+    before = user_prefix(tokenizer)
+    while True:
+        written = batch_generate(
+            model, tokenizer, [before] * WAVE, max_tokens=PROMPT_TOKENS, sampler=sampler, return_token_ids=True
+        )
+        for text in written.texts:
+            if content := text.strip():
+                yield chat_tokens(tokenizer, [{"role": "user", "content": content}])
+
+
+def user_prefix(tokenizer: Any) -> list[int]:
+    """Return the tokens of the chat template up to a user's message; ValueError if the template changes messages."""
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    before, found, _ = rendered.partition(MARK)
+    if not found:
+        raise ValueError("the chat template does not contain the user's message unchanged; give texts")
+    return tokenizer.encode(before, add_special_tokens=False)
+
+
+def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: int) -> Iterator[Text]:
+    """Yield prompts with the model's answers: greedy ones, and one of GREEDY at temperature 0.8.
+
+    length: maximum tokens of prompt and answer; longer prompts are skipped.
+    """
+    rest = iter(prompts)
+    while wave := list(islice(rest, WAVE)):
+        asked = [prompt for prompt in wave if len(prompt) + 1 < length]
+        parts = [p for i, p in enumerate(asked) if i % GREEDY], asked[::GREEDY]
+        for group, temp in zip(parts, (0.0, 0.8), strict=True):
+            limits = [length - len(prompt) for prompt in group]
+            options = {"sampler": make_sampler(temp=temp)} if temp else {}
+            if not group:
+                continue
+            written = batch_generate(model, tokenizer, group, max_tokens=limits, return_token_ids=True, **options)
+            for prompt, answer in zip(group, written.token_ids or [], strict=True):
+                yield Text([*prompt, *answer], len(prompt))
