@@ -171,9 +171,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     if spec.topology == "recycle":  # only the first head is recycled
         places = {name: place for name, place in places.items() if not place[0]}
     depths, used = {depth for depth, _ in places.values()}, {name: heads[name] for name in places}
-    ignored |= heads.keys() - used.keys()
-    source = source if depths else "no head tensors"
-    return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone, stored, own)
+    unused, source = tuple(sorted(ignored | (heads.keys() - used.keys()))), source if depths else "no head tensors"
+    return Contents(trunk, used, len(depths), source, unused, spec, drafting.alone, stored, own)
 
 
 def layout_of(port: ModuleType, names: Collection[str]) -> MTPSpec:

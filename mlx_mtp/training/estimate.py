@@ -16,7 +16,7 @@ from .loss import chain_loss
 from .reading import read
 from .recording import bytes_per_token
 
-STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two moments
+STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two averages
 BLOCK = 14  # values of a layer's inputs and outputs per position and hidden value that the gradient needs
 VOCAB = 6  # arrays of logits per depth that live at once
 TRIED = 64  # tokens of the timed read

@@ -55,7 +55,7 @@ class Workshop:
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads; new ones have the target's rows of the tokens that they draft."""
+        """Return quantized copies of the trained heads; new ones have the target's rows of their draft vocabulary."""
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
@@ -87,7 +87,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
         if not formats:
             raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
         _add_low_rank(heads, rank)
-    # A recycled head learns a chain of two drafts.
+    # A recycled head is trained for a chain of two drafts.
     depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)
     return _open(model, heads, formats, depths, before, dtype)
 

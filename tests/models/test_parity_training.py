@@ -1,5 +1,7 @@
 """Compare the gradients of a training step on a tiny new head with PyTorch."""
 
+from functools import partial
+
 import families
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,7 +46,9 @@ class Head:
         x = torch.cat([self.norm(embeddings, "enorm"), self.norm(hidden, "hnorm")], -1)
         x = self.linear(x, "eh_proj")
         y = self.norm(x, "block.input_layernorm")
-        parts = [self.linear(y, f"block.self_attn.{n}_proj").unflatten(-1, (-1, self.size)).swapaxes(1, 2) for n in "qkv"]
+        parts = [
+            self.linear(y, f"block.self_attn.{n}_proj").unflatten(-1, (-1, self.size)).swapaxes(1, 2) for n in "qkv"
+        ]
         q, k, v = self.turned(parts[0]), self.turned(parts[1]), parts[2]
         earlier.append((k, v))
         k, v = (torch.cat(kind, 2).repeat_interleave(self.heads // self.kv, 1) for kind in zip(*earlier, strict=True))
@@ -103,13 +107,18 @@ def test_gradients(tmp_path):
     batch = (hidden, tokens, choices, mx.array(starts), mx.ones(shape, mx.bool_))
     for checkpoint in (False, True):
         options = {"model": model, "teacher": workshop.teacher, "ranks": workshop.ranks, "depths": DEPTHS}
-        step = nn.value_and_grad(workshop.trained, lambda *a: chain_loss(*a, **options, checkpoint=checkpoint))
+        loss_of = partial(chain_loss, **options, checkpoint=checkpoint)
+        step = nn.value_and_grad(workshop.trained, loss_of)
         (loss, _), gradients = step(workshop.trained, *batch)
-        weights = {n.removeprefix("mtp.0."): np.array(w) for n, w in tree_flatten(workshop.trained.trainable_parameters())}
+        weights = {
+            n.removeprefix("mtp.0."): np.array(w) for n, w in tree_flatten(workshop.trained.trainable_parameters())
+        }
         head = Head(weights, {**CONFIG, "rms_norm_eps": model.model.norm.eps})
         expected = theirs(head, model, batch, np.array(workshop.teacher.weight))
         expected.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
         for name, gradient in tree_flatten(gradients):
             wanted = head.w[name.removeprefix("mtp.0.")].grad.numpy()
-            np.testing.assert_allclose(np.array(gradient), wanted, atol=1e-4 * np.abs(wanted).max() + 1e-7, err_msg=name)
+            np.testing.assert_allclose(
+                np.array(gradient), wanted, atol=1e-4 * np.abs(wanted).max() + 1e-7, err_msg=name
+            )
