@@ -397,9 +397,3 @@ def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dic
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         **({"prompt_cache": cache} if cache is not None else cache_layout(flags)),
     }
-
-
-def text_files(path: Path) -> list[Path]:
-    """Return the file itself, or, sorted, all files at any depth of a directory that have no hidden part below it."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

@@ -7,8 +7,9 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange
 
-from .options import check_place, checkpoint_options, checkpoint_path, text_files
+from .options import check_place, checkpoint_options, checkpoint_path
 from .progress import loading, shows_progress, stages
+from .text_files import text_files
 
 
 @click.command("tune-heads")
@@ -42,8 +43,8 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     The model reads TEXTS and --data, and writes answers to prompts in --data; without both it writes prompts and
     answers itself. Its hidden rows and its most likely next tokens are recorded in a folder next to --out, and the
     heads are trained to draft these tokens; the model does not change. A sixteenth of the texts is held out, and
-    measures the heads. The file is written only if more drafts are right than before. Ctrl-C keeps the best heads so far; the
-    same command continues an interrupted run.
+    measures the heads. The file is written only if more drafts are right than before. Ctrl-C keeps the best heads so
+    far; the same command continues an interrupted run.
 
     A line of --data is a JSON object with text, with messages, or with prompt and, if the model is not to write it,
     completion.
