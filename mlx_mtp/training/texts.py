@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ MARK = "\x02user\x02"  # a user's message that no template changes
 WAVE = 32  # answers written together
 PROMPT_TOKENS = 100  # maximum tokens of a prompt that the model writes
 GREEDY = 4  # all but one of this number of answers are greedy
+EMPTY = 8  # waves
 
 
 @dataclass(frozen=True)
@@ -94,27 +95,27 @@ def own_texts(model: Any, tokenizer: Any, length: int, seed: int) -> Iterator[Te
     """Yield, without end, answers of at most `length` tokens to prompts, both written by the model.
 
     A prompt is sampled behind the chat template's beginning of a user's message; without a chat template, a text is
-    sampled from its first token on.
+    sampled from its first token on. ValueError if the model writes EMPTY waves of empty prompts in a row.
     """
-    mx.random.seed(seed)
-    yield from answers(model, tokenizer, own_prompts(model, tokenizer), length)
+    yield from answers(model, tokenizer, own_prompts(model, tokenizer, seed), length, seed)
 
 
-def own_prompts(model: Any, tokenizer: Any) -> Iterator[list[int]]:
+def own_prompts(model: Any, tokenizer: Any, seed: int) -> Iterator[list[int]]:
     """Yield, without end, tokens of prompts that the model writes where the chat template has the user's message."""
-    sampler = make_sampler(temp=1.0)
     if not tokenizer.has_chat_template:
         start = tokenizer.encode("") or [tokenizer.eos_token_id]
-        while True:
-            yield start
-    before = user_prefix(tokenizer)
-    while True:
-        written = batch_generate(
-            model, tokenizer, [before] * WAVE, max_tokens=PROMPT_TOKENS, sampler=sampler, return_token_ids=True
-        )
-        for text in written.texts:
-            if content := text.strip():
-                yield chat_tokens(tokenizer, [{"role": "user", "content": content}])
+        yield from repeat(start)
+    before, empty = user_prefix(tokenizer), 0
+    for wave in count():
+        mx.random.seed(seed + wave)  # the option `seed` would draw the same text for equal prompts
+        sampler = make_sampler(temp=1.0)
+        written = batch_generate(model, tokenizer, [before] * WAVE, max_tokens=PROMPT_TOKENS, sampler=sampler)
+        contents = [content for text in written.texts if (content := text.strip())]
+        empty = 0 if contents else empty + 1
+        if empty == EMPTY:
+            raise ValueError("the model writes only empty prompts; give texts or prompts")
+        for content in contents:
+            yield chat_tokens(tokenizer, [{"role": "user", "content": content}])
 
 
 def user_prefix(tokenizer: Any) -> list[int]:
@@ -126,20 +127,23 @@ def user_prefix(tokenizer: Any) -> list[int]:
     return tokenizer.encode(before, add_special_tokens=False)
 
 
-def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: int) -> Iterator[Text]:
-    """Yield prompts with the model's answers: greedy ones, and one of GREEDY at temperature 0.8.
+def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: int, seed: int = 0) -> Iterator[Text]:
+    """Yield prompts with the model's answers: one of GREEDY at temperature 0.8, the others greedy.
 
     length: maximum tokens of prompt and answer; longer prompts are skipped.
     """
     rest = iter(prompts)
-    while wave := list(islice(rest, WAVE)):
-        asked = [prompt for prompt in wave if len(prompt) + 1 < length]
-        parts = [p for i, p in enumerate(asked) if i % GREEDY], asked[::GREEDY]
-        for group, temp in zip(parts, (0.0, 0.8), strict=True):
-            limits = [length - len(prompt) for prompt in group]
-            options = {"sampler": make_sampler(temp=temp)} if temp else {}
+    for wave in count():
+        asked = list(islice(rest, WAVE))
+        if not asked:
+            return
+        short = [prompt for prompt in asked if len(prompt) + 1 < length]
+        mx.random.seed(seed + wave)
+        drawn = {"sampler": make_sampler(temp=0.8)}
+        for group, options in (([p for i, p in enumerate(short) if i % GREEDY], {}), (short[::GREEDY], drawn)):
             if not group:
                 continue
+            limits = [length - len(prompt) for prompt in group]
             written = batch_generate(model, tokenizer, group, max_tokens=limits, return_token_ids=True, **options)
             for prompt, answer in zip(group, written.token_ids or [], strict=True):
                 yield Text([*prompt, *answer], len(prompt))

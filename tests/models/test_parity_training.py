@@ -96,7 +96,8 @@ def theirs(head: Head, model, batch, unembedding: np.ndarray):
     return total / sum(LATER**depth for depth in range(DEPTHS))
 
 
-def test_gradients(tmp_path):
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_gradients(checkpoint, tmp_path):
     model = mlx_mtp.load_model(families.headless(tmp_path, CONFIG)[0], kernels="off")
     workshop = heads.new(model, None, DEPTHS, None, mx.float32)
     rng = np.random.default_rng(0)
@@ -105,20 +106,16 @@ def test_gradients(tmp_path):
     tokens, choices = (mx.array(rng.integers(0, V, shape).astype(np.int32)) for _ in range(2))
     hidden = mx.array(rng.standard_normal((*shape, 32)).astype(np.float32))
     batch = (hidden, tokens, choices, mx.array(starts), mx.ones(shape, mx.bool_))
-    for checkpoint in (False, True):
-        options = {"model": model, "teacher": workshop.teacher, "ranks": workshop.ranks, "depths": DEPTHS}
-        loss_of = partial(chain_loss, **options, checkpoint=checkpoint)
-        step = nn.value_and_grad(workshop.trained, loss_of)
-        (loss, _), gradients = step(workshop.trained, *batch)
-        weights = {
-            n.removeprefix("mtp.0."): np.array(w) for n, w in tree_flatten(workshop.trained.trainable_parameters())
-        }
-        head = Head(weights, {**CONFIG, "rms_norm_eps": model.model.norm.eps})
-        expected = theirs(head, model, batch, np.array(workshop.teacher.weight))
-        expected.backward()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-        for name, gradient in tree_flatten(gradients):
-            wanted = head.w[name.removeprefix("mtp.0.")].grad.numpy()
-            np.testing.assert_allclose(
-                np.array(gradient), wanted, atol=1e-4 * np.abs(wanted).max() + 1e-7, err_msg=name
-            )
+    options = {"model": model, "teacher": workshop.teacher, "ranks": workshop.ranks, "depths": DEPTHS}
+    step = nn.value_and_grad(workshop.trained, partial(chain_loss, **options, checkpoint=checkpoint))
+    (loss, _), gradients = step(workshop.trained, *batch)
+    parameters = tree_flatten(workshop.trained.trainable_parameters())
+    weights = {name.removeprefix("mtp.0."): np.array(w) for name, w in parameters}
+    head = Head(weights, {**CONFIG, "rms_norm_eps": model.model.norm.eps})
+    expected = theirs(head, model, batch, np.array(workshop.teacher.weight))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    for name, gradient in tree_flatten(gradients):
+        wanted = head.w[name.removeprefix("mtp.0.")].grad.numpy()
+        atol = 1e-4 * np.abs(wanted).max() + 1e-7
+        np.testing.assert_allclose(np.array(gradient), wanted, atol=atol, err_msg=name)
