@@ -137,7 +137,7 @@ def build(path: Path, *, moe: bool = False, seed: int = 0) -> tuple[Path, dict]:
     shapes = qwen.qwen_trunk(config) | qwen.qwen_heads(config)
     shapes |= {name: (SIZE, H) for name in shapes if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
     weights = families.random_weights(shapes, seed, zero_centred=True)
-    weights |= families.random_weights(tower_shapes(VISION), seed + 2000)
+    weights |= families.random_weights(tower_shapes(VISION), seed + 2000, scale=0.1)
     tiny.save(path, config, weights)
     (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     tokenizer().save_pretrained(path)
