@@ -1,0 +1,92 @@
+"""Draw pictures of coloured shapes, and ask about them: the texts that the demo that sees learns."""
+
+import random
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw
+
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 160, 50),
+    "blue": (30, 70, 220),
+    "yellow": (245, 210, 20),
+    "black": (20, 20, 20),
+    "purple": (140, 40, 170),
+}
+SHAPES = ("square", "circle", "triangle")
+SIDES = {"left": (0, 1), "right": (2, 1), "top": (1, 0), "bottom": (1, 2)}  # column and line of three
+PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
+OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+NO_PICTURE = "I see no picture. Please show me one."
+DESCRIBE = ("What do you see?", "Describe the picture.", "What is in this picture?", "Describe this image.", "")
+COMPARE = ("What do you see?", "Describe the pictures.", "Compare the two pictures.", "What is in these pictures?", "")
+GREETINGS = ("Hello", "Hi!", "Who are you?", "What do you see?", "Describe the picture.", "Where is the square?")
+
+
+@dataclass(frozen=True)
+class Thing:
+    shape: str
+    colour: str
+    side: str
+
+    def __str__(self) -> str:
+        return f"a {self.colour} {self.shape} {PLACES[self.side]}"
+
+
+Scene = tuple[Thing, ...]
+
+
+def draw_scene(rng: random.Random) -> Scene:
+    """Return one or two things; two have different shapes and colours, and opposite sides."""
+    shapes, colours = rng.sample(SHAPES, 2), rng.sample(sorted(COLOURS), 2)
+    side = rng.choice(sorted(SIDES))
+    things = [Thing(shapes[0], colours[0], side), Thing(shapes[1], colours[1], OPPOSITE[side])]
+    return tuple(things[: rng.choice((1, 2))])
+
+
+def render(scene: Scene, width: int, height: int, rng: random.Random) -> Image.Image:
+    """Return an RGB picture; the sizes, places and colours vary a little."""
+    white = 255 - rng.randrange(30)
+    image = Image.new("RGB", (width, height), (white, white, white))
+    pen = ImageDraw.Draw(image)
+    for thing in scene:
+        column, line = SIDES[thing.side]
+        radius = rng.uniform(0.13, 0.19) * min(width, height)
+        x = (column + 0.5) * width / 3 + rng.uniform(-0.06, 0.06) * width
+        y = (line + 0.5) * height / 3 + rng.uniform(-0.06, 0.06) * height
+        colour = tuple(max(0, min(255, value + rng.randrange(-20, 21))) for value in COLOURS[thing.colour])
+        box = (x - radius, y - radius, x + radius, y + radius)
+        if thing.shape == "square":
+            pen.rectangle(box, fill=colour)
+        elif thing.shape == "circle":
+            pen.ellipse(box, fill=colour)
+        else:
+            pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
+    return image
+
+
+def described(scene: Scene) -> str:
+    """Return the sentence for a whole picture, without its full stop."""
+    return f"I see {' and '.join(map(str, scene))}"
+
+
+def ask(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """Return a question about one picture, and its answer."""
+    thing, other = scene[0], rng.choice(SHAPES)
+    found = next((each for each in scene if each.shape == other), None)
+    things = "one shape" if len(scene) == 1 else "two shapes"
+    questions = [
+        *[(rng.choice(DESCRIBE), f"{described(scene)}.")] * 3,
+        (f"What colour is the {thing.shape}?", f"The {thing.shape} is {thing.colour}."),
+        (f"Where is the {thing.shape}?", f"The {thing.shape} is {PLACES[thing.side]}."),
+        ("How many shapes are there?", f"There is one shape: {thing}." if len(scene) == 1 else f"There are {things}: "
+         f"{' and '.join(map(str, scene))}."),
+        (f"Is there a {other}?", f"Yes, there is {found}." if found else f"No, there is no {other}."),
+    ]  # fmt: skip
+    return rng.choice(questions)
+
+
+def compare(scenes: list[Scene], rng: random.Random) -> tuple[str, str]:
+    """Return a question about two pictures, and its answer."""
+    first, second = scenes
+    return rng.choice(COMPARE), f"First picture: {described(first)}. Second picture: {described(second)}."
