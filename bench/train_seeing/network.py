@@ -57,6 +57,12 @@ class Seeing(nn.Module):
         """Return all weights by the names of released checkpoints."""
         return self.whole.state_dict() | {f"mtp.{name}": value for name, value in self.mtp.state_dict().items()}
 
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Set all weights from those that `tensors` returned."""
+        parts = {"": self.whole, "mtp.": self.mtp}
+        for prefix, part in parts.items():
+            part.load_state_dict({name: tensors[prefix + name] for name in part.state_dict()})
+
 
 def loss_of(logits: list[torch.Tensor], tokens: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """Return the loss, and the share of right tokens of the model and of each depth of drafts.

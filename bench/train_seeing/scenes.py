@@ -14,7 +14,7 @@ COLOURS = {
     "purple": (140, 40, 170),
 }
 SHAPES = ("square", "circle", "triangle")
-SIDES = {"left": (0, 1), "right": (2, 1), "top": (1, 0), "bottom": (1, 2)}  # column and line of three
+SIDES = {"left": (0.26, 0.5), "right": (0.74, 0.5), "top": (0.5, 0.26), "bottom": (0.5, 0.74)}  # centres, of 1
 PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 NO_PICTURE = "I see no picture. Please show me one."
@@ -50,10 +50,8 @@ def render(scene: Scene, width: int, height: int, rng: random.Random) -> Image.I
     image = Image.new("RGB", (width, height), (white, white, white))
     pen = ImageDraw.Draw(image)
     for thing in scene:
-        column, line = SIDES[thing.side]
-        radius = rng.uniform(0.13, 0.19) * min(width, height)
-        x = (column + 0.5) * width / 3 + rng.uniform(-0.06, 0.06) * width
-        y = (line + 0.5) * height / 3 + rng.uniform(-0.06, 0.06) * height
+        radius = rng.uniform(0.17, 0.21) * min(width, height)
+        x, y = ((at + rng.uniform(-0.04, 0.04)) * side for at, side in zip(SIDES[thing.side], (width, height), strict=True))
         colour = tuple(max(0, min(255, value + rng.randrange(-20, 21))) for value in COLOURS[thing.colour])
         box = (x - radius, y - radius, x + radius, y + radius)
         if thing.shape == "square":

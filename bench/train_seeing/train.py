@@ -12,7 +12,7 @@ import click
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -77,8 +77,9 @@ def save(model: Seeing, out: Path) -> None:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default="mlx-mtp-seeing", show_default=True)
 @click.option("--steps", default=4000, show_default=True, help="Updates of 32 texts.")
+@click.option("--resume", is_flag=True, help="Start from the weights in OUT.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights and of the pictures.")
-def main(out: Path, steps: int, seed: int) -> None:
+def main(out: Path, steps: int, seed: int, resume: bool) -> None:
     """Train the demo that sees, and write a Qwen3.5-VL checkpoint to OUT."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -89,6 +90,8 @@ def main(out: Path, steps: int, seed: int) -> None:
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
     tokenizer.save_pretrained(out)
     processor, model = Qwen2VLImageProcessorPil.from_pretrained(out), Seeing(config)
+    if resume:
+        model.take(load_file(out / "model.safetensors"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
     start, shares = time.perf_counter(), []
