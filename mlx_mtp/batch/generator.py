@@ -14,7 +14,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.history import TokenHistory
-from ..decoding.picture_rows import encode_next
+from ..decoding.picture_rows import encoding
 from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
@@ -27,6 +27,8 @@ from .control import Controls
 from .places import Places
 from .sequence import PromptResponse, Response, Sequence, first_tokens
 from .settings import Settings
+
+END = object()  # what `next` returns at the end of an iterator
 
 
 @checked.explained
@@ -171,7 +173,7 @@ class BatchGenerator:
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
-        """Run one cycle of the active sequences; prefill about one chunk, or encode one picture, of the queued ones.
+        """Run one cycle of the active sequences; of queued ones prefill about one chunk, or encode part of a picture.
 
         Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
         a sequence's sampler, processor, prefill or lone cycle raised in an earlier call is raised now, with no cycle:
@@ -277,7 +279,7 @@ class BatchGenerator:
     def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
         """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
 
-        If it belongs to a picture without stored features, only encode that, and return the maximum size of a chunk.
+        If it belongs to a picture without stored features, do a part of its encoding, and return the size of a chunk.
         Its progress is appended to `progress`, after the last chunk the first token's response to `responses`.
         """
         if not sequence.started:
@@ -285,9 +287,11 @@ class BatchGenerator:
             sequence.stats.start()
             sequence.cache.begin(sequence.cache.offset + sequence.total)
         chunk, piece = self.settings.chunk, sequence.segments[0]
-        if encode_next(self.model, sequence.cache, piece[:chunk]):
+        sequence.encoding = sequence.encoding or encoding(self.model, sequence.cache, piece[:chunk])
+        if next(sequence.encoding, END) is not END:
             self._places.hide()
             return chunk
+        sequence.encoding = None
         hidden, n = read_chunk(self.model, sequence.cache, piece[:chunk], heads=sequence.k > 0, chunk=chunk)
         sequence.segments[0] = piece[n:]
         self._counters.prompt_tokens += n

@@ -145,15 +145,6 @@ class PromptCache(TokenRows, StepCache, ListOfOne):
         if self.heads:
             self.backlog[-1] = self.backlog[-1][:, :-1]
 
-    @property
-    def pending_rows(self) -> int:
-        """Number of rows, at the end of the backlog, that the heads must read before they draft."""
-        return min(self._pending, self.reach or self._pending)
-
-    @property
-    def _pending(self) -> int:
-        return sum(rows.shape[1] for rows in self.backlog)
-
     def resume_heads(self, base: int) -> None:
         """Let the drafter, which has read all positions before `base`, follow; positions move to the device."""
         self.to_device()

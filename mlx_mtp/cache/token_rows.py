@@ -1,6 +1,7 @@
 """Hold the tokens of a prompt cache; their pictures shift the RoPE positions of later rows."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ class TokenRows:
     caches: list[LayerCache]
     backlog: list[mx.array]
     primed: int
+    reach: int | None
     prefix: Any
     places: Places = ()
     features: tuple[tuple[int, ...], mx.array] | None = None
@@ -39,6 +41,7 @@ class TokenRows:
     def tokens(self, tokens: list[int]) -> None:
         self._tokens, self.places = tokens, places_in(tokens)
         self.place_rows()
+        self.name_pictures(())
 
     @property
     def ids(self) -> list[int]:
@@ -62,8 +65,20 @@ class TokenRows:
             c.shift, c.axes = shift, None
 
     def name_pictures(self, pictures: Iterable[Picture]) -> None:
-        """Add pictures to those whose features may be needed when a prompt is read."""
-        self.pictures = {**self.pictures, **{picture.words: picture for picture in pictures}}
+        """Add pictures to those whose features may be needed when a prompt is read; drop images of those read."""
+        known = {**self.pictures, **{picture.words: picture for picture in pictures}}
+        for words in {place.words for place in self.places if place.end <= self.offset} & known.keys():
+            known[words] = replace(known[words], image=None)
+        self.pictures = known
+
+    @property
+    def pending_rows(self) -> int:
+        """Number of rows, at the end of the backlog, that the heads must read before they draft."""
+        return min(self._pending, self.reach or self._pending)
+
+    @property
+    def _pending(self) -> int:
+        return sum(rows.shape[1] for rows in self.backlog)
 
     def settle(self, tokens: list[int]) -> None:
         """Rest the cache with these tokens held."""
@@ -84,8 +99,8 @@ class TokenRows:
         if left == self.offset or not self.is_trimmable():
             return 0
         left = next((place.first for place in self.places if place.first < left < place.end), left)
-        dropped, waiting = self.offset - left, sum(rows.shape[1] for rows in self.backlog)
-        kept = max(0, waiting - dropped)
+        dropped = self.offset - left
+        kept = max(0, self._pending - dropped)
         self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :kept]] if kept else []
         self.primed, self.prefix = min(self.primed, left), None
         self.settle(self.tokens[:left])

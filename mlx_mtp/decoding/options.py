@@ -1,6 +1,6 @@
 """Explain and check the options of a generation, and choose their defaults."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
 from .picture_rows import check_pictures
 from .prefill_chunk import CHUNKS, ON_CPU
@@ -29,8 +30,8 @@ sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc
     MLX's random state are reproducible as other draws are; it must have no other state.
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
 logprobs: yield each token's logprobs [V] with it.
-pictures: `mlx_mtp.pictures.rows.Picture`s whose `tokens` are in the prompt, in any order; those whose rows the prompt
-    cache holds may be left out.
+pictures: the `Picture`s of `model.vision.picture` whose `tokens` are in the prompt, in any order; those that the
+    prompt cache has read may be left out.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
 num_draft_tokens: maximum number of tokens that the heads or drafter draft per cycle; 0 is plain decoding, None one
     per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next six options
@@ -218,6 +219,14 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
     sampling.validate(model.vocab_size)
     check_sampling(sampling, sampler, mode)
     return default_chunk(model) if chunk is None else chunk
+
+
+def ends(
+    grammar: Grammar | Constraint | None, stop_tokens: Collection[int], vocab_size: int
+) -> tuple[Constraint | None, frozenset[int]]:
+    """Return the compiled grammar, None for none, and the tokens that end a generation: also those of the grammar."""
+    constraint = compiled(grammar, None, vocab_size) if grammar else None
+    return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
 
 
 def opened(

@@ -1,13 +1,16 @@
 """Give prefill and heads the rows of a prompt's pictures: features, positions, and the ends of chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
-from ..layers.target import PromptRows, Target
+from ..layers.prompt_rows import PromptRows
+from ..layers.target import Target
+from ..machine.errors import first_line
 from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
+from ..pictures.vision import vision_of
 
 
 def check_pictures(
@@ -18,8 +21,8 @@ def check_pictures(
     pictures: those among the tokens, in any order; those that the cache has read, and others, may be among them.
     whole: the last picture must be complete.
     """
-    if pictures and model.vision is None:
-        raise ValueError("pictures: this model has no vision tower; load one that has, or leave out the pictures")
+    if pictures:
+        vision_of(model)
     if min(tokens) >= 0:
         return
     cache.name_pictures(pictures)
@@ -54,26 +57,47 @@ def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
 def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
     """Return the features [rows, H] of a picture that is read next, and hold them in the cache until it is read.
 
-    Encodes the picture if its features are not stored. Raises ValueError if there is no image for it either.
+    Encodes the picture if its features are not stored; of several ranks only rank 0 does. Raises ValueError, on all
+    ranks, if there is no image for it either.
     """
     if (found := _held(cache, place)) is None:
-        picture = _named(cache, place)
-        if picture is None:
-            raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
-        found = model.vision.features(picture).astype(model.no_hidden().dtype)
-        cache.features = picture.words, found
+        found = _of_rank_0(model, cache, place) if model.ranks else _encoded(model, cache, place)
+        cache.features = place.words, found
     return found
 
 
-def encode_next(model: Target, cache: PromptCache, tokens: list[int]) -> bool:
-    """Encode the picture whose rows are the next tokens, if its features are not stored; return whether it did."""
+def _encoded(model: Target, cache: PromptCache, place: Place) -> mx.array:
+    if (picture := _named(cache, place)) is None:
+        raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
+    return model.vision.features(picture).astype(model.no_hidden().dtype)
+
+
+def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
+    """Return rank 0's features of a picture on every rank; raise its error on every rank as ValueError."""
+    ranks, like, found, problem = model.ranks, model.no_hidden(), None, ""
+    assert ranks
+    if ranks.rank == 0:
+        try:
+            mx.eval(found := _encoded(model, cache, place))
+        except Exception as e:  # the other ranks wait for a message
+            problem = first_line(e)
+    if problem := ranks.broadcast(problem):
+        raise ValueError(problem)
+    return ranks.broadcast_array(found, (place.end - place.first, like.shape[-1]), like.dtype)
+
+
+def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
+    """Encode the picture whose rows are the next tokens; yield after each evaluated part of the work.
+
+    It yields nothing if the next token is text or the features are stored. Raises ValueError as `features_of`.
+    """
     if tokens[0] >= 0:
-        return False
+        return
     place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
-    if _stored(model, cache, place) is not None:
-        return False
-    mx.eval(features_of(model, cache, place))
-    return True
+    if _stored(model, cache, place) is None and (picture := _named(cache, place)):
+        for rows in model.vision.stages(picture):  # noqa: B007 - the last
+            yield
+        cache.features = place.words, rows.astype(model.no_hidden().dtype)
 
 
 def drop_features(cache: PromptCache) -> None:
@@ -107,16 +131,20 @@ def place_head(model: Target, cache: Any, kv: Any, first: int, end: int) -> None
 
 
 def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
-    """Return the features of a picture if they are held or stored; never encodes."""
-    if (found := _held(cache, place)) is not None:
+    """Return a picture's features if they are held, or without ranks if they are stored; never encodes."""
+    if (found := _held(cache, place)) is not None or model.ranks:
         return found
     picture = _named(cache, place)
     return None if picture is None else model.vision.stored(picture)
 
 
 def _held(cache: PromptCache, place: Place) -> mx.array | None:
-    held = cache.features
-    return held[1] if held and held[0][: len(place.words)] == place.words else None
+    """Return the features that a cache holds if they are this place's, by the words that are known of both."""
+    if cache.features is None:
+        return None
+    words, found = cache.features
+    known = min(len(words), len(place.words))
+    return found if words[:known] == place.words[:known] else None
 
 
 def _named(cache: PromptCache, place: Place) -> Picture | None:

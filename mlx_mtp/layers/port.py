@@ -13,8 +13,8 @@ from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec
+from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
-from .target import NO_ROWS, PromptRows
 from .three_axes import add_axes, on_axes
 
 Tensors = dict[str, mx.array]  # by checkpoint name or by parameter path

@@ -1,24 +1,15 @@
 """Define the interface between the decode loop and a model, a port or an mlx-lm model."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..cache.layer_cache import CachedModel, LayerCache
 from ..ranks.group import Ranks
 from .lm_head import Rows
+from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import Runtime
-
-
-class PromptRows(NamedTuple):
-    """Embeddings [1, L, H] of rows in place of their tokens', and positions on three axes, int32 [3, L]; or None."""
-
-    embeddings: mx.array | None = None
-    positions: mx.array | None = None
-
-
-NO_ROWS = PromptRows()
 
 
 class Target(CachedModel, Protocol):
@@ -38,6 +29,9 @@ class Target(CachedModel, Protocol):
 
     @property
     def ranks(self) -> Ranks | None: ...
+
+    @property
+    def vision(self) -> Any: ...
 
     @property
     def max_draft_tokens(self) -> int: ...

@@ -1,7 +1,7 @@
 """Rotate rows of pictures to their positions on three axes, by the RoPE module that rotates text.
 
-Each rotary frequency turns with one axis: t, y or x. Sources: transformers `modeling_qwen3_5.py`
-(`apply_interleaved_mrope`), Qwen2-VL (arXiv 2409.12191), section 2.1.
+Each rotary frequency turns with one axis: t, y or x. Sources: `apply_interleaved_mrope` of transformers, Qwen2-VL
+(arXiv 2409.12191), section 2.1.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,27 +6,29 @@ have equal pictures. The first row's word contains the grid: the places of all p
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 WORDS = 4  # digest words of a picture; row r has word r % WORDS
 MOST = 1 << 14  # maximum rows of a picture on each axis
-DIGEST = 28  # bytes of the words' digest: 35 bits in the first word beside the grid, 63 bits in each other word
+DIGEST = 28  # bytes of the words' digest: 35 bits in the first word, after the grid, and 63 bits in each other word
 
 
 @dataclass(frozen=True)
 class Picture:
     """A picture of a prompt, by the digest of everything that determines its features.
 
-    grid: (1, height, width) in rows of the prompt, each a merged block of patches.
+    grid: (1, height, width) in rows of the prompt, each a merged block of patches. image: what is encoded if the
+    features are not stored (`Image`); it is no part of the picture's identity, and None once it is not needed.
     """
 
     digest: bytes
     grid: tuple[int, int, int]
+    image: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         assert self.grid[0] == 1, "video is not supported"
@@ -44,8 +46,8 @@ class Picture:
         A picture of fewer rows has only the first ones.
         """
         _, height, width = self.grid
-        said = repr(self.grid).encode() + self.digest
-        bits = int.from_bytes(hashlib.blake2b(said, digest_size=DIGEST).digest())
+        content = repr(self.grid).encode() + self.digest
+        bits = int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST).digest())
         values = [((height - 1) << 14 | (width - 1)) << 35 | bits & ((1 << 35) - 1)]
         values += [bits >> (35 + 63 * i) & ((1 << 63) - 1) for i in range(WORDS - 1)]
         return tuple(-1 - value for value in values)[: self.rows]
@@ -107,7 +109,7 @@ def places_in(tokens: Sequence[int]) -> Places:
 
 
 def mark_ids(tokens: Iterable[int], mark: int) -> list[int]:
-    """Return tokens with `mark`, the id of the mark in the chat template, in place of each row of a picture."""
+    """Return tokens in which each row of a picture is replaced by `mark`, the id of the mark in the chat template."""
     return [token if token >= 0 else mark for token in tokens]
 
 

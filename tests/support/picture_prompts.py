@@ -1,4 +1,9 @@
-"""Prompts with pictures, random features in place of a tower, and a model that recomputes every row of a text."""
+"""Prompts with pictures, random features instead of a tower's, and a model that recomputes every row of a text."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -6,6 +11,7 @@ import seeing
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 from shapes import H
 
+import mlx_mtp
 from mlx_mtp.pictures.rows import Picture
 
 A, B, C = (Picture(bytes([i]), (1, h, w)) for i, (h, w) in enumerate([(2, 5), (3, 3), (5, 2)]))
@@ -15,7 +21,7 @@ TWIN = Picture(b"twin", A.grid)  # of A's size, so that only its words differ
 class Vision:
     """Random features by picture instead of a tower's; `encoded` lists the pictures whose features were computed."""
 
-    mark = seeing.PAD
+    mark, fingerprint = seeing.PAD, b"random"
 
     def __init__(self):
         self.known, self.encoded = {}, []
@@ -27,8 +33,36 @@ class Vision:
             self.known[picture] = mx.random.normal((picture.rows, H), key=mx.random.key(seed))
         return self.known[picture]
 
+    def stages(self, picture):
+        yield None
+        yield self.features(picture)
+
     def stored(self, picture):
         return self.known.get(picture)
+
+
+class Pictured(NamedTuple):
+    """A tiny model with random features, and a reference of the same weights."""
+
+    model: Any
+    reference: "Reference"
+
+
+@cache
+def pictured(*, moe: bool = False) -> Pictured:
+    with tempfile.TemporaryDirectory() as directory:
+        path, weights = seeing.build(Path(directory), moe=moe)
+        model = mlx_mtp.load_model(path)
+        mx.eval(model.parameters(), weights)
+    model.runtime.vision = Vision()
+    return Pictured(model, Reference(weights, moe=moe))
+
+
+def generated(model, parts, k=0, n=12, **options) -> list[int]:
+    """Return the n tokens after a prompt."""
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    options = {"max_tokens": n, "adaptive": False, "pictures": pictures, **options}
+    return [token for token, *_ in mlx_mtp.generate_step(tokens_of(*parts), model, num_draft_tokens=k, **options)]
 
 
 def tokens_of(*parts) -> list[int]:

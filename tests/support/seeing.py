@@ -93,19 +93,19 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each byte, the marks of pictures and a chat template that prints them."""
+def tokenizer(special=SPECIAL, template=TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte, the special tokens, and a chat template that prints them."""
     bytewise = Tokenizer(models.BPE({token: VOCAB[token] for token in ALPHABET}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bytewise.add_special_tokens([AddedToken(token, special=True) for token in special])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bytewise,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     return fast
 
 
@@ -131,13 +131,22 @@ def config_of(*, moe: bool) -> dict:
     return {**family, "text_config": {**family["text_config"], **TEXT}, "vision_config": VISION, **IDS}
 
 
-def build(path: Path, *, moe: bool = False, seed: int = 0) -> tuple[Path, dict]:
-    """Write a checkpoint directory with tokenizer and preprocessor_config.json; return it and its tensors."""
+def tower_weights(seed: int = 0, vision: dict = VISION) -> dict:
+    """Return random tensors of the tower and the merger."""
+    return families.random_weights(tower_shapes(vision), seed + 2000, scale=0.1)
+
+
+def build(path: Path, *, moe: bool = False, seed: int = 0, **vision) -> tuple[Path, dict]:
+    """Write a checkpoint directory with tokenizer and preprocessor_config.json; return it and its tensors.
+
+    vision: values that replace the tower's in config.json.
+    """
     config = config_of(moe=moe)
+    config["vision_config"] = VISION | vision
     shapes = qwen.qwen_trunk(config) | qwen.qwen_heads(config)
     shapes |= {name: (SIZE, H) for name in shapes if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
     weights = families.random_weights(shapes, seed, zero_centred=True)
-    weights |= families.random_weights(tower_shapes(VISION), seed + 2000, scale=0.1)
+    weights |= tower_weights(seed, config["vision_config"])
     tiny.save(path, config, weights)
     (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     tokenizer().save_pretrained(path)

@@ -50,7 +50,7 @@ class Drafter(Protocol):
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
-    row_counts: ascending; recorded steps pad a run to the next of these numbers of rows, so that few are recorded.
+    row_counts: by name in plans, "" for other names: recorded steps pad a run to the next of these ascending numbers.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that) and, along the same axis, the stream after each of these numbers of layers.
     """
@@ -66,7 +66,7 @@ class Drafter(Protocol):
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     absorbs: bool = False
-    row_counts: tuple[int, ...] = ()
+    row_counts: Mapping[str, tuple[int, ...]] = {}
     reads: tuple[int, ...] = ()
 
     def pending(self, hidden: mx.array) -> mx.array:

@@ -33,7 +33,8 @@ class HeadsAndBlock(Drafter):
         self.most, self.usual = block.most, block.usual
         self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
         self.net, self.nets = block.net, (model.mtp[0], block.net)
-        self.row_counts = (1 + usual_heads, *block.row_counts)  # heads read few rows after their own drafts
+        # Heads read few rows after their own drafts; while blocks draft for one sequence they read none.
+        self.row_counts = {"": (1 + usual_heads, *block.row_counts[""]), block.source: block.row_counts[""]}
         self.spare = {block.source: len(heads.windows)}
         self._reach = window_reach(heads.windows)
 

@@ -1,12 +1,11 @@
-"""Encode pictures for Qwen3.5, 3.6 and 3.8: a ViT with learnt and rotary positions, and a merger of 2 x 2 patches.
+"""Encode pictures for Qwen3.5, 3.6 and 3.8: a ViT with learned and rotary positions, and a merger of 2 x 2 patches.
 
-A patch has a learnt position, interpolated from a square table, and its line and column turn the queries and keys.
+A patch has a learned position, interpolated from a square table, and its line and column turn the queries and keys.
 Patches are ordered by blocks of 2 x 2, each of which becomes one row of the prompt. Source: transformers
 `modeling_qwen3_5.py`.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +14,32 @@ import mlx.nn as nn
 import numpy as np
 
 from .attention import attend
+from .learned import interpolated, inverse_frequencies, stages_of
 from .qwen_pixels import Pixels
 
-__all__ = ["PREFIXES", "Pixels", "Tower", "find_mark"]
+__all__ = ["PREFIXES", "Pixels", "Tower", "find_mark", "find_written", "own_name"]
 
-PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.language_model.visual.")
+PREFIXES = ("model.visual.", "visual.", "vision_tower.")
 EPS = 1e-6
 THETA = 10000.0
+STATES = 10  # arrays of a patch's state, its queries, keys and values that exist at once
 STAGE = 4 * 10**12  # products and sums per stage: macOS ends a command that takes seconds
-WIDE = ("pos_embed", "norm", "norm1", "norm2")  # modules whose values are used in float32, or that normalize
+
+
+def own_name(name: str) -> str:
+    """Return a tensor's name inside the tower."""
+    return name.removeprefix(next(prefix for prefix in PREFIXES if name.startswith(prefix)))
 
 
 def find_mark(config: dict) -> int:
     """Return the id of `<|image_pad|>`."""
     return int(config["image_token_id"])
+
+
+def find_written(config: dict) -> tuple[int, ...]:
+    """Return the ids of `<|vision_start|>`, `<|image_pad|>` and `<|vision_end|>`, without those that it lacks."""
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    return tuple(int(config[name]) for name in names if config.get(name) is not None)
 
 
 def read_sizes(config: dict) -> Any:
@@ -99,7 +110,7 @@ class Tower(nn.Module):
     def __init__(self, config: dict):
         super().__init__()
         sizes = read_sizes(config)
-        self._sizes = sizes
+        self._sizes, self.width = sizes, sizes.out_hidden_size
         patch = sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
         self.patch_embed = nn.Linear(patch, sizes.hidden_size)
         self.pos_embed = nn.Embedding(sizes.num_position_embeddings, sizes.hidden_size)
@@ -116,33 +127,38 @@ class Tower(nn.Module):
             found["patch_embed.weight"] = kernel.reshape(kernel.shape[0], -1)
         return found
 
-    def stages(self, patches: mx.array, grid: tuple[int, int, int]) -> Iterator[mx.array]:
+    def scratch(self, grid: tuple[int, int, int]) -> int:
+        """Return the estimated bytes of temporary arrays while a picture of this grid is encoded."""
+        sizes, width = self._sizes, self.patch_embed.bias.dtype.size
+        patches = grid[1] * grid[2] * sizes.spatial_merge_size**2
+        pixels = 4 * sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
+        return patches * (pixels + STATES * sizes.hidden_size * width + sizes.intermediate_size * width)
+
+    def stages(self, patches: np.ndarray, grid: tuple[int, int, int]) -> Iterator[mx.array]:
         """Yield the state after every few blocks, and last the features [h * w, H] of a picture.
 
         patches: their pixels [4 * h * w, values]. grid: (1, h, w), in rows of the prompt.
         """
         sizes = self._sizes
-        lines, columns = _places(*(side * sizes.spatial_merge_size for side in grid[1:]), sizes.spatial_merge_size)
-        x = self.patch_embed(patches.astype(self.patch_embed.bias.dtype))
+        merge, (_, height, width) = sizes.spatial_merge_size, grid
+        lines, columns = _places(merge * height, merge * width, merge)
+        x = self.patch_embed(mx.array(patches).astype(self.patch_embed.bias.dtype))
         x = x + self._positions(lines, columns).astype(x.dtype)
         turn = _angles(lines, columns, sizes.hidden_size // sizes.num_heads)
         count, size = x.shape
         cost = count * (8 * size**2 + 4 * size * sizes.intermediate_size + 4 * count * size)
-        per_stage = max(1, STAGE // cost)
+        ends = stages_of(len(self.blocks), cost, STAGE)
         for i, block in enumerate(self.blocks):
             x = block(x, turn)
-            if (i + 1) % per_stage == 0:
+            if i in ends:
                 yield x
         yield self.merger(x)
 
     def _positions(self, lines: np.ndarray, columns: np.ndarray) -> mx.array:
-        """Return the learnt positions of patches, float32 [patches, hidden]: four entries of the table, weighted."""
+        """Return the learned positions of patches, float32 [patches, hidden]: four entries of the table, weighted."""
         side = int(self._sizes.num_position_embeddings**0.5)
-        (low_y, high_y, y), (low_x, high_x, x) = (_between(numbers, side) for numbers in (lines, columns))
-        corners = [(low_y, low_x), (low_y, high_x), (high_y, low_x), (high_y, high_x)]
-        places = mx.array(np.stack([row * side + column for row, column in corners]))
-        weights = mx.array(np.stack([(1 - y) * (1 - x), (1 - y) * x, y * (1 - x), y * x]).astype(np.float32))
-        return (self.pos_embed(places).astype(mx.float32) * weights[..., None]).sum(axis=0)
+        y, x = (places * ((side - 1) / max(places.max(), 1)) for places in (lines, columns))
+        return interpolated(self.pos_embed, side, y, x)
 
 
 def _places(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,17 +168,9 @@ def _places(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray
     return lines, columns
 
 
-def _between(numbers: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the neighbours of patches on one axis of a table with `side` entries, and the second one's weights."""
-    last = numbers.max()
-    at = numbers * ((side - 1) / last) if last else numbers * 0.0
-    low = np.minimum(at.astype(int), side - 1)
-    return low, np.minimum(low + 1, side - 1), at - low
-
-
 def _angles(lines: np.ndarray, columns: np.ndarray, size: int) -> tuple[mx.array, mx.array]:
     """Return cosines and sines [patches, size / 2]: of the line for the first half, then of the column."""
-    inverse = 1.0 / THETA ** (np.arange(0, size // 2, 2, dtype=np.float32) / (size // 2))
+    inverse = inverse_frequencies(size, THETA)
     angles = np.concatenate([place[:, None] * inverse for place in (lines, columns)], axis=1).astype(np.float32)
     return mx.cos(mx.array(angles)), mx.sin(mx.array(angles))
 
