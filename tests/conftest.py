@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 
-# Without bytecode on the disk, each worker rewrites 270 files of tests anew, and each process that a test starts compiles
-# the package anew.
+# Stored bytecode: without it each worker rewrites the asserts of all tests, and each process of a test compiles the
+# package.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
