@@ -1,4 +1,4 @@
-"""The config, the tokenizer and the chat template of the demo that sees."""
+"""Define the config, the tokenizer and the chat template of the demo that reads pictures."""
 
 import random
 
@@ -98,8 +98,12 @@ def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
 
 def config_of(tokenizer: PreTrainedTokenizerFast) -> dict:
     """Return config.json in the form of released Qwen3.5-VL checkpoints."""
-    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(
-        ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), MARKS, strict=True)}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(mark)
+        for name, mark in zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), MARKS, strict=True
+        )
+    }
     end = tokenizer.eos_token_id
     return {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

@@ -64,10 +64,12 @@ class Seeing(nn.Module):
             part.load_state_dict({name: tensors[prefix + name] for name in part.state_dict()})
 
 
-def loss_of(logits: list[torch.Tensor], tokens: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+def loss_of(
+    logits: list[torch.Tensor], tokens: torch.Tensor, answer: torch.Tensor
+) -> tuple[torch.Tensor, list[float]]:
     """Return the loss, and the share of right tokens of the model and of each depth of drafts.
 
-    answer: 1.0 where a token belongs to the answer, [B, L]. A draft counts if the token before it is the answer's too.
+    answer: 1.0 where a token belongs to the answer, [B, L]. A draft counts if the answer has the token before it, too.
     """
     total, right = torch.zeros(()), []
     for depth, found in enumerate(logits):

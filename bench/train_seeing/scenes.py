@@ -1,4 +1,4 @@
-"""Draw pictures of coloured shapes, and ask about them: the texts that the demo that sees learns."""
+"""Draw pictures of coloured shapes, and ask about them: the texts that the demo that reads pictures learns."""
 
 import random
 from dataclasses import dataclass
@@ -14,12 +14,19 @@ COLOURS = {
     "purple": (140, 40, 170),
 }
 SHAPES = ("square", "circle", "triangle")
-SIDES = {"left": (0.26, 0.5), "right": (0.74, 0.5), "top": (0.5, 0.26), "bottom": (0.5, 0.74)}  # centres, of 1
+# Centres, as shares of width and height.
+SIDES = {"left": (0.26, 0.5), "right": (0.74, 0.5), "top": (0.5, 0.26), "bottom": (0.5, 0.74)}
 PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 NO_PICTURE = "I see no picture. Please show me one."
 DESCRIBE = ("What do you see?", "Describe the picture.", "What is in this picture?", "Describe this image.", "")
-COMPARE = ("What do you see?", "Describe the pictures.", "Compare the two pictures.", "What is in these pictures?", "")
+COMPARE = (
+    "What do you see?",
+    "Describe the pictures.",
+    "Compare the two pictures.",
+    "What is in these pictures?",
+    "",
+)
 GREETINGS = ("Hello", "Hi!", "Who are you?", "What do you see?", "Describe the picture.", "Where is the square?")
 
 
@@ -51,7 +58,10 @@ def render(scene: Scene, width: int, height: int, rng: random.Random) -> Image.I
     pen = ImageDraw.Draw(image)
     for thing in scene:
         radius = rng.uniform(0.17, 0.21) * min(width, height)
-        x, y = ((at + rng.uniform(-0.04, 0.04)) * side for at, side in zip(SIDES[thing.side], (width, height), strict=True))
+        x, y = (
+            (at + rng.uniform(-0.04, 0.04)) * side
+            for at, side in zip(SIDES[thing.side], (width, height), strict=True)
+        )
         colour = tuple(max(0, min(255, value + rng.randrange(-20, 21))) for value in COLOURS[thing.colour])
         box = (x - radius, y - radius, x + radius, y + radius)
         if thing.shape == "square":

@@ -1,8 +1,8 @@
-"""Locate the demo, a tiny Step-3.5 with three MTP depths that is used if no model is named, and its block drafter."""
+"""Locate the demos: a tiny Step-3.5 with three MTP depths, used if no model is named, its block drafter, one that sees."""
 
 from pathlib import Path
 
-__all__ = ["NAMED", "demo_block_path", "demo_path"]
+__all__ = ["NAMED", "demo_block_path", "demo_path", "demo_vision_path"]
 
 HERE = Path(__file__).parent
 
@@ -17,4 +17,10 @@ def demo_block_path() -> Path:
     return HERE / "block"
 
 
-NAMED = {"demo": demo_path(), "demo-block": demo_block_path()}  # by the names that `load` takes
+def demo_vision_path() -> Path:
+    """Return the directory of the demo that reads pictures, a tiny Qwen3.5-VL, with example.png and a model card."""
+    return HERE / "vision"
+
+
+# By the names that `load` takes.
+NAMED = {"demo": demo_path(), "demo-block": demo_block_path(), "demo-vision": demo_vision_path()}
