@@ -9,20 +9,21 @@ EXAMPLE = (scenes.Thing("square", "red", "left"), scenes.Thing("circle", "blue",
 
 CARD = """# mlx_mtp's demo that reads pictures: a tiny Qwen3.5-VL with an MTP layer
 
-{size:.1f} million parameters: a vision tower of two blocks, two gated-delta and two full-attention layers, and one MTP
-layer that also drafts behind its own drafts, with the names of the released checkpoints. It was trained on drawn
-pictures of one or two coloured shapes (squares, circles and triangles) on a white ground, and on questions about them.
+{size:.1f} million parameters: a vision tower of two blocks, two gated-delta and two full-attention layers,
+and one MTP layer that also drafts behind its own drafts, with the names of the released checkpoints. It was
+trained on drawn pictures of one or two coloured shapes (squares, circles and triangles) on a white ground,
+and on questions about them.
 
     mlx-mtp generate --model demo-vision --image example.png -p "What do you see?"
 
     {described}.
 
-Ask "What colour is the square?", "Where is the circle?", "How many shapes are there?", "Is there a triangle?", or with
-two pictures "Compare the two pictures." Other questions and pictures get wrong answers.
+Ask "What colour is the square?", "Where is the circle?", "How many shapes are there?", "Is there a
+triangle?", or with two pictures "Compare the two pictures." Other questions and pictures get wrong answers.
 
-Trained by `python -m bench.train_seeing.train` on a CPU: {steps} updates of 32 texts in {minutes:.0f} minutes on one core of a
-busy machine. Of the tokens of the last 100 updates {model} were right, of the drafts {depths} at depths 1 and 2.
-Licence: MIT.
+Trained by `python -m bench.train_seeing.train` on a CPU: {steps} updates of 32 texts in {minutes:.0f}
+minutes on one core of a busy machine. Of the tokens of the last 100 updates {model} were right, of the
+drafts {depths} at depths 1 and 2. Licence: MIT.
 """
 
 

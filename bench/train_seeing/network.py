@@ -69,7 +69,7 @@ def loss_of(
 ) -> tuple[torch.Tensor, list[float]]:
     """Return the loss, and the share of right tokens of the model and of each depth of drafts.
 
-    answer: 1.0 where a token belongs to the answer, [B, L]. A draft counts if the answer has the token before it, too.
+    answer: 1.0 where a token belongs to the answer, [B, L]. A draft counts if the answer has the token before it.
     """
     total, right = torch.zeros(()), []
     for depth, found in enumerate(logits):
