@@ -17,7 +17,6 @@ SHAPES = ("square", "circle", "triangle")
 # Centres, as shares of width and height.
 SIDES = {"left": (0.26, 0.5), "right": (0.74, 0.5), "top": (0.5, 0.26), "bottom": (0.5, 0.74)}
 PLACES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
-OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 NO_PICTURE = "I see no picture. Please show me one."
 DESCRIBE = ("What do you see?", "Describe the picture.", "What is in this picture?", "Describe this image.", "")
 COMPARE = (
@@ -44,11 +43,12 @@ Scene = tuple[Thing, ...]
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """Return one or two things; two have different shapes and colours, and opposite sides."""
+    """Return one or two things; two have different shapes and colours, left before right or top before bottom."""
     shapes, colours = rng.sample(SHAPES, 2), rng.sample(sorted(COLOURS), 2)
-    side = rng.choice(sorted(SIDES))
-    things = [Thing(shapes[0], colours[0], side), Thing(shapes[1], colours[1], OPPOSITE[side])]
-    return tuple(things[: rng.choice((1, 2))])
+    if rng.random() < 0.5:
+        return (Thing(shapes[0], colours[0], rng.choice(sorted(SIDES))),)
+    sides = rng.choice((("left", "right"), ("top", "bottom")))
+    return tuple(Thing(*each) for each in zip(shapes, colours, sides, strict=True))
 
 
 def render(scene: Scene, width: int, height: int, rng: random.Random) -> Image.Image:
@@ -80,7 +80,7 @@ def described(scene: Scene) -> str:
 
 def ask(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """Return a question about one picture, and its answer."""
-    thing, other = scene[0], rng.choice(SHAPES)
+    thing, other = rng.choice(scene), rng.choice(SHAPES)
     found = next((each for each in scene if each.shape == other), None)
     things = "one shape" if len(scene) == 1 else "two shapes"
     questions = [
