@@ -1,4 +1,4 @@
-"""Locate the demos: a tiny Step-3.5, used if no model is named, its block drafter, one that reads pictures; and heads."""
+"""Locate the demos: a tiny Step-3.5, its block drafter, and one that reads pictures; and trained heads of SmolLM2."""
 
 from pathlib import Path
 
