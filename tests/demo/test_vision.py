@@ -31,22 +31,17 @@ def answer(demo, scenes_shown, question, *, seed=0, **options):
 
 def opposites():
     """Pairs of pictures that differ in one property, with a question about it and the two right answers."""
-    square = scenes.Thing("square", "red", "left")
     for left, right in (("left", "right"), ("top", "bottom")):
         pair = [(scenes.Thing("square", "red", side),) for side in (left, right)]
         yield "Where is the square?", pair, [f"The square is {scenes.PLACES[side]}." for side in (left, right)]
     for one, other in (("red", "blue"), ("green", "yellow"), ("black", "purple")):
         pair = [(scenes.Thing("square", colour, "left"),) for colour in (one, other)]
         yield "What colour is the square?", pair, [f"The square is {colour}." for colour in (one, other)]
-    both = (square, scenes.Thing("circle", "blue", "right"))
-    yield (
-        "Is there a circle?",
-        [(square,), both],
-        ["No, there is no circle.", "Yes, there is a blue circle on the right."],
-    )
+    pair = [(scenes.Thing(shape, "red", "left"),) for shape in ("square", "triangle")]
+    yield "What do you see?", pair, [f"{scenes.described(scene)}." for scene in pair]
 
 
-@pytest.mark.parametrize(("question", "pair", "answers"), opposites())
+@pytest.mark.parametrize(("question", "pair", "answers"), list(opposites()))
 def test_opposite_pictures_have_their_own_answers(demo, question, pair, answers):
     """A model that does not see gives both pictures the same answer."""
     for scene, right in zip(pair, answers, strict=True):
