@@ -62,7 +62,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     with loading(shown=shows_progress(quiet=quiet)):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long texts are false
         config = {"trust_remote_code": True} if trust_remote_code else {}
-        heads = {"mtp": False} if settings.new else {"mtp_path": mtp_path}
+        heads: dict[str, Any] = {"mtp": False} if settings.new else {"mtp_path": mtp_path}
         loaded, tokenizer = load(path, config, adapter_path=adapters, kernels="off", **heads)
     with stages(*_columns(), quiet=quiet) as update:
         tuned = tune(

@@ -32,8 +32,9 @@ async def running(request: Request) -> Response:
         slots = [slot for slot in [*models.slots.values()] if slot.ready]
         loaded = [(models.offer_of(slot.offer.name), slot.engine.idle_unload, slot.used) for slot in slots]
     else:
-        is_loaded, now = service.engine.state == "ready", time.monotonic()
-        loaded = [(service.offers()[0], service.engine.idle_unload, now)] if is_loaded else []
+        engine: Any = service.engine
+        now = time.monotonic()
+        loaded = [(service.offers()[0], engine.idle_unload, now)] if engine.state == "ready" else []
     return JSONResponse({"models": [{**_tag(offer), **_in_use(offer, *times)} for offer, *times in loaded]})
 
 

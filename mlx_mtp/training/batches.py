@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     hidden: the target's rows [B, L + 1, width]. tokens, choices, starts: int32 [B, L + 1]: the tokens, the target's
     most likely next token after each, and the first position of each one's document in its row. counted: bool
-    [B, L + 1], whether the next token is one that the target may write.
+    [B, L + 1], whether the next token is one that the target may write. keys: of each row's random numbers [B, 2].
     """
 
     hidden: mx.array
@@ -22,6 +22,7 @@ class Batch(NamedTuple):
     choices: mx.array
     starts: mx.array
     counted: mx.array
+    keys: mx.array
 
 
 def batches(
@@ -38,7 +39,6 @@ def batches(
         order, total = np.concatenate([order, order]), 2 * total
     stream = np.concatenate([np.arange(documents[i].first, documents[i].end) for i in order])
     firsts = np.concatenate([np.full(d.end - d.first, d.first) for d in (documents[i] for i in order)])
-    answers = np.concatenate([np.full(d.end - d.first, d.answer) for d in (documents[i] for i in order)])
     begin = np.arange(len(stream)) - (stream - firsts)  # of each position's document, in the stream
     count = (len(stream) - 1) // length
     windows = np.random.default_rng([seed, 1]).permutation(count)
@@ -53,7 +53,8 @@ def batches(
             mx.array(tokens[..., 0]),
             mx.array(tokens[..., 1]),
             mx.array(starts),
-            mx.array(places + 1 >= answers[at]) | True,
+            mx.ones(at.shape, mx.bool_),  # prompts train as well as answers
+            mx.random.split(mx.random.key(seed * (count + 1) + i), rows),
         )
 
 
@@ -66,5 +67,6 @@ def alone(recording: Recording, document: Document) -> Batch:
         mx.array(pairs[places, 0])[None],
         mx.array(pairs[places, 1])[None],
         mx.zeros((1, len(places)), mx.int32),
-        mx.array(places + 1 >= document.answer)[None],
+        mx.array((places + 1 >= document.answer).tolist())[None],
+        mx.random.key(0)[None],
     )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.utils import checkpoint as checkpointed
 
 Parts = tuple[mx.array, ...]
 
@@ -33,7 +33,7 @@ class ChainCache:
     def update_and_fetch(self, *arrays: mx.array) -> Any:
         """Store keys, values and others of this depth; return them behind those of earlier depths."""
         self.parts = arrays
-        return tuple(mx.concatenate(kind, axis=2) for kind in zip(*self.earlier, arrays, strict=True))
+        return tuple(mx.concatenate(list(kind), axis=2) for kind in zip(*self.earlier, arrays, strict=True))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the boolean mask [B, 1, N, keys] of N = L positions; the other arguments are ignored.
@@ -69,7 +69,7 @@ def chain(
         head: Any = model.mtp[number]
         call = partial(_head, head, starts, windows[number], depth, recycled)
         if checkpoint:
-            call = nn.utils.checkpoint(head, call)
+            call = checkpointed(head, call)
         flat = [array for parts in earlier for array in parts] if recycled else []
         output, *parts = call(model.embed(tokens, number), hidden, *flat)
         earlier.append(tuple(parts))

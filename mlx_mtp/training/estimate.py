@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -47,10 +48,12 @@ class Estimate:
 
 def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -> int:
     """Return the estimated bytes of parameters, gradients, optimizer and intermediate values of a training step."""
-    trained = sum(w.nbytes for _, w in tree_flatten(workshop.trained.trainable_parameters()))
+    parameters: Any = tree_flatten(workshop.trained.trainable_parameters())
+    trained = sum(w.nbytes for _, w in parameters)
     fixed = nbytes(workshop.trained.parameters()) + workshop.teacher.weight.nbytes
     size = workshop.model.model.norm.weight.size
-    layer = sum(w.shape[0] for _, w in tree_flatten(workshop.trained.mtp[0].block.parameters()) if w.ndim == 2)
+    weights: Any = tree_flatten(workshop.trained.mtp[0].block.parameters())
+    layer = sum(w.shape[0] for _, w in weights if w.ndim == 2)
     kept = layer + BLOCK * size if not checkpoint else 4 * size
     depths = workshop.depths
     # With checkpointing one depth's intermediate values exist at a time.
@@ -104,7 +107,8 @@ def estimate(
 def _blank(rows: int, length: int, width: int) -> Batch:
     shape = (rows, length + 1)
     zeros = mx.zeros(shape, mx.int32)
-    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_))
+    keys = mx.random.split(mx.random.key(0), rows)
+    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_), keys)
 
 
 def duration(seconds: float) -> str:

@@ -28,7 +28,7 @@ class Trained(nn.Module):
 
     def __init__(self, heads: Sequence[nn.Module]):
         super().__init__()
-        self.mtp = list(heads)
+        self.mtp: list[Any] = list(heads)
 
 
 @dataclass
@@ -112,7 +112,8 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     """
     before = model.mtp, model.spec
     model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
-    block = dequantize_model(Trained([model.like_last_layer()])).mtp[0]
+    whole: Any = dequantize_model(Trained([model.like_last_layer()]))
+    block = whole.mtp[0]
     head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
     head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
     size = model.model.norm.weight.size
@@ -166,8 +167,8 @@ def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.arra
     rows = mx.arange(whole["weight"].shape[0])
     if "d2t" in head:
         rows = head.token(mx.arange(head.d2t.size))
-    part = Trained([sliced(whole, rows)])
-    teacher = dequantize_model(part).mtp[0]
+    part: Any = dequantize_model(Trained([sliced(whole, rows)]))
+    teacher = part.mtp[0]
     teacher.set_dtype(dtype)
     teacher.freeze()
     ranks = mx.full((model.vocab_size,), -1, mx.int32)

@@ -13,21 +13,28 @@ LATER = 0.7  # weight of a depth's loss relative to the depth before
 
 
 def chain_loss(
-    heads: Any, *batch: mx.array, model: Any, teacher: Any, ranks: mx.array, depths: int, checkpoint: bool = False
+    heads: Any,
+    *batch: mx.array,
+    model: Any,
+    teacher: Any,
+    ranks: mx.array,
+    depths: int,
+    checkpoint: bool = False,
+    noise: float = 0.0,
 ) -> tuple[mx.array, mx.array]:
     """Return (the loss to minimise, per depth [2, depths]: the share of right drafts, and their mean loss in nats).
 
     heads: module whose list `mtp` holds the trained heads; model.mtp holds the same ones. teacher: the target's LM
-    head over the tokens that are drafted. ranks: int32 [V], each
-    token's index in the heads' LM head, -1 for tokens that are not drafted: positions where the target chooses such a
-    token have no loss, and count as wrong. checkpoint: as in `chain`.
+    head over the tokens that are drafted. ranks: int32 [V], each token's index in the heads' LM head, -1 for tokens
+    that are not drafted: positions where the target chooses such a token have no loss, and count as wrong.
+    checkpoint: as in `chain`. noise: as in `noisy`.
     """
     del heads  # its parameters are those of model.mtp
     given = Batch(*batch)
     hidden = given.hidden.astype(model.model.norm.weight.dtype)
     labels, inside = ranks[given.choices[:, 1:]], given.starts[:, 1:] == given.starts[:, :-1]
-    inputs = model.capture(hidden[:, :-1]), given.tokens[:, 1:], given.starts[:, :-1]
-    outputs = chain(model, *inputs, depths, checkpoint=checkpoint)
+    rows = noisy(model.capture(hidden[:, :-1]), given.keys[0], noise)
+    outputs = chain(model, rows, given.tokens[:, 1:], given.starts[:, :-1], depths, checkpoint=checkpoint)
     theirs = centred(logits_of(teacher, model.normed(hidden[:, 1:])))
     place = mx.arange(labels.shape[1])
     losses, right = [], []
@@ -35,7 +42,8 @@ def chain_loss(
         asked = inside & (place - depth >= given.starts[:, :-1]) & given.counted[:, 1:]
         used = asked & (labels >= 0)
         logits = centred(model.draft_logits(min(depth, len(model.mtp) - 1), output))
-        each = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs).reshape(labels.shape)
+        each: Any = imitation(logits, mx.maximum(labels, 0).reshape(-1), theirs)
+        each = each.reshape(labels.shape)
         losses.append((each * used).sum() / mx.maximum(used.sum(), 1))
         hits = (mx.stop_gradient(logits).argmax(axis=-1).reshape(labels.shape) == labels) & asked
         right.append(hits.sum() / mx.maximum(asked.sum(), 1))
@@ -48,3 +56,11 @@ def centred(logits: mx.array) -> mx.array:
     """Return logits [B, L, n] as float32 [B * L, n] whose greatest is 0, which changes no probability."""
     flat = logits.astype(mx.float32).reshape(-1, logits.shape[-1])
     return flat - mx.stop_gradient(flat).max(axis=-1, keepdims=True)
+
+
+def noisy(rows: mx.array, key: mx.array, share: float) -> mx.array:
+    """Return rows [..., H] with normal noise of this share of each row's root mean square (as EAGLE, 2401.15077)."""
+    if not share:
+        return rows
+    size = mx.sqrt((rows.astype(mx.float32) ** 2).mean(axis=-1, keepdims=True))
+    return rows + (share * size * mx.random.normal(rows.shape, key=key)).astype(rows.dtype)

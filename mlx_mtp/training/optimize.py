@@ -85,4 +85,4 @@ class Trainer:
         self.optimizer.learning_rate = restart * self.schedule(index, self.steps, self.peak)
         self.optimizer.update(self.model, gradients)
         mx.eval(self.model.parameters(), self.optimizer.state)
-        return sum(report for (_, report), _ in shares) / count
+        return mx.stack([report for (_, report), _ in shares]).mean(axis=0)

@@ -139,7 +139,7 @@ def answers(model: Any, tokenizer: Any, prompts: Iterable[list[int]], length: in
             return
         short = [prompt for prompt in asked if len(prompt) + 1 < length]
         mx.random.seed(seed + wave)
-        drawn = {"sampler": make_sampler(temp=0.8)}
+        drawn: dict[str, Any] = {"sampler": make_sampler(temp=0.8)}
         for group, options in (([p for i, p in enumerate(short) if i % GREEDY], {}), (short[::GREEDY], drawn)):
             if not group:
                 continue

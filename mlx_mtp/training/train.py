@@ -1,7 +1,6 @@
 """Train a workshop's heads on a recording, keep the best by held-out acceptance, and continue after interruptions."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from .recording import Recording
 
 MEASURES = 8  # during a training
 SAVE_SECONDS = 60.0
+NOISE = 0.1  # of the rows that the first head reads, so that it learns its texts by heart less
 STATE = "training.safetensors"
 
 
@@ -67,7 +67,7 @@ def train(
     kept = [d for d in recording.documents if not d.held]
     held = [d for d in recording.documents if d.held]
     options = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks}
-    options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint}
+    options |= {"depths": workshop.depths, "checkpoint": plan.checkpoint, "noise": NOISE}
     trainer = Trainer(
         workshop.trained,
         partial(chain_loss, **options),
@@ -87,7 +87,7 @@ def train(
                 break
             report = trainer.step(step, *batch)
             step += 1
-            if not math.isfinite(report[1].sum().item()):
+            if not mx.isfinite(report[1]).all().item():
                 raise ValueError(f"the loss of step {step} is not finite; lower --learning-rate")
             if progress:
                 progress(f"training, {report[0, 0].item():.0%} right", step, plan.steps)
@@ -125,7 +125,8 @@ class _State:
         if not self.file.exists():
             return 0, [], None
         with one_line(f"{self.file}: damaged; delete it", (RuntimeError, KeyError, ValueError)):
-            arrays, facts = mx.load(str(self.file), return_metadata=True)
+            loaded: Any = mx.load(str(self.file), return_metadata=True)
+            arrays, facts = loaded
             step, curve = int(facts["step"]), [tuple(pair) for pair in json.loads(facts["curve"])]
         if facts["plan"] != self.plan:
             raise ValueError(f"{self.file}: of a training with other options; delete it, or give the same options")

@@ -135,7 +135,7 @@ def _check_model(model: Any) -> None:
         raise ValueError("the model is split over ranks; load it on one machine")
     if model.drafter is not None or not isinstance(model.spec.capture, str):
         raise ValueError("the model drafts with an external drafter; load it without draft_model")
-    if model.runtime.report and model.runtime.report.drafted_from:
+    if getattr(model.runtime.report, "drafted_from", None):
         raise ValueError("the heads have a reduced draft vocabulary; load the model without draft_vocab")
 
 

@@ -105,7 +105,14 @@ def test_gradients(checkpoint, tmp_path):
     starts = np.array([[0] * 13, [0] * 5 + [5] * 8], np.int32)
     tokens, choices = (mx.array(rng.integers(0, V, shape).astype(np.int32)) for _ in range(2))
     hidden = mx.array(rng.standard_normal((*shape, 32)).astype(np.float32))
-    batch = (hidden, tokens, choices, mx.array(starts), mx.ones(shape, mx.bool_))
+    batch = (
+        hidden,
+        tokens,
+        choices,
+        mx.array(starts),
+        mx.ones(shape, mx.bool_),
+        mx.random.split(mx.random.key(0), ROWS),
+    )
     options = {"model": model, "teacher": workshop.teacher, "ranks": workshop.ranks, "depths": DEPTHS}
     step = nn.value_and_grad(workshop.trained, partial(chain_loss, **options, checkpoint=checkpoint))
     (loss, _), gradients = step(workshop.trained, *batch)
