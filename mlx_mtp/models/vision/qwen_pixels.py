@@ -1,5 +1,6 @@
 """Prepare pictures for Qwen's vision towers with transformers' processor, which needs Pillow but not PyTorch."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Pixels:
 
     def __init__(self, settings: dict[str, Any] | None, config: dict, path: Path | None = None):
         pillow()
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as module
+        module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")  # takes a second
 
         vision, kind = config["vision_config"], module.Qwen2VLImageProcessorPil
         sizes = {
