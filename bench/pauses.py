@@ -19,7 +19,7 @@ import mlx_mtp
 from mlx_mtp.demo import demo_block_path, demo_path
 from mlx_mtp.tuning.plan import PLAIN, Plan
 
-KEPT = (None, 32, 8, 1)  # rows kept for the drafter; None: it reads all during the pause
+KEPT = (None, 32, 8)  # rows kept for the drafter; None: it reads all during the pause
 
 
 class Pausing:
@@ -62,7 +62,7 @@ def counted(model: Any, prompt: list[int], pause: int, cycles: int, kept: int | 
 @click.option("--cycles", default=12, show_default=True, help="Counted cycles after a pause.")
 @click.option("--prompts", default=8, show_default=True)
 def main(pauses: str, cycles: int, prompts: int) -> None:
-    model, tokenizer = mlx_mtp.load(demo_path(), draft_model=demo_block_path())
+    model, tokenizer = mlx_mtp.load(demo_path(), draft_model=demo_block_path(), mtp=False)
     kinds = json.loads(Path(__file__).with_name("prompts.json").read_text()).values()
     texts = [entry for row in itertools.zip_longest(*kinds) for entry in row if isinstance(entry, str)][:prompts]
     found: dict[str, dict[str, list[float]]] = {}

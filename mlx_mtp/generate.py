@@ -25,6 +25,7 @@ from .decoding import options as checked
 from .decoding.agreement import Agreement, agreed
 from .decoding.cycle import Decoder
 from .decoding.drafters import drafters_of
+from .decoding.images import images_of, with_images
 from .decoding.loop import Yielded, decode
 from .decoding.memory_needs import make_room
 from .decoding.policy import compiled_for, control_for, forced_drafts, lookup_drafts, remember
@@ -34,6 +35,7 @@ from .grammar import Constraint, Grammar, compiled
 from .layers.adapters import adapters_now
 from .layers.target import Target
 from .machine.stream import in_turn, in_turns
+from .pictures.rows import Picture
 from .ranks.watch import wait_for_reason
 from .tuning.kernel_switch import switch_on_for_drafts
 from .tuning.plan import Fixed
@@ -89,6 +91,7 @@ def generate_step(
     stop_tokens: Collection[int] = (),
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
+    pictures: Sequence[Picture] = (),
 ) -> Generated:
     """Yield (token, logprobs [V] or None, whether drafted), with a final stop token; max_tokens=0 only prefills.
 
@@ -99,13 +102,12 @@ def generate_step(
     chunk = checked.checked_chunk(model, sampling, sampler, draft_sampling, prefill_step_size)
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
-    how = kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, num_draft_tokens, prompt_cache, *how)
+    given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
+    tokens, k, cache = checked.opened(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
-    constraint = compiled(grammar, None, model.vocab_size) if grammar else None
-    stops = frozenset(stop_tokens) | frozenset(constraint.eos if constraint else ())
+    constraint, stops = checked.ends(grammar, stop_tokens, model.vocab_size)
     same = (k, lookup, max_tokens, cache.offset, chunk, sampling, draft_sampling, draft_p_min, sorted(stops), most)
     tokens, key = agreed(model.ranks, tokens, random_key(seed), (*same, constraint and constraint.text))
     matcher = constraint and constraint.matcher(cache.offset + len(tokens), most, stats)
@@ -144,14 +146,18 @@ def stream_generate(
     """Yield GenerationResponses (text segment, token, speeds, stats) for a prompt of text or token ids.
 
     The tokenizer's end-of-text tokens always end it. The last response has finish_reason "stop" or "length". Raises
-    ValueError as `generate_step` does, at the call.
+    ValueError as `generate_step` does, at the call. More options:
+    images: paths, bytes of files, `data:` URLs or images of Pillow, one for each mark of a picture in the prompt; if
+        it has no mark, the pictures come before the text. image: the same, or a single picture, as in mlx_vlm.
+    resize_shape: (width, height) to which each image is scaled, with its ratio kept.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
     checked.check_names(options)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    ids = encoded(tokenizer, prompt)
+    images, shape = images_of(options), options.pop("resize_shape", None)
+    ids, options["pictures"] = with_images(model, tokenizer, encoded(tokenizer, prompt), images, options, shape)
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
     if options.get("grammar") is not None:
@@ -242,10 +248,14 @@ def batch_generate(
     prompts: texts or token ids. prompt_caches: one per prompt, whose tokens it continues; they stay unchanged.
     max_tokens: one number for all prompts, or one per prompt. verbose: print the number of finished texts.
     return_token_ids, return_logprobs: a list per prompt, in their order, without the stop token. Other options are
-    those of `BatchGenerator`.
+    those of `BatchGenerator`, and `images`: a list of images per prompt, or None for none, and `resize_shape`, as in
+    `stream_generate`.
     """
     checked.check_names(options)
+    images, shape = options.pop("images", None) or [None] * len(prompts), options.pop("resize_shape", None)
     ids = [encoded(tokenizer, prompt) for prompt in prompts]
+    given = [with_images(model, tokenizer, *each, {}, shape) for each in zip(ids, images, strict=True)]
+    ids, pictures = [tokens for tokens, _ in given], [found for _, found in given]
     limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
     if prompt_caches is None and return_prompt_caches:
         layout = checked.cache_options(options)
@@ -257,7 +267,7 @@ def batch_generate(
     answers: list[list[Response]] = [[] for _ in ids]
     finished = 0
     try:
-        batch.insert(ids, limits, prompt_caches)
+        batch.insert(ids, limits, prompt_caches, pictures=pictures)
         with batch.stats() as stats:
             for response in chain.from_iterable(iter(batch.next_generated, [])):
                 answers[response.uid].append(response)

@@ -16,7 +16,7 @@ from .cache.from_mlx_lm import from_mlx_lm
 from .cache.mark import Mark, Quantizing
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .cache.prompt_prefix import shared
-from .checkpoint.chat_template import render
+from .checkpoint.chat_template import encode_messages, pictures_of
 from .decoding.buffer_count import KEPT_SNAPSHOTS
 from .decoding.memory_needs import check_prompt, within
 from .decoding.options import cache_options, default_chunk, default_draft_tokens
@@ -25,6 +25,8 @@ from .generate import GenerationResponse, generate_step, stream_generate
 from .grammar import compiled
 from .layers.target import Target
 from .machine.stream import in_turns
+from .pictures.prompt import opened
+from .pictures.rows import Picture
 from .tuning.idle_trials import IdleTrials
 
 Progress = Callable[[int, int], None]
@@ -61,6 +63,7 @@ class Turn:
 class ChatSession:
     """A conversation: `ask` sends a message and yields the answer; `messages` contains the conversation so far.
 
+    A message is {"role", "content"}, with "pictures", a tuple of `Picture`s, if it has any: they precede its text.
     cache: its `PromptCache`; `reset`, and turns that can reuse none of it or follow an exception, may replace it.
     turn: the `Turn` of the last message. answers: number of answers, also of conversations before `reset`.
     num_draft_tokens: maximum drafts per cycle; may change between turns.
@@ -92,6 +95,7 @@ class ChatSession:
         self.num_draft_tokens = default_draft_tokens(model) if k is None else k
         layout = cache_options(options)
         self._given, self._prefix_text = from_mlx_lm(model, options.pop("prompt_cache", None)), ""
+        self._prefix_pictures: tuple[Picture, ...] = ()
         if self._given is not None:
             system_prompt = self._adopt(self._given, system_prompt)
             self._given_snapshot = (self._given.snapshot(), self._given.quantizing)
@@ -116,10 +120,10 @@ class ChatSession:
             self._start_over()
         self._intact = True
 
-    def resume(self, messages: list[dict[str, str]], answers: int) -> None:
+    def resume(self, messages: list[dict[str, Any]], answers: int) -> None:
         """Replace the conversation by these messages, and the count of answers, which seeded draws depend on.
 
-        messages: {"role", "content"}; a first message of role "system" becomes the system prompt, and without one
+        messages: as in `messages`; a first message of role "system" becomes the system prompt, and without one
         there is none. The caches stay; the next turn reuses what fits. Raises ValueError, without a change, if the
         chat template refuses the messages with a question after them.
         """
@@ -160,6 +164,7 @@ class ChatSession:
             )
         prefix.check(system_prompt=system_prompt, template_config=self.template_config)
         self._prefix_text, self.template_config = prefix.prompt, prefix.template_config
+        self._prefix_pictures = prefix.pictures
         return prefix.system_prompt
 
     @property
@@ -197,31 +202,45 @@ class ChatSession:
         text = self.messages[before]["content"]
         return text.removeprefix(self._prefix_text) if before == len(self._system) else text
 
+    @property
+    def last_pictures(self) -> tuple[Picture, ...]:
+        """The pictures of the user's last message, without those of a given cache; () if there is no message."""
+        before = len(self.messages) - 2
+        if before < len(self._system):
+            return ()
+        found: Any = self.messages[before].get("pictures", ())
+        return found[len(self._prefix_pictures) :] if before == len(self._system) else found
+
     def idle(self) -> IdleTrials:
         """Return a context manager that runs pending kernel trials while the program waits for the next message."""
         return IdleTrials(self.model)
 
-    def ask(self, text: str, progress: Progress | None = None) -> Responses:
+    def ask(self, text: str, progress: Progress | None = None, images: Any = None) -> Responses:
         """Send a message and yield the answer's responses; `turn` contains the token counts and times.
 
+        images: paths, bytes of files, `data:` URLs, images of Pillow or `Picture`s; they precede the text. Raises
+        ValueError at the call for one that cannot be opened, or if the model reads no pictures.
         Nothing happens before the first step. Closing the iterator, an exception, or setting `stopping` ends the
         answer. The conversation keeps the yielded part, and drops the message if nothing was yielded. The first step
         raises ValueError if the chat template refuses the messages, the prompt has no token, or it does not fit in
         memory (unless check_memory=False), in `max_context` or, with max_tokens=-1, in `positions`.
         progress: called after each chunk with the number of new prompt tokens processed and their total.
         """
-        return in_turns(self._answer(text, progress))
+        return in_turns(self._answer(text, progress, opened(self.model, images)))
 
-    def _answer(self, text: str, progress: Progress | None) -> Responses:
-        text = text if len(self.messages) > len(self._system) else self._prefix_text + text
-        messages = [*self.messages, {"role": "user", "content": text}]
+    def _answer(self, text: str, progress: Progress | None, pictures: list[Picture]) -> Responses:
+        if len(self.messages) == len(self._system):
+            text, pictures = self._prefix_text + text, [*self._prefix_pictures, *pictures]
+        more = {"pictures": tuple(pictures)} if pictures else {}
+        messages = [*self.messages, {"role": "user", "content": text, **more}]
         prompt, end = self._tokens(messages)
         if not self._intact:  # an exception ended the last turn, possibly during a write to the caches
             self._start_over()
         self._intact = False
         answer: list[str] = []
         try:
-            with suppress(Stopped, GeneratorExit), closing(self._responses(prompt, end, progress)) as responses:
+            found = self._responses(prompt, end, progress, pictures_of(messages))
+            with suppress(Stopped, GeneratorExit), closing(found) as responses:
                 for response in responses:
                     answer.append(response.text)
                     yield response
@@ -244,7 +263,9 @@ class ChatSession:
             self.ranks.stopping = self.stopping
         return self.stopping and not self.ranks
 
-    def _responses(self, prompt: list[int], end: int, progress: Progress | None) -> Responses:
+    def _responses(
+        self, prompt: list[int], end: int, progress: Progress | None, pictures: list[Picture]
+    ) -> Responses:
         """Yield the answer's responses, after a rollback to a prefix of the prompt and a prefill up to `end`.
 
         Sets `turn`, and takes snapshots before the prefill and at `end`. If the caches already reach `end`, there is
@@ -260,7 +281,8 @@ class ChatSession:
             raise ValueError(f"the conversation has {len(prompt)} tokens; allowed are at most {self.positions - 1}")
         self._check_memory(total)
         self._intact = False
-        options: dict[str, Any] = {**self.options, "check_memory": False}  # checked above for the whole prompt
+        options: dict[str, Any] = {**self.options, "pictures": pictures}
+        options["check_memory"] = False  # checked above for the whole prompt
         if options.get("max_tokens") == -1 and self.positions:
             options["max_tokens"] = self.positions - len(prompt)
         options |= {"prompt_cache": self.cache, "num_draft_tokens": self.num_draft_tokens}
@@ -337,10 +359,10 @@ class ChatSession:
         return prompt, shared(self._encode(messages, answering=False), prompt[:-1])
 
     def _encode(self, messages: list[dict], *, answering: bool) -> list[int]:
-        if not self.tokenizer.has_chat_template:
+        if not self.tokenizer.has_chat_template and not pictures_of(messages):
             return self.tokenizer.encode(_running_text(messages))
         options = {**self.template_config, "add_generation_prompt": answering}
-        return self.tokenizer.encode(render(self.tokenizer, messages, options), add_special_tokens=False)
+        return encode_messages(self.tokenizer, messages, options, self.model.vision)
 
 
 def _running_text(messages: list[dict]) -> str:

@@ -4,7 +4,12 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 
+# Write bytecode even where PYTHONDONTWRITEBYTECODE is set: otherwise each worker of each run rewrites the assertions
+# of all test files, and each process that a test starts compiles the package.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before MLX, NumPy or PyTorch is imported, here or in a test's process: one small product is slower on more threads.
 for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")

@@ -19,12 +19,12 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING
 
 
 def test_the_tests_have_every_extra_of_users():
-    assert EXTRAS["test"][0] == "mlx-mtp[plot,serve,emulate,gguf]"
+    assert EXTRAS["test"][0] == "mlx-mtp[plot,serve,emulate,gguf,vision]"
     assert EXTRAS["emulate"][0].startswith("ziglang")
     assert EXTRAS["grammar"][0] in EXTRAS["serve"]
 
 
-@pytest.mark.parametrize("extra", ["serve", "plot", "emulate", "gguf", "grammar"])
+@pytest.mark.parametrize("extra", ["serve", "plot", "emulate", "gguf", "grammar", "vision"])
 def test_the_instruction(extra):
     assert extra in EXTRAS
     assert install(extra).startswith(f"pip install -e '.[{extra}]'")

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "mlx_mtp"
 # From the cellar up. A room, or a file of the hall, imports from rows above its own and from itself, nothing else.
 FLOORS = [
     {"_version", "demo", "emulator", "kernels", "machine"},
+    {"pictures"},
     {"cache", "grammar", "ranks"},
     {"layers"},
     {"models", "tuning"},
@@ -118,7 +119,8 @@ def test_nothing_outside_models_knows_a_family():
     for file in FILES:
         if room_of(file) in ("models", "demo") or file.name == "kernels_cases.py":  # shapes of released models
             continue
-        assert not [f for f in families if f in file.read_text()], file
+        text = re.sub("[Oo]llama", "", file.read_text())  # an API, which contains a family's name
+        assert not [f for f in families if f in text], file
 
 
 def test_caches_handle_token_ids_only():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -10,7 +11,11 @@ import pytest
 from sweep import sweep
 
 import mlx_mtp
+from mlx_mtp.checkpoint import parameters
 from mlx_mtp.decoding import replay
+from mlx_mtp.demo import demo_path
+from mlx_mtp.machine.progress import watcher
+from mlx_mtp.machine.stream import in_turn
 
 PROMPT = [1, 2, 3, 0, 2, 2, 1, 3, 0, 1, 2]
 
@@ -44,6 +49,32 @@ def test_several_threads_at_once(tiny_models):
         drawn = [pool.submit(tokens, model, k, temp=1.0, seed=3) for k in (0, 3)]
         assert [text.result(60) for text in texts] == [expected[0]] * 3
         assert [text.result(60) for text in drawn] == [expected[1]] * 2
+
+
+def test_other_threads_have_turns_during_a_load(monkeypatch):
+    """The load passes its turn, and reports its progress, after each piece of weights."""
+    monkeypatch.setattr(parameters, "PIECE", 1 << 19)
+    seen, during, ended = [], set(), threading.Event()
+
+    def other():
+        while not ended.is_set():
+            with in_turn():
+                during.add(len(seen))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    token = watcher.set(lambda *step: seen.append(step))
+    try:
+        mlx_mtp.load(demo_path(), kernels="off")
+    finally:
+        watcher.reset(token)
+        ended.set()
+        thread.join()
+    assert len(seen) > 10
+    assert all(stage.startswith("Reading weights") and done <= total for stage, done, total in seen)
+    assert seen[-1][1] == seen[-1][2] > 0
+    assert len(during - {0, len(seen)}) > 3
 
 
 @pytest.mark.parametrize("replayed", [False, True])

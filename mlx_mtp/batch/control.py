@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.ring import MAX_ROWS
-from ..decoding.policy import learned, source_of
+from ..decoding.policy import learned, others_of, source_of
 from ..layers.kernel_site import VERIFY_ROWS
 from ..layers.target import Target
 from ..tuning.controller import Controller
@@ -53,7 +53,8 @@ class Controls:
         known = costs.together_replayed if self.replayed else costs.together
         if sequences not in known and known:
             known[sequences] = _estimate(known[min(known, key=lambda n: abs(n - sequences))])
-        control = Controller(max_drafts=k, known=known.get(sequences), growth=costs.growth, **how)
+        how |= {"others": others_of(self.model, k), "growth": costs.growth}
+        control = Controller(max_drafts=k, known=known.get(sequences), **how)
         known[sequences] = control.costs
         return control
 

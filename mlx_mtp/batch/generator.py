@@ -14,6 +14,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.history import TokenHistory
+from ..decoding.picture_rows import encoding
 from ..decoding.prefill import read_chunk, test_heads
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..decoding.stats import Stats
@@ -26,6 +27,8 @@ from .control import Controls
 from .places import Places
 from .sequence import PromptResponse, Response, Sequence, first_tokens
 from .settings import Settings
+
+END = object()  # what `next` returns at the end of an iterator
 
 
 @checked.explained
@@ -128,6 +131,7 @@ class BatchGenerator:
         logprobs: Any = None,
         stats: Any = None,
         grammars: Any = None,
+        pictures: Any = None,
     ) -> list[int]:
         """Queue prompts given as lists of segments, at whose ends prefill chunks end; return each one's uid.
 
@@ -136,7 +140,8 @@ class BatchGenerator:
         stop_sequences: mlx_lm's, or lists of token ids. num_draft_tokens: up to the model's maximum, also above this
         generator's value. logprobs: whether responses contain them. stats: a `Stats` to fill, one per prompt. None in
         a list is no processors or stop sequences, this generator's sampler, seed or num_draft_tokens, a new cache.
-        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none.
+        grammars: of `mlx_mtp.grammar`, made with `tokenizer=`, or None for none. pictures: lists of the `Picture`s
+        whose `tokens` are in the prompt; those that its cache has read may be left out.
         Raises ValueError for an invalid argument of any prompt; none of the prompts is then queued.
         """
         given = {
@@ -151,6 +156,7 @@ class BatchGenerator:
             "logprobs": (logprobs, self.settings.logprobs),
             "stats": (stats, None),
             "grammars": (grammars, self.settings.grammar),
+            "pictures": (pictures, ()),
         }
         _check_prompts(segments)
         n = len(segments)
@@ -167,7 +173,7 @@ class BatchGenerator:
 
     @in_turn()
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
-        """Run one cycle of the active sequences and prefill about one chunk of the queued ones.
+        """Run one cycle of the active sequences; of queued ones prefill about one chunk, or encode part of a picture.
 
         Returns one response per prefilled chunk, and one per new token, those of a sequence in order. An error that
         a sequence's sampler, processor, prefill or lone cycle raised in an earlier call is raised now, with no cycle:
@@ -273,6 +279,7 @@ class BatchGenerator:
     def _prefill_chunk(self, sequence: Sequence, progress: list[PromptResponse], responses: list[Response]) -> int:
         """Prefill the next chunk of a sequence's prompt; return the number of tokens read.
 
+        If it belongs to a picture without stored features, do a part of its encoding, and return the size of a chunk.
         Its progress is appended to `progress`, after the last chunk the first token's response to `responses`.
         """
         if not sequence.started:
@@ -280,6 +287,11 @@ class BatchGenerator:
             sequence.stats.start()
             sequence.cache.begin(sequence.cache.offset + sequence.total)
         chunk, piece = self.settings.chunk, sequence.segments[0]
+        sequence.encoding = sequence.encoding or encoding(self.model, sequence.cache, piece[:chunk])
+        if next(sequence.encoding, END) is not END:
+            self._places.hide()
+            return chunk
+        sequence.encoding = None
         hidden, n = read_chunk(self.model, sequence.cache, piece[:chunk], heads=sequence.k > 0, chunk=chunk)
         sequence.segments[0] = piece[n:]
         self._counters.prompt_tokens += n
@@ -299,7 +311,7 @@ class BatchGenerator:
         if sequence.k:
             test_heads(self.model)
         run, first = first_tokens(self.model, sequence, hidden)
-        sequence.history = TokenHistory(sequence.cache.tokens)
+        sequence.history = TokenHistory(sequence.cache.ids, sequence.cache.tokens)
         responses = sequence.append(first, 0, run.logprobs[0] if run.logprobs else None)
         sequence.stats.note_first_token()
         sequence.stats.generation_tokens += 1

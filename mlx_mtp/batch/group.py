@@ -116,7 +116,7 @@ class Group:
             if ahead is not None and any(s and not s.finished for s in ahead.rows):
                 self.last = self._submit(last, self.steps.with_forced(last, ahead))
             else:
-                self._close()
+                self.close()
         except TROUBLE as e:
             self._rebuild(e)
         self.lone_cycles = self.lone_cycles + 1 if self.last and len(self.sequences) == 1 else 0
@@ -137,7 +137,7 @@ class Group:
             leaving = self._leave(self.last) if self.last else []
         else:
             leaving = [(s, prefill_again(self.model, s, chunk=self.chunk)) for s in active]
-        self._close()
+        self.close()
         for sequence, run in leaving:
             self.join(sequence, run)
 
@@ -155,7 +155,7 @@ class Group:
             self._rebuild(e)
             return [], []
         leaving = self._leave(self.last)
-        self._close()
+        self.close()
         return responses, leaving
 
     def _leave(self, cycle: PoolCycle) -> Waiting:
@@ -185,12 +185,14 @@ class Group:
         self.pending = [pair for pair in self.pending if pair[0] is not sequence]
         sequence.finished = True
         if not self.sequences:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Drop the pool and its cycles, and end the thread that makes its masks; pending sequences remain."""
+        if self.pool:
+            self.steps.thread.shutdown()
         self.pool = self.last = None
-        self.unread, self.readers = [], []
-        self.joining, self.marks = [], []
+        self.unread, self.readers, self.joining, self.marks = [], [], [], []
 
     def _can_build_ahead(self, last: PoolCycle) -> bool:
         """Return whether a sequence is unfinished, and none has logits processors, which need `last`'s tokens."""

@@ -107,3 +107,4 @@ def continue_after(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, 
         yield from cycles(d, next_cycle(d, first, None), max_tokens, ())
     finally:
         settle(d)
+        d.thread.shutdown()

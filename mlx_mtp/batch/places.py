@@ -100,6 +100,8 @@ class Places:
         """Cancel all sequences."""
         for lone in self.lone:
             lone.rest()
+        for group in self.groups.values():
+            group.close()
         self.lone, self.groups = [], {}
 
     def _group(self, layout: str) -> Group:
@@ -111,4 +113,5 @@ class Places:
 
     def _drop_finished(self) -> None:
         self.lone = [lone for lone in self.lone if not lone.sequence.finished]
-        self.groups = {layout: group for layout, group in self.groups.items() if group.sequences}
+        for layout in [layout for layout, group in self.groups.items() if not group.sequences]:
+            self.groups.pop(layout).close()

@@ -1,13 +1,14 @@
 """Build or replay the step of a pool's next cycle; read the drafter's confidence if the plan requires it."""
 
 import time
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
 
 from ..cache.pool import Pool, PoolMark
-from ..decoding.cycle_masks import CycleMasks
+from ..decoding.cycle_masks import CycleMasks, mask_thread
 from ..decoding.drafters import Drafter
 from ..decoding.drafters.drafter import Frame
 from ..decoding.guided import choose_allowed, choose_late, redrafted, submit_pass
@@ -93,7 +94,7 @@ class Steps:
     """Builder of a pool's steps.
 
     drafters: all drafters, by their names in plans. p_min: probability below which a draft is not verified.
-    compiled: the recorded steps; None to build each. stats: counts new recordings.
+    compiled: the recorded steps; None to build each. stats: counts new recordings. thread: `mask_thread`'s.
     """
 
     model: Target
@@ -102,6 +103,7 @@ class Steps:
     p_min: float
     compiled: Compiled | None
     stats: Stats
+    thread: Executor = field(default_factory=mask_thread)
 
     def build(self, new: PoolCycle, run: Run, base: int) -> None:
         """Build or replay, unevaluated, the step of the cycle `new` after the rows of `run`; set the cycle's fields.
@@ -205,7 +207,7 @@ class Steps:
         passed, masks = new.passed, new.masks
         assert passed
         assert masks
-        waits = submit_pass(passed, masks, stepwise=new.plan.stepwise)
+        waits = submit_pass(passed, masks, self.thread, stepwise=new.plan.stepwise)
         for sequence in new.rows:
             if sequence and not sequence.finished:
                 for waited in waits:

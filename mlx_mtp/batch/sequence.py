@@ -1,5 +1,6 @@
 """Hold one sequence of a batch: its remaining prompt, its tokens, its positions and its end."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,8 @@ class Sequence:
     first row in the newest run, and in the next one. slot: of the pool. finished: no more of its tokens are returned.
     max_positions: maximum length of its cache; without a limit of tokens, what a given cache contains, the prompt and
     one more.
-    started: whether its prefill has begun. error: that ended it, until the generator takes it to raise it.
+    started: whether its prefill has begun. encoding: the unfinished encoding of the picture that is read next.
+    error: that ended it, until the generator takes it to raise it.
     """
 
     uid: int
@@ -62,6 +64,7 @@ class Sequence:
     max_positions: int = 0
     started: bool = False
     error: Exception | None = None
+    encoding: Iterator[None] | None = None
 
     def __post_init__(self):
         self.total = sum(map(len, self.segments))
@@ -69,7 +72,7 @@ class Sequence:
 
     @property
     def all_tokens(self) -> list[int]:
-        return self.history.tokens.tolist()
+        return self.history.exact()
 
     def max_drafts(self, source: str) -> int:
         """Return the maximum number of drafts that it accepts from a source of drafts."""

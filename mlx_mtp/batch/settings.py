@@ -1,5 +1,6 @@
 """Check the options that all sequences of a batch share, and create each sequence from its own arguments."""
 
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from ..cache.prompt_cache import PromptCache
 from ..decoding import options as checked
 from ..decoding.agreement import agreed
 from ..decoding.memory_needs import check_prompt, within
+from ..decoding.picture_rows import check_pictures
 from ..decoding.policy import forced_drafts, lookup_drafts
 from ..decoding.sampling import Picker, Sampling, random_key
 from ..decoding.stats import Stats
@@ -84,6 +86,7 @@ class Settings:
         logprobs: bool,
         stats: Stats | None,
         grammar: Any,
+        pictures: Any,
     ) -> Sequence:
         """Return a queued sequence made of one prompt's arguments of `BatchGenerator.insert_segments`.
 
@@ -91,7 +94,8 @@ class Settings:
         grammar: none. A given cache is copied. Empty segments are skipped; at least one must have tokens. Raises
         ValueError for an invalid argument, such as a grammar without a tokenizer, or low memory.
         """
-        pieces = [checked.token_ids(piece, self.model.vocab_size) for piece in segments if len(piece)]
+        seeing = self.model.vision is not None
+        pieces = [checked.token_ids(p, self.model.vocab_size, pictures=seeing) for p in segments if len(p)]
         assert pieces
         if max_tokens == 0:
             raise ValueError("max_tokens=0: allowed is 1 or more, or -1 for no limit")
@@ -101,6 +105,7 @@ class Settings:
         plain, asked = k == 0, self.asked if k is None else k
         k = checked.draft_count(asked, self.model, given)
         own = checked.cache_for(self.model, given, max(k, self.k), *self.quantized, self.layout)
+        check_pictures(self.model, own, [*chain(*pieces)], pictures or ())
         max_tokens = within(self.max_context, own.offset, total, max_tokens)
         check_prompt(self.model, own, total, max_tokens, self.chunk, ignore=not self.check_memory)
         how = {"plain": asked == 0, "adaptive": self.adaptive, "asked": self.prompt_lookup}

@@ -45,7 +45,7 @@ class LoopSettings:
     """Options shared by all loops.
 
     kv_bits, mtp_kv_bits: of the target's and heads' caches, None: not quantized. grammar: compiled, which all of our
-    loops except FREE follow; None without one.
+    loops except FREE follow; None without one. pictures: of the prompt.
     """
 
     max_tokens: int = 128
@@ -57,6 +57,7 @@ class LoopSettings:
     mtp_kv_bits: int | None = None
     kv_group_size: int = 64
     grammar: Any = None
+    pictures: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -72,6 +73,8 @@ class MlxLm:
         return mlx_lm_make_prompt_cache(self.model)
 
     def tokens(self, prompt: list[int], cache: Any, max_tokens: int, settings: LoopSettings) -> Iterator[int]:
+        if settings.pictures:
+            raise ValueError("mlx-lm reads no pictures")
         mx.random.seed(settings.seed)
         sampler = make_sampler(settings.temp) if settings.temp else None
         options: dict[str, Any] = {"max_tokens": max_tokens, "sampler": sampler, "prompt_cache": cache}
@@ -103,6 +106,7 @@ class Ours:
         options = {name: getattr(settings, name) for name in ("prefill_step_size", "temp", "seed", "stop_tokens")}
         options |= {"max_tokens": max_tokens, "num_draft_tokens": self.drafts, "prompt_cache": cache, **self.options}
         options["grammar"] = None if self.name == FREE else settings.grammar
+        options["pictures"] = settings.pictures
         return (token for token, *_ in generate_step(prompt, self.model, stats=self.stats, **options))
 
 
@@ -295,7 +299,7 @@ def measure(session: Session, prompts: Sequence[BenchPrompt], settings: LoopSett
 
 def _readers(session: Session, prompt: BenchPrompt, settings: LoopSettings) -> dict[str, Reader]:
     """Return a Reader, after its prefill of the prompt, per loop that can run; mlx-lm's may be left out."""
-    readers, settings = {}, replace(settings, grammar=prompt.grammar)
+    readers, settings = {}, replace(settings, grammar=prompt.grammar, pictures=prompt.pictures)
     for loop in session.loops:
         try:
             readers[loop.name] = Reader(loop, prompt.tokens, settings).read()

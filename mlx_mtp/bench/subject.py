@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..checkpoint.chat_template import about_pictures, render
 from ..checkpoint.gguf.cached import find_checkpoint
 from ..checkpoint.load import load
 from ..decoding import step as one_step
@@ -27,7 +28,8 @@ from ..decoding.policy import Learned, kernels_of
 from ..decoding.prefill_chunk import prefill_chunk
 from ..demo import demo_path
 from ..layers.target import Target
-from ..session import render
+from ..pictures.prompt import opened
+from ..pictures.rows import Picture
 from ..tuning.costs import dense
 from ..tuning.kernel_switch import switch_on
 from ..tuning.kernel_trials import requested
@@ -203,13 +205,14 @@ class BenchPrompt:
     """Token ids of one prompt of a category.
 
     context: the maximum length that it was padded to, 0 if it was not. grammar: compiled, which the answer must fit;
-    None without one.
+    None without one. pictures: those among the tokens.
     """
 
     category: str
     tokens: list[int]
     context: int = 0
     grammar: Any = None
+    pictures: tuple[Picture, ...] = ()
 
 
 def make_prompts(
@@ -230,6 +233,19 @@ def make_prompts(
         raise ValueError(f"categories={unknown[0]}: allowed are {', '.join(known)}")
     chosen = [(name, text) for name in known if not only or name in only for text in known[name][:each]]
     return [BenchPrompt(name, padded(tokenizer, text, context), context) for name, text in chosen]
+
+
+def picture_prompts(subject: Subject, images: Sequence[Any], resize_shape: Any = None) -> list[BenchPrompt]:
+    """Return a prompt for each image, in the category "pictures". resize_shape: as in `stream_generate`.
+
+    Raises ValueError for a model that reads no pictures, and one with random weights, which has no tokenizer.
+    """
+    if subject.tokenizer is None:
+        raise ValueError("pictures need a tokenizer; random weights have none: give a checkpoint with --model")
+    pictures, vision = opened(subject.model, images, resize_shape), subject.model.vision
+    tokens = [about_pictures(subject.tokenizer, (picture,), vision) for picture in pictures]
+    pairs = zip(tokens, pictures, strict=True)
+    return [BenchPrompt("pictures", each, pictures=(picture,)) for each, picture in pairs]
 
 
 def padded(tokenizer: Any, text: str, context: int) -> list[int]:

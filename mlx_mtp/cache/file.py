@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from ..machine.errors import first_line, naming
 from ..machine.memory import check_room
 from ..machine.stream import in_turn
+from ..pictures.rows import places_in
 from .drafting import no_kept
 from .kinds import from_configs
 from .layer_cache import CachedModel, CacheKind, LayerCache
@@ -28,7 +29,8 @@ from .mark import Quantizing
 from .prompt_cache import PromptCache
 from .prompt_prefix import PromptPrefix
 
-FORMAT = 2
+FORMAT = 3  # of a file with pictures
+TEXT_FORMAT = 2  # of a file without, which earlier versions read too
 WHOLE = [0, 1]  # the part of a model that is not split
 DIGITS = 64
 BLANK = "0" * DIGITS  # stands for the checksum while it is computed
@@ -97,6 +99,8 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
             raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
+        if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint.hex()):
+            raise ValueError(f"{file}: made with pictures and another vision tower; load that one, or make it again")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
         try:
@@ -130,8 +134,9 @@ def saved_prefix(file: str | Path) -> PromptPrefix | None:
 def _state(cache: PromptCache) -> dict[str, Any]:
     """Return what the file of a cache, between generations, stores besides its arrays, as JSON values."""
     return {
-        "format": FORMAT,
+        "format": FORMAT if cache.places else TEXT_FORMAT,
         "tokens": cache.tokens,
+        **(_pictures(cache) if cache.places else {}),
         "primed": cache.primed,
         "reach": cache.reach,
         "layers": [c.config for c in cache.layers],
@@ -142,6 +147,11 @@ def _state(cache: PromptCache) -> dict[str, Any]:
         "model_heads": fingerprint(cache.model, heads=True) if cache.heads else None,
         "part": _part(cache.model),
     }
+
+
+def _pictures(cache: PromptCache) -> dict[str, Any]:
+    """Return the first row, height and width of each picture among a cache's tokens, and the tower they depend on."""
+    return {"pictures": [list(place[:3]) for place in cache.places], "vision": cache.model.vision.fingerprint.hex()}
 
 
 def _own_file(file: str | Path, model: Any) -> Path:
@@ -173,8 +183,21 @@ def _restored(model: CachedModel, state: dict[str, Any], arrays: dict[str, mx.ar
     cache.backlog = [arrays["backlog"]] if heads and "backlog" in arrays else []
     cache.quantizing = _filled(Quantizing, state["quantizing"])
     cache.prefix, cache.adapter = _filled(PromptPrefix, state["opening"]), model.runtime.adapters.fingerprint
+    _check_tokens(state["tokens"], state.get("pictures", []), model.vocab_size)
     cache.settle(state["tokens"])
     return cache
+
+
+def _check_tokens(tokens: list[int], pictures: list[list[int]], vocab_size: int) -> None:
+    """Raise ValueError unless tokens are the model's, and negative ones exactly the rows of the pictures.
+
+    pictures: first row, height and width of each.
+    """
+    least = -(2**63) if pictures else 0
+    if not all(type(token) is int and least <= token < vocab_size for token in tokens):
+        raise ValueError("its tokens are not the model's")
+    if [list(place[:3]) for place in places_in(tokens)] != pictures:
+        raise ValueError("its pictures are not those of its tokens")
 
 
 def _filled(kind: type[Any], values: dict[str, Any] | None) -> Any:
@@ -195,8 +218,6 @@ def _check(cache: PromptCache) -> None:
     A checksum does not prove who wrote a file.
     """
     model = cache.model
-    if not all(type(token) is int and 0 <= token < model.vocab_size for token in cache.tokens):
-        raise ValueError("its tokens are not the model's")
     pairs = [*zip(model.windows(), cache.layers, strict=True), *zip(model.head_windows(), cache.heads, strict=False)]
     if len(cache.heads) > len(model.head_windows()) or not all(_suits(window, c) for window, c in pairs):
         raise ValueError("its layers are not the model's")
@@ -238,9 +259,10 @@ def _state_in(f: BinaryIO, file: str | Path) -> tuple[dict[str, Any], str]:
             raise ValueError(version)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not a prompt cache of mlx_mtp, or damaged") from None
-    if version != FORMAT:
-        age = "an older" if version < FORMAT else "a newer"
-        raise ValueError(f"{file}: of {age} format ({version}), this version reads {FORMAT}; make it again")
+    if version not in (TEXT_FORMAT, FORMAT):
+        age = "an older" if version < TEXT_FORMAT else "a newer"
+        reads = f"{TEXT_FORMAT} and {FORMAT}"
+        raise ValueError(f"{file}: of {age} format ({version}), this version reads {reads}; make it again")
     return state, metadata.get("checksum", "")
 
 

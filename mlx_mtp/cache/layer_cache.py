@@ -37,6 +37,8 @@ class LayerCache:
     limit:  the host's upper bound of `offset`.
     parts:  the arrays; () before the first row.
     start:  the first position with contents; int32 [1] in a recorded cycle.
+    shift:  added to a text row's number for its RoPE position: an int, 0 without pictures, or int32 [1].
+    axes:   RoPE positions of the rows of a call on three axes, int32 [3, L], during a call that reads a picture.
     window: number of positions held, None for all: the first `keep` and the last ones.
     config: entry for this cache in `kinds.from_configs`, which creates it without its `parts`; in files as JSON.
     once:   shared with the sequence's other layers.
@@ -49,6 +51,8 @@ class LayerCache:
 
     is_state = wraps = is_mlx_lm = False
     start: Any = 0
+    shift: Any = 0
+    axes: mx.array | None = None
     context: int = 0
     window: int | None = None
     keep: int = 0
@@ -62,6 +66,17 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def position(self) -> Any:
+        """RoPE position of the next row, an int or int32 [1]; of rows of a picture all positions, int32 [3, L]."""
+        if self.axes is not None:
+            return self.axes
+        return (
+            self.offset
+            if isinstance(self.shift, int) and not self.shift
+            else self.once(moved, self.offset, self.shift)
+        )
 
     @property
     def trims(self) -> bool:
@@ -114,6 +129,11 @@ class LayerCache:
         return self
 
 
+def moved(offset: Any, shift: Any) -> Any:
+    """Return the sum of a row number and a shift; a function of its own for `OncePerPass`."""
+    return offset + shift
+
+
 def shapes_of(parts: Sequence[mx.array]) -> list[tuple[tuple[int, ...], mx.Dtype]]:
     """Return the shape and type of each array."""
     return [(tuple(part.shape), part.dtype) for part in parts]
@@ -127,12 +147,20 @@ class CachedModel(Protocol):
 
     mtp: its MTP heads. args: config.json's fields. vocab_size: V. NO_KV_BITS: why keys and values cannot be
     quantized, None if they can. runtime: its adapters and other state that is no part of its weights.
+    axes: numbers of RoPE's frequencies by axis; () for a model whose pictures have the positions of text.
+    vision: `Runtime.vision`.
     """
 
     mtp: Sequence[Any]
     args: Any
     runtime: Any
     NO_KV_BITS: str | None
+
+    @property
+    def axes(self) -> tuple[int, ...]: ...
+
+    @property
+    def vision(self) -> Any: ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -27,12 +27,14 @@ class PoolForm(NamedTuple):
 
     layers, heads: the `config`s of one sequence's caches; no heads if they are not in the step. span: the slots of a
     pass, and the number of all slots. starts: per cache in the step, whether any sequence's `start` is above 0.
+    shifted: whether pictures shift the positions of any sequence.
     """
 
     layers: tuple
     heads: tuple
     span: tuple[range, int]
     starts: tuple[bool, ...]
+    shifted: bool = False
 
     def made(self, model: CachedModel) -> "Pool":
         """Return a pool of this form without arrays."""
@@ -49,6 +51,7 @@ class Pool(StepCache):
 
     has_heads: the heads are in the pool. missed: of each plain cycle that the heads have not read, hidden rows
     [n, 1, H] and the tokens [n, 1] that follow. configs: the `config`s of one sequence's (layers, heads).
+    shifts: `next_shift` of the sequence of each row.
     """
 
     def __init__(self, like: PromptCache):
@@ -56,7 +59,7 @@ class Pool(StepCache):
         self.layers, self.heads = _pooled(like.layers), _pooled(like.heads)
         self.kept: list[mx.array] = []
         self.missed: list[tuple[mx.array, mx.array]] = []
-        self.span = Span([0], 1)
+        self.span, self.shifts = Span([0], 1), list[int]()
         self.live = self.has_heads = False
 
     @property
@@ -89,7 +92,8 @@ class Pool(StepCache):
     def form(self) -> PoolForm:
         layers, heads = self.configs
         starts = tuple(not isinstance(start, int) for start in self.starts)
-        return PoolForm(layers, heads if self.live else (), (self.span.slots, self.span.count), starts)
+        span = self.span.slots, self.span.count
+        return PoolForm(layers, heads if self.live else (), span, starts, any(self.shifts))
 
     def mark(self) -> PoolMark:
         caches = self.caches
@@ -142,6 +146,11 @@ class Pool(StepCache):
         positions but the last.
         """
         self.span, index = span, mx.array(list(order))
+        shifts = [*self.shifts, *(c.next_shift for _, c in newcomers)]
+        self.shifts = [shifts[row] for row in order]
+        shift = mx.array(self.shifts) if any(self.shifts) else 0
+        for c in (*self.layers, *self.heads):
+            c.shift = shift
         self._regroup(self.layers, [(slot, c.layers, c.offset) for slot, c in newcomers], order, index)
         if self.has_heads:
             self._regroup_heads(order, index, newcomers)

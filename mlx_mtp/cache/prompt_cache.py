@@ -21,6 +21,7 @@ from .mlx_lm_caches import ListOfOne
 from .prompt_prefix import PromptPrefix
 from .ring import Ring
 from .step_cache import StepCache, seek
+from .token_rows import TokenRows
 
 SINKS = 4  # first positions that max_kv_size keeps, as mlx_lm does; they get much attention (arXiv 2309.17453)
 SPILL = 16  # rows after which the backlog is joined and cut; doing so at each row is slower
@@ -30,12 +31,13 @@ class PromptForm(NamedTuple):
     """Everything besides arrays that a step on a PromptCache depends on.
 
     context: of the caches. layers, heads: their `config`s; no heads if they are not in the step, and heads without
-    `start`, which is an input.
+    `start`, which is an input. shifted: whether pictures shift positions; the shift itself is an input.
     """
 
     context: int
     layers: tuple
     heads: tuple
+    shifted: bool = False
 
     def made(self, model: CachedModel) -> "PromptCache":
         """Return a cache of this form without arrays."""
@@ -46,7 +48,7 @@ class PromptForm(NamedTuple):
         return cache
 
 
-class PromptCache(StepCache, ListOfOne):
+class PromptCache(TokenRows, StepCache, ListOfOne):
     """The caches of the target (`layers`) and of its heads (`heads`), and the tokens they hold.
 
     After a generation it holds every token of the conversation except the last one yielded, as if each had been
@@ -65,8 +67,8 @@ class PromptCache(StepCache, ListOfOne):
     def __init__(
         self, model: CachedModel, layers: list[Any], heads: list[Any], reach: int | None, kept: list[mx.array]
     ):
+        super().__init__()
         self.model, self.layers, self.heads, self.reach = model, layers, heads, reach
-        self.tokens: list[int] = []
         self.primed = 0
         self.backlog: list[mx.array] = []
         self.kept = kept
@@ -76,11 +78,6 @@ class PromptCache(StepCache, ListOfOne):
         self.adapter: str | None = None
         self.prefix: PromptPrefix | None = None
         self._reserved = 0
-
-    @property
-    def offset(self) -> int:
-        """Number of tokens held."""
-        return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -148,15 +145,6 @@ class PromptCache(StepCache, ListOfOne):
         if self.heads:
             self.backlog[-1] = self.backlog[-1][:, :-1]
 
-    @property
-    def pending_rows(self) -> int:
-        """Number of rows, at the end of the backlog, that the heads must read before they draft."""
-        return min(self._pending, self.reach or self._pending)
-
-    @property
-    def _pending(self) -> int:
-        return sum(rows.shape[1] for rows in self.backlog)
-
     def resume_heads(self, base: int) -> None:
         """Let the drafter, which has read all positions before `base`, follow; positions move to the device."""
         self.to_device()
@@ -201,9 +189,8 @@ class PromptCache(StepCache, ListOfOne):
     def form(self) -> PromptForm:
         heads = self.heads if self.live else []
         layers = tuple(tuple(c.config.items()) for c in self.layers)
-        return PromptForm(
-            self.layers[0].context, layers, tuple(tuple({**c.config, "start": 0}.items()) for c in heads)
-        )
+        heads = tuple(tuple({**c.config, "start": 0}.items()) for c in heads)
+        return PromptForm(self.layers[0].context, layers, heads, bool(self.next_shift))
 
     def mark(self) -> Mark:
         """Return a mark of the state during a generation, for `restore`."""
@@ -246,25 +233,6 @@ class PromptCache(StepCache, ListOfOne):
         self.restore(to)
         self.settle(self.tokens[: to.length])
 
-    def is_trimmable(self) -> bool:
-        """Return whether `trim` can drop any tokens; False with a recurrent state or a ring that may have wrapped."""
-        return all(c.trims for c in self.caches)
-
-    @in_turn()
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens, or all if there are fewer; return the number dropped, 0 if not trimmable.
-
-        A head may keep one row that it computed with a dropped token; no token depends on it.
-        """
-        n = min(n, self.offset)
-        if n <= 0 or not self.is_trimmable():
-            return 0
-        left, pending = self.offset - n, max(0, self._pending - n)
-        self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :pending]] if pending else []
-        self.primed, self.prefix = min(self.primed, left), None
-        self.settle(self.tokens[:left])
-        return n
-
     def room(self, position: int) -> float:
         """Return the number of rows that can be read from `position` before caches are quantized, or infinity."""
         return math.inf if self.quantizing is None else self.quantizing.start - position
@@ -292,6 +260,7 @@ class PromptCache(StepCache, ListOfOne):
             self.layers = [c.to_quantized(due.bits, due.group_size) for c in self.layers]
             self.quantizing, self.quantized = None, due
             self.reserve(self._reserved)
+            self.place_rows()
 
     def settle(self, tokens: list[int]) -> None:
         """Rest the cache with these tokens held: positions are host integers (heads: `primed`), the heads paused."""

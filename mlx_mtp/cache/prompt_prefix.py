@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..pictures.place import pictures_from_json
+from ..pictures.rows import Picture
+
 
 @dataclass(frozen=True)
 class PromptPrefix:
@@ -11,6 +14,7 @@ class PromptPrefix:
 
     template:  the prompt passes through the chat template, with the variables `template_config`.
     model, eos_token: --model and --eos-token of the command that made the file; None: its default.
+    images:    of the pictures before the prompt, what `pictures_as_json` returns.
     """
 
     prompt: str
@@ -19,6 +23,12 @@ class PromptPrefix:
     template_config: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
     eos_token: str | None = None
+    images: list[Any] = field(default_factory=list)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures before the prompt, without their images."""
+        return pictures_from_json(self.images)
 
     def check(self, **requested: Any) -> None:
         """Raise ValueError if a requested value, by field name, differs from this prefix's.

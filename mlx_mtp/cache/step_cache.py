@@ -11,11 +11,13 @@ class CacheArrays(NamedTuple):
     """The arrays of a StepCache that a step reads and writes, without those of a drafter that is not in the step.
 
     ends: position of the target, and of the drafter or None: int32 [n], or an int while the host counts.
+    shift: added to row numbers for RoPE, int32 [n]; None without pictures.
     """
 
     ends: tuple[Any, Any]
     parts: list[Any]
     kept: list[mx.array]
+    shift: mx.array | None = None
 
 
 class CacheForm(Protocol):
@@ -49,11 +51,15 @@ class StepCache(Protocol):
     def unload(self) -> CacheArrays:
         """Return the arrays that a step reads and writes."""
         ends = self.layers[0].offset, self.heads[0].offset if self.live and self.heads else None
-        return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [])
+        shift = self.layers[0].shift
+        shift = shift if isinstance(shift, mx.array) else mx.array([shift]) if shift else None
+        return CacheArrays(ends, [c.parts for c in self.stepped], self.kept if self.live else [], shift)
 
     def load(self, arrays: CacheArrays, limit: int, heads_limit: int) -> None:
         """Set the positions and arrays that `unload` or a step returned, and the positions' upper bounds."""
-        parts = iter(arrays.parts)
+        parts, shift = iter(arrays.parts), 0 if arrays.shift is None else arrays.shift
+        for c in self.stepped:
+            c.shift = shift
         for c in self.layers:
             c.seek(arrays.ends[0], limit)
             c.parts = next(parts)

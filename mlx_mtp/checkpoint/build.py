@@ -50,6 +50,7 @@ from .sort_tensors import (
     sort_tensors,
     without_broken_heads,
 )
+from .vision import BLIND, Sight, open_vision, vision_facts
 
 NO_NUMBERS = str, bool, dict  # JSON's other types are accepted: a list has one value per layer, null is unset
 NO_MODEL = "the model cannot be built from it"
@@ -65,19 +66,23 @@ def load_port(
     ranks: Ranks | None = None,
     *,
     lazy: bool,
+    sight: Sight = BLIND,
 ) -> Any:
     """Return a port's model with its MTP heads or its external drafter, and a report in `model.runtime.report`.
 
     lazy: read only norms, to warn of unusual ones, and an external drafter; check no memory. Otherwise `budget` is
     checked first, the target's weights are read and checked, and `model.runtime.untested` becomes a function that
-    reads and checks the heads' weights. ranks: split the target over them. ValueError if the checkpoint is damaged or
-    too large.
+    reads and checks the heads' weights. ranks: split the target over them. sight: whether and from where a vision
+    tower is found, whose weights are read later. ValueError if the checkpoint is damaged or too large.
     """
     normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = without_broken_heads(partial(read_port, port, path, config), drafting)
     if ranks:
         split(model, ranks.group, config["model_type"])
         model.runtime.ranks = ranks
+    runtime = model.runtime
+    width = model.model.norm.weight.size
+    runtime.vision, runtime.blind = open_vision(path, config, contents.stored, sight, width, model.embedded)
     stored = _stored(model, contents)
     expanded = _expand_experts(model)
     opened = None if drafting.draft_model is None else _open_for(model, drafting)
@@ -98,7 +103,8 @@ def load_port(
     shifted = raw[bool(contents.depths)]
     norms = "shifted by +1 while loading (stored zero-centred)" if shifted else "as stored (already shifted)"
     joined = contents.source if opened and contents.depths else ""
-    facts: dict[str, Any] = {"source": source, "heads_source": joined, "norms": norms, "ignored": ignored}
+    facts: dict[str, Any] = {"source": source, "heads_source": joined, "norms": norms}
+    facts |= vision_facts(config, runtime.vision, runtime.blind, ignored)
     model.runtime.report = make_report(model, config, ranks=ranks.size if ranks else 1, expanded=expanded, **facts)
     if 0 < contents.depths < (model.report.declared or 0) and not drafting.mtp_overrides:
         found = f"tensors of {contents.depths} MTP heads found, config.json declares {model.report.declared}"

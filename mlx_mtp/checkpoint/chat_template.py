@@ -1,15 +1,20 @@
 """Render a checkpoint's chat template, and tokenize a prompt whose state a saved cache holds."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..cache.prompt_prefix import PromptPrefix, shared
 from ..machine.errors import one_line
+from ..pictures.place import place
 
 # The last runs of a prompt, whose tokens depend on what follows: a token can join a sign with the letters after it.
 LAST_RUNS = re.compile(r"(\w+|\s+|[^\w\s]+){1,2}\Z")
 PROBES = ("a", " a", "\n", ".", "1")  # texts that may follow; the template's own ending may not
+TYPED = "\ufdd7"  # stands for a picture's mark in a message's text; a noncharacter
+NO_TOKEN = 2**62  # stands for the token of TYPED; no token, and no row of a picture
+NO_TEMPLATE = "pictures need a chat template, which writes a mark for each; there is none, or it is ignored"
 # Arguments of the template that the commands set, or that change the result's type.
 RESERVED_KEYS = {
     *("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "padding"),
@@ -21,37 +26,94 @@ RESERVED_KEYS = {
 def render(tokenizer: Any, messages: list[dict], options: dict[str, Any]) -> str:
     """Return the text of these messages in the chat template.
 
-    options: the template's arguments. ValueError, in one line, if the template fails or its text is not valid UTF-8.
+    The template receives a part that has a "picture" as {"type": "image"}. options: the template's arguments.
+    ValueError, in one line, if the template fails or its text is not valid UTF-8.
     """
     with one_line("the chat template refuses this conversation"):  # a program that may raise anything
-        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+        text = tokenizer.apply_chat_template(
+            [_bare(message) for message in messages], **{**options, "tokenize": False}
+        )
     if any("\ud800" <= c <= "\udfff" for c in text):  # Python's representation of bytes that are not UTF-8
         raise ValueError("the prompt is not valid UTF-8 text")
     return text
 
 
-def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str) -> list[int]:
+def _bare(message: dict) -> dict:
+    """Return a message whose pictures are only {"type": "image"}, for which a template writes its mark."""
+    if not isinstance(content := message.get("content"), list):
+        return message
+    return {**message, "content": [{"type": "image"} if "picture" in part else part for part in content]}
+
+
+def parts_with_pictures(messages: list[dict]) -> list[Any]:
+    """Return the "picture" of each part of the messages' contents that has one, in their order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part["picture"] for content in contents for part in content if "picture" in part]
+
+
+def pictures_of(messages: list[dict]) -> list[Any]:
+    """Return the pictures that messages have under "pictures", in their order."""
+    return [picture for message in messages for picture in message.get("pictures", ())]
+
+
+def encode_messages(tokenizer: Any, messages: list[dict], options: dict[str, Any], vision: Any) -> list[int]:
+    """Return the tokens of messages in the chat template, with those of their pictures.
+
+    messages: {"role", "content"}, some with "pictures", which precede the text. A picture's mark that a text contains
+    stays a plain token. options: the template's arguments. vision: the model's. Raises ValueError without a chat
+    template, and unless the template writes a mark for each picture.
+    """
+    if not (pictures := pictures_of(messages)):
+        return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
+    if not tokenizer.has_chat_template:
+        raise ValueError(NO_TEMPLATE)
+    written, tokens = tokenizer.convert_ids_to_tokens(vision.mark), list[int]()
+    text = render(tokenizer, [_with_parts(message, written) for message in messages], options)
+    for part in text.split(TYPED):
+        tokens += [NO_TOKEN, *tokenizer.encode(part, add_special_tokens=False)]
+    placed = place(tokens[1:], pictures, vision.mark)
+    return [vision.mark if token == NO_TOKEN else token for token in placed]
+
+
+def about_pictures(tokenizer: Any, pictures: Sequence[Any], vision: Any) -> list[int]:
+    """Return the prompt that asks to describe pictures. vision: the model's. ValueError as `encode_messages`."""
+    message = {"role": "user", "content": "Describe what you see.", "pictures": pictures}
+    return encode_messages(tokenizer, [message], {"add_generation_prompt": True}, vision)
+
+
+def _with_parts(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return a message whose pictures are parts of its content, and in whose text TYPED replaces a picture's mark."""
+    text, pictures = message["content"].replace(mark, TYPED), message.get("pictures", ())
+    parts: list[Any] = [{"type": "image"} for _ in pictures]
+    return {"role": message["role"], "content": [*parts, {"type": "text", "text": text}] if parts else text}
+
+
+def prompt_tokens(prefix: PromptPrefix, tokenizer: Any, text: str, vision: Any = None) -> list[int]:
     """Return the tokens of a saved prompt followed by `text`, in the chat template if prefix and tokenizer have one.
 
-    In the template both are one message of the user, with the generation prompt. ValueError if the template fails.
+    In the template both are one message of the user, with the generation prompt. vision: the model's, for the
+    prefix's pictures. ValueError if the template fails, or for pictures without a template.
     """
     text = prefix.prompt + text
     if not (prefix.template and tokenizer.has_chat_template):
+        if prefix.images:
+            raise ValueError(NO_TEMPLATE)
         return tokenizer.encode(text)
-    messages = [] if prefix.system_prompt is None else [{"role": "system", "content": prefix.system_prompt}]
-    messages.append({"role": "user", "content": text})
+    system = {"role": "system", "content": prefix.system_prompt}
+    messages: list[dict[str, Any]] = [] if prefix.system_prompt is None else [system]
+    messages.append({"role": "user", "content": text, "pictures": prefix.pictures})
     options = {**prefix.template_config, "add_generation_prompt": True}
-    return tokenizer.encode(render(tokenizer, messages, options), add_special_tokens=False)
+    return encode_messages(tokenizer, messages, options, vision)
 
 
-def stable_tokens(prefix: PromptPrefix, tokenizer: Any) -> list[int]:
+def stable_tokens(prefix: PromptPrefix, tokenizer: Any, vision: Any = None) -> list[int]:
     """Return the first tokens of a saved prompt, as far as no text that follows is expected to change them.
 
     They are the same in `prompt_tokens` with each of PROBES as the text, and for the prompt without its last runs.
     """
-    tokens = prompt_tokens(prefix, tokenizer, "")
+    tokens = prompt_tokens(prefix, tokenizer, "", vision)
     shortened = replace(prefix, prompt=LAST_RUNS.sub("", prefix.prompt))
-    kept = shared(tokens[:-1], prompt_tokens(shortened, tokenizer, ""))
+    kept = shared(tokens[:-1], prompt_tokens(shortened, tokenizer, "", vision))
     for text in PROBES:
-        kept = shared(tokens[:kept], prompt_tokens(prefix, tokenizer, text))
+        kept = shared(tokens[:kept], prompt_tokens(prefix, tokenizer, text, vision))
     return tokens[:kept]

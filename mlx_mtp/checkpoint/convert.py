@@ -36,7 +36,8 @@ from .parameters import named, nan_codes, stored_name, trained
 from .report import Report, make_report
 from .separate_heads import is_split
 from .sort_tensors import Contents, Drafting, layout_of
-from .weight_names import INDEX, SIDECAR_FILES, read_index
+from .vision import Sight, TowerFiles, usable_tower, vision_facts, write_settings
+from .weight_names import INDEX, SIDECAR_FILES, VISION_FILE, read_index
 
 SIDECAR = "mtp.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.jsonl", "*.py", "LICENSE*")
@@ -50,6 +51,7 @@ class Source:
     raw: whether the trunk's norms are stored zero-centred, and whether the heads' are. trained: by output name, two
     lazy bools of the source tensor: whether it contains NaN, and (of a head) a number other than zero.
     dtype: the type that the user chose, or that float16 scales of packed weights require; else None.
+    tower: the vision tower, whose tensors in `apart` are copied unchanged; without one, `blind` is the reason.
     """
 
     path: Path
@@ -59,6 +61,9 @@ class Source:
     raw: tuple[bool, bool]
     trained: dict[str, tuple[mx.array, mx.array]] = field(default_factory=dict)
     dtype: str | None = None
+    tower: TowerFiles | None = None
+    blind: str = ""
+    apart: Tensors = field(default_factory=dict)
 
     def prepare(self, precision: Precision) -> None:
         """Drop repeated modules of heads (`_drop_repeated`), warn of unusual norms, and apply the precision.
@@ -76,6 +81,8 @@ class Source:
         for path, module in self.model.named_modules():
             for name, nan in nan_codes(path, module).items():
                 self.trained[stored_name(self.model, name)] = nan, mx.array(True)
+        self.apart = read_tensors(self.tower.tensors) if self.tower else {}
+        self.trained |= {name: (trained(w)[0], mx.array(True)) for name, w in self.apart.items()}
         declared = self.config.get("torch_dtype") or self.config.get("dtype")
         halves = {w.dtype for path, w in named(self.model).items() if path.endswith(".scales")} & {mx.float16}
         if self.contents.packed and halves and declared == "bfloat16" and precision.dtype is None:
@@ -92,7 +99,9 @@ class Source:
     def new_config(self) -> dict[str, Any]:
         """Return config.json with the model's new type and quantization."""
         found = listed(formats(self.model))
-        return _renewed(self.config, self.dtype) | ({} if found is None else {"quantization": found})
+        return _renewed(self.tower.config if self.tower else self.config, self.dtype) | (
+            {} if found is None else {"quantization": found}
+        )
 
     def facts(self, place: str) -> Report:
         """Return the report about the converted model; warn of missing heads and of formats unknown to mlx-lm.
@@ -110,7 +119,8 @@ class Source:
             warnings.warn(
                 f"{self.path}: weights in {', '.join(modes)} are read by mlx_mtp, not by mlx-lm", stacklevel=3
             )
-        return make_report(self.model, self.config, source=place, norms=norms, ignored=self.contents.ignored)
+        facts = vision_facts(self.config, self.tower, self.blind, self.contents.ignored)
+        return make_report(self.model, self.config, source=place, norms=norms, **facts)
 
     def compute(self, name: str, w: mx.array) -> None:
         """Evaluate the tensor with this output name, before it is written; call it once for each name.
@@ -136,9 +146,12 @@ def open_source(path: Path, *, alone: bool = False) -> Source:
     config = read_config(path)
     normalize(config).warn(path / "config.json", stacklevel=4)
     model, contents, raw = read_port(_port(path, config), path, config, Drafting(True, None, {}, None, alone))
+    source = Source(path, config, model, contents, raw)
     if not alone:
         check_runs(model, path)
-    return Source(path, config, model, contents, raw)
+        width = model.model.norm.weight.size
+        source.tower, source.blind = usable_tower(path, config, contents.stored, Sight(), width)
+    return source
 
 
 def files_of_heads(path: Path) -> list[str] | None:
@@ -289,9 +302,11 @@ def _write_directory(source: Source, new: Path, files: dict[str, Tensors], progr
     source.model = None  # each tensor is freed after it is written
     atomic.check_free(new, size)
     with atomic.directory(new) as folder:
+        if source.tower:
+            write_settings(source.tower, folder)
         for file in copied:
             shutil.copyfile(file, folder / file.name)
-        save_config(config, folder / "config.json")
+        save_config(config, folder / "config.json", keep_vision_config=source.tower is not None)
         (folder / INDEX).write_text(index)
         return writer.write({folder / name: part for name, part in files.items()}, source.compute, progress)
 
@@ -352,11 +367,12 @@ def _files(source: Source, layout: str, shard_bytes: int) -> dict[str, Tensors]:
     trunk, heads = source.tensors()
     if not trunk:
         return writer.shards(heads, shard_bytes)
+    apart = {VISION_FILE: source.apart} if source.apart else {}
     if layout == "sidecar":
-        return ({SIDECAR: heads} if heads else {}) | writer.shards(trunk, shard_bytes)
+        return apart | ({SIDECAR: heads} if heads else {}) | writer.shards(trunk, shard_bytes)
     read = source.model.BASE.sanitize(source.model, trunk | heads)
     for name in sorted(read):
         if read[name] is not trunk.get(name):
             harm = "change" if name in trunk else "not load"
             raise ValueError(f"mtp_layout={layout!r}: mlx-lm would {harm} {name} in files with heads; use 'sidecar'")
-    return writer.shards(heads | trunk, shard_bytes)
+    return apart | writer.shards(heads | trunk, shard_bytes)

@@ -42,9 +42,9 @@ def shards(tensors: Tensors, limit: int = SHARD_BYTES) -> dict[str, Tensors]:
     return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts)}
 
 
-def header(tensors: Mapping[str, mx.array], metadata: dict[str, str]) -> bytes:
+def header(tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> bytes:
     """Return the beginning of a safetensors file: a JSON object's length, and the object, in multiples of 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, w in tensors.items():
         start, end = end, end + w.nbytes
@@ -87,17 +87,20 @@ def index(files: Mapping[str, Mapping[str, Any]], **metadata: int) -> str:
 
 
 def write(
-    files: dict[Path, Tensors], compute: Callable[[str, mx.array], None], progress: Progress | None = None
+    files: dict[Path, Tensors],
+    compute: Callable[[str, mx.array], None],
+    progress: Progress | None = None,
+    metadata: Mapping[str, str] = CONVERTED,
 ) -> int:
     """Write files, replacing existing ones, one after the other, and return the bytes of all tensors.
 
     Each tensor is removed from `files` and passed with its name to `compute`, which has to evaluate it; then
-    `progress` is called with the bytes up to and including this tensor, and it is written.
+    `progress` is called with the bytes up to and including this tensor, and it is written. metadata: of each file.
     """
     done, total = 0, total_size(files)
     for file, tensors in files.items():
         with naming(file), file.open("wb") as f:
-            f.write(header(tensors, CONVERTED))
+            f.write(header(tensors, metadata))
             for name in list(tensors):
                 w = tensors.pop(name)
                 compute(name, w)

@@ -23,12 +23,22 @@ from safetensors import SafetensorError, safe_open
 
 from ..demo import NAMED
 from ..machine.errors import first_line, naming, one_line
+from ..machine.progress import report_progress
 from ..models.config.normalize import normalize, with_overrides
 from .library import called
-from .weight_names import INDEX, INDEXES, SIDECAR_FILES, TRUNK_FILES, is_sidecar, read_index, weight_names
+from .weight_names import (
+    INDEX,
+    INDEXES,
+    SIDECAR_FILES,
+    TRUNK_FILES,
+    VISION_FILE,
+    is_sidecar,
+    read_index,
+    weight_names,
+)
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
-DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES)
+DOWNLOADED = (*SMALL_FILES, TRUNK_FILES, *SIDECAR_FILES, VISION_FILE)
 CODE = "*.py"  # for example a tokenizer's
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # config keys of the number of layers
 DECLARED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # and of the number of heads
@@ -313,9 +323,10 @@ def _fetch(api: HfApi, repo: str, revision: str | None, path: Path) -> None:
             cached = api.hf_hub_download(repo, name, revision=info.sha)
             with naming(path / name):
                 (path / name).write_bytes(Path(cached).read_bytes())
-    files = weight_names(names, set(read_index(path).values()))
+    files = weight_names(names, {*read_index(path).values(), VISION_FILE})
     with ThreadPoolExecutor(CONCURRENT_FETCHES) as pool:
-        list(pool.map(lambda name: _write(api, repo, info.sha, path, name), files))
+        for done, _ in enumerate(pool.map(lambda name: _write(api, repo, info.sha, path, name), files), 1):
+            report_progress("Reading headers of weight files", done, len(files))
 
 
 def _write(api: HfApi, repo: str, revision: str | None, path: Path, name: str) -> None:

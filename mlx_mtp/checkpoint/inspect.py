@@ -38,6 +38,7 @@ from .packed.find import replaced, without_scales
 from .parameters import expected, named, same
 from .report import Report, declared_heads, listed, quantization, size, table
 from .sort_tensors import Contents, ignored_by, layout_of, missing_experts, of_other_layout, relative
+from .vision import find_tower_files
 from .weight_files import read_stored, weight_files
 
 LONG = 1 << 16  # positions; sliding-window caches no longer grow
@@ -50,11 +51,11 @@ STORED = {True: "stored zero-centred, shifted by +1 while loading", False: "stor
 
 @dataclass(frozen=True)
 class PartSummary:
-    """Sizes of the target, of its experts (which are included in the target) or of the heads.
+    """Sizes of the target, of its experts (which are included in the target), of the heads or of the vision tower.
 
     tensors: their number. types: bytes in the files by stored type ("BF16", "F8_E4M3", "U32", ...). loaded: bytes in
     memory; quantization: description of the formats in memory; both None if the model does not load, the latter also
-    for experts or heads that it lacks.
+    for experts or heads that it lacks, and for the vision tower.
     """
 
     tensors: int
@@ -84,6 +85,7 @@ class MemoryFit:
 class Inspection:
     """The facts about a checkpoint; None or empty if unknown, because of `problems`, config.json or values=False.
 
+    vision: the vision tower's sizes, without tensors if the model reads no pictures.
     depths, declared: number of MTP heads found, and in config.json. head_tensors, missing: names of heads' tensors
         that were found, and that are missing.
     zero_centred: for target and heads, whether norms are stored zero-centred; norms: for each that has tensors, the
@@ -102,6 +104,7 @@ class Inspection:
     target: PartSummary
     experts: PartSummary
     heads: PartSummary
+    vision: PartSummary
     depths: int
     declared: int | None
     head_tensors: tuple[str, ...]
@@ -149,7 +152,9 @@ def inspect_checkpoint(path: Path, *, values: bool = True, ranks: int = 1) -> In
         messages += tried(_repeated, model, path) or []
     if model is None and is_drafter(path):
         problems.insert(0, f"{path}: a drafter, for --draft-model with its target; not a model{_drafter_facts(path)}")
-    parts, longest = _parts(contents, model), _number(config, "max_position_embeddings")
+    tower = tried(find_tower_files, path, config, stored, None) if stored and port else None
+    parts = _parts(contents, model, tower.tensors if tower else {})
+    longest = _number(config, "max_position_embeddings")
     part = tried(_part_of, model, ranks, config["model_type"]) if model is not None and ranks > 1 else None
     return Inspection(
         path=str(path),
@@ -246,10 +251,10 @@ def _layout(path: Path, header: Header, heads: Header) -> str:
     return text + (f", heads in {', '.join(sorted(relative(file, path) for file in apart))}" if apart else "")
 
 
-def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
-    """Return the summaries of the target, its experts and the heads, by their names in Inspection."""
+def _parts(contents: Contents, model: Any, tower: Header) -> dict[str, PartSummary]:
+    """Return the summaries of target, experts, heads and vision tower, by their names in Inspection."""
     experts = {name: tensor for name, tensor in contents.trunk.items() if EXPERTS.search(name)}
-    tensors = {"target": contents.trunk, "experts": experts, "heads": contents.heads}
+    tensors = {"target": contents.trunk, "experts": experts, "heads": contents.heads, "vision": tower}
     loaded: dict[str, Any] = dict.fromkeys(tensors, (None, None))
     if model is not None:
         report, modules = model.report, model.named_modules()
@@ -257,6 +262,7 @@ def _parts(contents: Contents, model: Any) -> dict[str, PartSummary]:
         trunk = {at: m for at, m in switched if not at.startswith("mtp.")}
         loaded["target"] = report.target_bytes, report.target_quantization
         loaded["experts"] = nbytes([m.parameters() for m in trunk.values()]), quantization(trunk) if trunk else None
+        loaded["vision"] = model.vision and model.vision.nbytes, None
         loaded["heads"] = report.head_bytes, report.head_quantization if report.heads else None
     return {name: PartSummary(len(part), _types(part), *loaded[name]) for name, part in tensors.items()}
 
@@ -316,6 +322,7 @@ def as_text(facts: Inspection) -> str:
         ("heads", facts.heads.tensors and _part(facts.heads)),
         ("missing", listed(facts.missing)),
         ("LM heads", report and report.heads and report.lm_head),
+        ("vision", report and report.vision),
         ("norms", facts.zero_centred and facts.norms and _norms(facts)),
         ("ranks", facts.part and f"{facts.ranks}, with {size(facts.part)} of the target on each; memory is of one"),
         *(_memory_rows(facts.memory, facts.longest) if facts.memory else ()),

@@ -36,11 +36,11 @@ def places(folders: Iterable[Path] = ()) -> list[Place]:
     """
     found = [*_downloaded(Path(HF_HUB_CACHE))]
     for folder in map(Path, LM_STUDIO):
-        found += _below(folder.expanduser(), names=2)
+        found += below(folder.expanduser(), names=2)
     with contextlib.suppress(RuntimeError):  # no home directory
-        found += _below(cache_directory(OWN), names=1)
+        found += below(cache_directory(OWN), names=1)
     for folder in folders:
-        found += _below(folder.expanduser(), names=1)
+        found += below(folder.expanduser(), names=1)
     unique = {place.path.resolve(): place for place in reversed(found)}
     return sorted(unique.values(), key=lambda place: place.short)
 
@@ -66,7 +66,7 @@ def _downloaded(cache: Path) -> Iterator[Place]:
                 yield Place(repo.repo_id, newest.snapshot_path)
 
 
-def _below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
+def below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]:
     """Yield the directories with a config.json and the GGUF files in a folder and up to `depth` levels below.
 
     Nothing inside such a directory, and no projector of images ("mmproj"). names: the number of last path parts in
@@ -77,7 +77,7 @@ def _below(folder: Path, *, names: int, depth: int = DEEPEST) -> Iterator[Place]
         if path.is_dir() and (path / "config.json").is_file():
             yield Place(name, path)
         elif path.is_dir() and depth:
-            yield from _below(path, names=names, depth=depth - 1)
+            yield from below(path, names=names, depth=depth - 1)
         elif path.suffix == ".gguf" and path.is_file() and "mmproj" not in path.name:
             yield Place(name, path)
 

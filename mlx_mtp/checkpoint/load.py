@@ -44,6 +44,7 @@ from .separate_heads import is_split
 from .small_model import attach_small_model, check_tokens, instead_of_heads, is_small_model
 from .sort_tensors import Drafting
 from .tuned import attach_tuned, fits, shipped_heads
+from .vision import Sight, open_vision
 
 WEIGHTS_ALONE = Budget()
 
@@ -67,40 +68,40 @@ def load(
     budget: Budget = WEIGHTS_ALONE,
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
+    vision: bool = True,
+    vision_path: str | Path | None = None,
 ) -> Any:
     """Load a checkpoint with its MTP heads, as `mlx_lm.load`; return (model, tokenizer[, config]).
 
     On a CPU the heads of a large model are read, checked and tested before the first draft.
-    Loads from several threads run one after the other, and every thread can use the result.
-    A GGUF file, also as `mtp_path`, is transcoded once into the user's cache folder.
+    Loads from several threads run one after the other, and every thread can use the result. A GGUF file, also as
+    `mtp_path`, is transcoded once into the user's cache folder.
 
-    tokenizer_config: as in mlx-lm.
+    tokenizer_config: as in mlx-lm. model_config: values that replace config.json's. return_config: also return the
+        resulting config. revision: branch, tag or commit on the hub. trust_remote_code: run the tokenizer's code.
     adapter_path: directory of LoRA adapters of mlx-lm or PEFT, which change the target and not its heads. Of several
         the changes are added up. A dict of directories by name selects none: `model.runtime.adapters.select(name)`
         does, for later generations (None: the model alone). A prompt cache can only be continued with its adapter.
-    model_config: values that replace config.json's. return_config: also return the resulting config.
-    revision: branch, tag or commit on the hub. trust_remote_code: let the tokenizer run code of the checkpoint.
     lazy: leave weights on disk until they are used; memory, NaN and zeros are then not checked, and kernels are not
         tried. An external drafter that is no small model is read and checked nevertheless.
     mtp: False neither loads nor allocates the heads; a block drafter as `draft_model` then drafts alone.
-    mtp_path: file or directory of the heads, for example the released checkpoint, instead of the checkpoint's own.
-    mtp_overrides: values that replace the family's topology, capture, feedback, fuse or head in MTPSpec, for tests of
-        a family's wiring; with `draft_model` those of the drafter.
-    draft_model: directory or hub name of an external drafter. A block drafter (DFlash, DFlash2, DSpark) joins the
-        heads; EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
-        "demo-block" is the demo's block drafter.
+    mtp_path, vision_path: file or directory of the heads, or of the vision tower, for example the released
+        checkpoint, instead of the checkpoint's own. vision: False refuses pictures; the tower is read at the first.
+    mtp_overrides: values that replace some of the family's MTPSpec, for tests; with `draft_model` the drafter's.
+    draft_model: directory or hub name. A block drafter (DFlash, DFlash2, DSpark, or "demo-block") joins the heads;
+        EAGLE-3, MTP heads that mlx-vlm split off, and a small model with the target's tokens replace them.
     draft_vocab: file of `mlx-mtp draft-vocab`, or token ids, to which the heads' drafts are restricted.
     kernels: "off", "exact" or "fast" Metal kernels instead of MLX's ("fast" adds matrix products whose bits differ
         from MLX's). None is MLX_MTP_KERNELS, else the kernels that a trial on this machine finds correct and faster.
-    budget: memory to check for before weights are read.
-    wired_limit: bytes that the process keeps resident on the GPU; "auto" sets it only for a model that needs most of
-        the recommended working set, "off" never. A later load never lowers it.
+    budget: memory to check for before weights are read. wired_limit: bytes that the process keeps resident on the
+        GPU, never lowered by a later load; "auto" only for a model that needs most of the working set, "off" never.
     tensor_group: from `mx.distributed.init()`: split the target over its ranks, which all have to load it and to make
         the same calls; each has whole heads. Not with adapters.
     Raises a one-line ValueError for a wrong option, and a checkpoint that is damaged, unsupported or too large.
     """
-    drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
-    options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=adapter_path)
+    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
+    others = kernels, budget, wired_limit, tensor_group
+    options = _checked(drafting, draft_vocab, *others, lazy=lazy, adapter_path=adapter_path, sight=sight)
     path = find_checkpoint(path_or_hf_repo, revision, code=trust_remote_code)
     with in_turn():
         config = read_config(path, model_config)
@@ -123,10 +124,13 @@ def load_model(
     budget: Budget = WEIGHTS_ALONE,
     wired_limit: WiredLimit = AUTO,
     tensor_group: mx.distributed.Group | None = None,
+    vision: bool = True,
+    vision_path: str | Path | None = None,
 ) -> Any:
     """Load only the model, as `load` does, and return it; a draft vocabulary's tokenizer is not checked."""
-    drafting, device = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), (kernels, budget, wired_limit)
-    options = _checked(drafting, draft_vocab, *device, tensor_group, lazy=lazy, adapter_path=None)
+    drafting, sight = Drafting(mtp, mtp_path, mtp_overrides or {}, draft_model), Sight(vision, vision_path)
+    others = {"lazy": lazy, "adapter_path": None, "sight": sight}
+    options = _checked(drafting, draft_vocab, kernels, budget, wired_limit, tensor_group, **others)
     path = find_checkpoint(path)
     with in_turn():
         model = _load(path, read_config(path), options)
@@ -145,6 +149,7 @@ class LoadOptions(NamedTuple):
     ranks: Ranks | None
     lazy: bool
     adapter_path: AdapterPath | None
+    sight: Sight
 
 
 def _checked(
@@ -152,9 +157,10 @@ def _checked(
 ) -> LoadOptions:
     """Return the options of a load, checked without the checkpoint; a file with a draft vocabulary is read.
 
-    others: `lazy` and `adapter_path`. ValueError for an option that is not allowed.
+    others: `lazy`, `adapter_path` and `sight`. ValueError for an option that is not allowed.
     """
     check_wired_limit(wired)
+    others["sight"].check()
     lane = requested(kernels)
     if draft_vocab is not None and not drafting.mtp:
         raise ValueError(f"draft_vocab={draft_vocab}: not together with mtp=False")
@@ -210,15 +216,17 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         if ranks:
             raise ValueError(f"ranks={ranks.size}: model_type {config['model_type']!r} cannot be split; allowed is 1")
         model = load_plain(path, config, drafting, budget, lazy=lazy)
+        model.runtime.blind = open_vision(path, config, None, options.sight, 0)[1]
     else:
         if drafter and is_split(drafter):
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
-        model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
+        given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}
+        model = load_port(port, path, config, drafting, budget, **given)
         if drafting.heads and not model.mtp and (shipped := shipped_heads(config)) and fits(model, shipped):
             drafting = replace(drafting, mtp_path=shipped)
-            model = load_port(port, path, config, drafting, budget, ranks, lazy=lazy)
+            model = load_port(port, path, config, drafting, budget, **given)
         attach_tuned(model, drafting.mtp_path)
         if mx.default_device() == mx.cpu:
             share_angles(model)

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from mlx.utils import tree_flatten
 
 from ..kernels import block_scales
 from ..layers.blocks import Blocks
+from ..machine.progress import report_progress
+from ..machine.stream import pass_turn
 from .sort_tensors import NUMBER, Contents, layerless, only
 
 OF_HEAD = re.compile(r"mtp\.\d+\.(?!.*\.biases$)")  # biases of quantized matrices may be zeros
 ROWS = 4096  # compared at a time
+PIECE = 1 << 29  # bytes of parameters that are evaluated together
 POWER_NAN, FLOAT_NAN = 255, 127  # in 8 bits: of e8m0, and of e4m3, which has the other, too
 BITS = {  # integer types of the same size, and the bits of infinity
     mx.float32: (mx.int32, mx.uint32, 0x7F800000),
@@ -66,7 +69,7 @@ def trained(*arrays: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, str]]) -> None:
-    """Evaluate all parameters together; ValueError for one with NaN, or a head's parameter of zeros only.
+    """Evaluate all parameters; ValueError for one with NaN, or a head's parameter of zeros only.
 
     Only floating-point parameters are checked, and quantized matrices' biases may be zero. A head of which all
     matrices are zero is a warning instead. place: returns the file of a parameter (by its path) and its name in it.
@@ -87,10 +90,36 @@ def check_numbers(parameters: dict[str, Any], place: Callable[[str], tuple[Any, 
 
 
 def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
-    """Evaluate all parameters together; return, of floating-point ones, by name, two bools.
+    """Evaluate all parameters, in pieces; return, of floating-point ones, by name, two bools.
 
-    They are whether the parameter contains NaN, and whether it contains a number other than zero.
+    They are whether the parameter contains NaN, and whether it contains a number other than zero. After each piece
+    progress is reported in MB, and other threads can have a turn.
     """
+    found: dict[str, tuple[bool, bool]] = {}
+    done, total = 0, sum(array.nbytes for array in parameters.values())
+    for piece in _pieces(parameters):
+        found |= _states_of(piece)
+        done += sum(array.nbytes for array in piece.values())
+        report_progress("Reading weights (MB)", done // 10**6, total // 10**6)
+        pass_turn()
+    return {name: found[name] for name in parameters if name in found}
+
+
+def _pieces(parameters: dict[str, mx.array]) -> Iterator[dict[str, mx.array]]:
+    """Yield all parameters in pieces of at most PIECE bytes, or of one parameter that is larger."""
+    piece: dict[str, mx.array] = {}
+    size = 0
+    for name, array in parameters.items():
+        if piece and size + array.nbytes > PIECE:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = array
+        size += array.nbytes
+    yield piece
+
+
+def _states_of(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
+    """Evaluate parameters together; return the bools of `_states`."""
     types = {array.dtype for array in parameters.values() if mx.issubdtype(array.dtype, mx.floating)}
     parts = [{name: w for name, w in parameters.items() if w.dtype == dtype} for dtype in types]
     states = [trained(*part.values()) for part in parts]
@@ -98,7 +127,7 @@ def _states(parameters: dict[str, mx.array]) -> dict[str, tuple[bool, bool]]:
     found: dict[str, Any] = {}
     for part, state in zip(parts, states, strict=True):
         found |= zip(part, np.array(state).T.tolist(), strict=True)
-    return {name: found[name] for name in parameters if name in found}
+    return found
 
 
 def nan_codes(path: str, module: nn.Module) -> dict[str, mx.array]:

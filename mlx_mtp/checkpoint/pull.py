@@ -54,8 +54,11 @@ def planned(repo: str, revision: str | None = None, *, only_heads: bool = False)
 
     only_heads: only the files that contain MTP heads, and the small ones, such as config.json.
 
-    ValueError, one line, for a repository that cannot be read, or without heads with only_heads.
+    ValueError, one line, for a file or directory, a repository that cannot be read, or one without heads with
+    only_heads.
     """
+    if Path(repo).expanduser().exists():
+        raise ValueError(f"{repo}: already on this machine; give it to --model")
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     except Exception as e:

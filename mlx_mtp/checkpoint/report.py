@@ -35,6 +35,7 @@ class Report:
     kernels: a line for each Metal kernel in use; not_exact: ops whose bits may depend on the number of rows.
     prefill_chunk: tokens per prefill chunk; None on a CPU.
     drafter: description of an external drafter, else ""; head_bytes and head_quantization then include it.
+    vision: the vision tower, or why there is none; "" for a family that reads no pictures.
     heads_source: where MTP heads that draft next to the drafter are, else ""; head_bytes counts both.
     """
 
@@ -63,6 +64,7 @@ class Report:
     prefill_chunk: int | None = None
     drafter: str = ""
     heads_source: str = ""
+    vision: str = ""
 
     def __str__(self) -> str:
         found = self.heads if self.declared in (None, self.heads) else f"{self.heads} of {self.declared} declared"
@@ -87,6 +89,7 @@ class Report:
             *(("", found and f"with adapter {name} on {_shares(found)}") for name, found in self.adapters),
             ("self-test", self.untested and "before the first draft, when the heads' weights are read and checked"),
             ("drafts", before and f"from {left:,} of {before:,} tokens, {size(abs(self.saved_bytes))} {change}"),
+            ("vision", self.vision),
             ("ranks", self.ranks > 1 and f"{self.ranks}, each with its part of the target's layers and whole heads"),
             ("norms", self.norms),
             ("precision", self.expanded and "expanded to float32: MLX multiplies experts on a CPU in nothing else"),

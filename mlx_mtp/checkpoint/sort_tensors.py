@@ -149,8 +149,7 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
         heads, source = kept | separate, f"{source} and the model's shards" if kept else source
     if not drafting.heads:
         trunk, unknown = _without_heads(trunk, heads, layers)
-        ignored |= unknown
-        unused, none = tuple(sorted(ignored)), spec.resolve([])
+        unused, none = tuple(sorted(ignored | unknown)), spec.resolve([])
         return Contents(trunk, {}, 0, "not loaded, mtp=False", unused, none, stored=stored)
     places: dict[str, Any] = {name: spec.locate(name, layers) for name in heads}
     seen: dict[Any, str] = {}
@@ -171,9 +170,8 @@ def sort_tensors(port: ModuleType, path: Path, layers: int, drafting: Drafting) 
     if spec.topology == "recycle":  # only the first head is recycled
         places = {name: place for name, place in places.items() if not place[0]}
     depths, used = {depth for depth, _ in places.values()}, {name: heads[name] for name in places}
-    ignored |= heads.keys() - used.keys()
-    source = source if depths else "no head tensors"
-    return Contents(trunk, used, len(depths), source, tuple(sorted(ignored)), spec, drafting.alone, stored, own)
+    unused, found = tuple(sorted(ignored | (heads.keys() - used.keys()))), source if depths else "no head tensors"
+    return Contents(trunk, used, len(depths), found, unused, spec, drafting.alone, stored, own)
 
 
 def layout_of(port: ModuleType, names: Collection[str]) -> MTPSpec:

@@ -1,4 +1,4 @@
-"""The sidecar of `mlx-mtp tune-heads`: its facts on the target that the heads were trained for, and its loading."""
+"""Write and load the sidecar of `mlx-mtp tune-heads`, with facts on the target that the heads were trained for."""
 
 import hashlib
 import json

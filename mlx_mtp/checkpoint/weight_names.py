@@ -10,6 +10,7 @@ from ..machine.errors import first_line
 
 TRUNK_FILES = "model*.safetensors"
 SIDECAR_FILES = ("mtp*.safetensors", "mtp/*.safetensors", "model-mtp*.safetensors", "model_mtp*.safetensors")
+VISION_FILE = "vision.safetensors"  # of a vision tower that was written on its own
 INDEX = "model.safetensors.index.json"
 INDEXES = "*.safetensors.index.json"
 ORIGINAL = "consolidated"  # prefix of a second copy, whose tensors have the authors' training names

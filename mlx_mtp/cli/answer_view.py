@@ -71,7 +71,7 @@ def _splitter(session: ChatSession) -> Any:
     from ..serve.answer import Splitter
     from ..serve.frames import FramedSplitter, begun_in, ends_in_reasoning, frames_of
 
-    tokenizer, prompt = session.tokenizer, session.cache.tokens[: session.turn.prompt_tokens]
+    tokenizer, prompt = session.tokenizer, session.cache.ids[: session.turn.prompt_tokens]
     if frames := frames_of(tokenizer):
         return FramedSplitter(frames, Splitter(tokenizer, ()), begun_in(frames, tokenizer.decode(prompt)))
     return Splitter(tokenizer, (), thinking=tokenizer.has_thinking, begun=ends_in_reasoning(tokenizer, prompt))

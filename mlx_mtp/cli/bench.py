@@ -37,7 +37,10 @@ BLOCK_RATES = (
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Measure a model on this machine."""
+    """Measure a model on this machine.
+
+    `mlx-mtp verify-lossless` checks the text; `mlx-mtp doctor` checks each kernel.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         raise SystemExit(2)

@@ -9,6 +9,8 @@ import click
 from click import Choice, FloatRange, IntRange, option
 
 from . import bench_options as shared
+from .image_options import WithImages, image_options
+from .next_command import after_bench
 from .options import BITS, GIVEN
 
 SHOWN = 20  # maximum number of differing texts to list
@@ -23,7 +25,7 @@ CONTEXTS, LOOKED_BACK = (
 INTEGERS = partial(shared.numbers, int)
 
 
-@click.command()
+@click.command(cls=WithImages)
 @shared.subject_options
 @option("--drafts", callback=INTEGERS, help="Fixed numbers of drafts, such as 1,2,3.  [default: 1..3]")
 @option("--contexts", callback=INTEGERS, help="Pad the prompts to these numbers of tokens, such as 512,4096.")
@@ -35,6 +37,7 @@ INTEGERS = partial(shared.numbers, int)
 @option("--kv-bits", type=BITS, help="Quantize the target's KV cache.")
 @option("--mtp-kv-bits", type=BITS, help="Quantize the heads' KV caches.")
 @option("--grammar", metavar=GRAMMAR, help="Decode under a JSON schema or .lark grammar; builtin: five schemas.")
+@image_options
 @option("--preset", type=Choice(["documents"]), help="The published experiment, compared with its figures.")
 @shared.run_options
 @option("--compare", type=GIVEN, help="Show the changes since this earlier result.")
@@ -46,8 +49,13 @@ def decode(**flags: Any) -> None:
     drafted ones with --synth-rates; a difference is reported, and in float32 the exit code is then 1 unless the
     target's cache is quantized.
 
+    With --image the prompts are the pictures alone, each with one question; mlx-lm's loop cannot read them.
+
     With --grammar the contenders are our plain loop under the grammar, drafts of the heads, of the grammar, both, and
     our plain loop without the grammar, whose text may differ.
+
+    `mlx-mtp verify-lossless` judges whether rounding explains a difference; `mlx-mtp doctor` checks and times each
+    kernel; `mlx-mtp bench profile` and `mlx-mtp bench verify` show where the time goes.
     """
     from ..bench import result
     from ..bench.decode import broken
@@ -56,6 +64,8 @@ def decode(**flags: Any) -> None:
         _check_preset(flags)
     if flags["grammar"] and (given := [name for name in EXCLUDED if flags["each" if name == "prompts" else name]]):
         raise click.UsageError(f"--grammar excludes --{given[0].replace('_', '-')}; leave one of them out")
+    if flags["images"]:
+        _check_images(flags)
     before = result.read(flags["compare"], "decode") if flags["compare"] else None
     flags["max_tokens"] = flags["max_tokens"] or (48 if flags["quick"] else 128)
     found = _measured(flags)
@@ -67,6 +77,14 @@ def decode(**flags: Any) -> None:
         shared.finish(found, flags)
     if broken(found):
         raise SystemExit(1)
+
+
+def _check_images(flags: dict[str, Any]) -> None:
+    """Raise UsageError if --image is combined with other prompts, or with acceptance that is not the model's."""
+    names = "contexts", "categories", "each", "preset", "synth_rates", "grammar"
+    if given := next((name for name in names if flags[name]), None):
+        flag = "prompts" if given == "each" else given.replace("_", "-")
+        raise click.UsageError(f"--image excludes --{flag}; leave one of them out")
 
 
 def _check_preset(flags: dict[str, Any]) -> None:
@@ -82,7 +100,7 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     from ..bench import result
     from ..bench.decode import LoopSettings, as_result, measure, open_guided_session, open_session
     from ..bench.grammars import guided_prompts
-    from ..bench.subject import make_prompts
+    from ..bench.subject import make_prompts, picture_prompts
     from ..cache.kinds import group_size_for
     from ..decoding.options import default_chunk
 
@@ -98,12 +116,15 @@ def _measured(flags: dict[str, Any]) -> dict[str, Any]:
     of_all = {"each": flags["each"] or (1 if quick or flags["preset"] else 2), "only": only}
     if guided:
         made = [guided_prompts(subject, guided)]
+    elif flags["images"]:
+        made = [picture_prompts(subject, flags["images"], flags["resize_shape"])]
     else:
         made = [
             make_prompts(subject.tokenizer, subject.model.vocab_size, context=c, **of_all) for c, *_ in conditions
         ]
     options = {"contenders": [loop.name for loop in session.loops], "max_tokens": flags["max_tokens"]}
     options |= {name: flags[name] for name in ("categories", "each", "temp", "seed", "preset", "quick", "grammar")}
+    options["images"] = len(flags["images"])
     given = {
         "stop_tokens": subject.stop_tokens,
         "prefill_step_size": default_chunk(subject.model),
@@ -148,6 +169,8 @@ def _print(found: dict[str, Any], flags: dict[str, Any]) -> None:
         out.print(f"and {len(found['differences']) - SHOWN} more texts")
     if flags["preset"]:
         out.print(documents.comparison(found, quick=flags["quick"]))
+    if line := after_bench(bool(found["differences"]), flags):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_changes(

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..machine.errors import first_line
+from ..pictures.prompt import opened
 from . import conversation_file
 from .chat_figures import LEGEND, count, mtp_state, totals
 from .chat_settings import NAMES, change, settings
@@ -52,7 +54,21 @@ def execute(chat: Chat, name: str, argument: str) -> str:
 def completions() -> dict[str, Iterable[str] | None]:
     """Return the words that can follow each command, None where a path does."""
     words: dict[str, Iterable[str] | None] = dict.fromkeys((*COMMANDS, "/exit"), ())
-    return {**words, "/set": NAMES, "/mtp": ("on", "off"), "/file": None, "/save": None, "/load": None}
+    return {**words, "/set": NAMES, "/mtp": ("on", "off"), **dict.fromkeys(("/file", "/image", "/save", "/load"))}
+
+
+def named_files(names: str, command: str) -> list[Path]:
+    """Return the paths that follow a command such as /image: one, as `named_file` reads it, if that file exists.
+
+    Otherwise they are words as in a shell: spaces separate them unless quoted or escaped, as in dropped files.
+    """
+    only = named_file(names, command)
+    if only.exists():
+        return [only]
+    try:
+        return [Path(name).expanduser() for name in shlex.split(names)]
+    except ValueError:  # a quote without its end
+        return [only]
 
 
 def named_file(name: str, command: str) -> Path:
@@ -136,6 +152,17 @@ def _file(chat: Chat, name: str) -> str:
     return f"{printable(str(file))}: {count(len(text.splitlines()), 'line')} will go with the next message"
 
 
+def _image(chat: Chat, names: str) -> str:
+    """Add pictures to the next message; return their sizes in pixels and in tokens."""
+    if not names:
+        raise ValueError("/image: name a picture, as in /image photo.jpg, or drop one on the terminal")
+    files = named_files(names, "/image")
+    found = opened(chat.session.model, files)
+    chat.pictures += found
+    lines = [f"{printable(str(file))}: {count(p.rows, 'token')}" for file, p in zip(files, found, strict=True)]
+    return "\n".join([*lines, f"{count(len(chat.pictures), 'picture')} will go with the next message"])
+
+
 def _mtp(chat: Chat, argument: str) -> str:
     """Return the state of drafting, after switching it if the argument is "on" or "off"."""
     if argument not in ("on", "off", ""):
@@ -196,6 +223,7 @@ COMMANDS = {
     "/edit": Command("/edit", "change the last message and answer it (/edit TEXT replaces it)", _edit, True),
     "/copy": Command("/copy", "copy the last answer to the clipboard", _copy),
     "/file": Command("/file PATH", "add a text file to the next message", _file, True),
+    "/image": Command("/image PATH", "add pictures to the next message", _image, True),
     "/set": Command("/set NAME X", "set temperature, top_p, max_tokens ...; without NAME list them", _set, True),
     "/system": Command("/system TEXT", "set the system prompt; without TEXT show it", _system, True),
     "/save": Command("/save FILE", "save the conversation to a JSON file", _save, True),

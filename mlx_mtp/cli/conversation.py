@@ -3,13 +3,14 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
 from ..decoding.options import default_chunk, default_draft_tokens
 from ..generate import GenerationResponse
 from ..machine.errors import first_line
+from ..pictures.rows import Picture
 from ..session import ChatSession, Turn
 from .answer_view import MarkdownAnswer, PlainAnswer
 from .chat_figures import context_used, footer, mtp_state
@@ -33,8 +34,8 @@ Execute = Callable[["Chat", str, str], str]
 class Chat:
     """The loop of `mlx-mtp chat`: reads lines, and answers them or runs them as commands.
 
-    files: (name, text) of the files for the next message. sent: those of the last message. edits: whether the next
-    line replaces the last message. penalties: mlx-lm's penalties by name.
+    files: (name, text) of the files for the next message. sent: those of the last message. pictures: for the next
+    message. edits: whether the next line replaces the last message. penalties: mlx-lm's penalties by name.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Chat:
         self.start_over()
 
     def start_over(self) -> None:
-        """Drop the turns and files of the previous conversation; the session itself is unchanged."""
+        """Drop the turns, files and pictures of the previous conversation; the session itself is unchanged."""
         self.turns: list[Turn] = []
+        self.pictures: list[Picture] = []
         self.files: list[File] = []
         self.sent: list[File] = []
         self._typed: str | None = None
@@ -116,29 +118,32 @@ class Chat:
         return "".join(blocks) + text
 
     def replace_last(self, text: str) -> None:
-        """Replace the last message by `text` and answer it; if nothing is generated nothing changes."""
-        before = self.session.messages
+        """Replace the text of the last message and answer it; if nothing is generated nothing changes."""
+        before, pictures = self.session.messages, self.session.last_pictures
         self.session.take_back()
-        self._answer(text)
+        self._answer(text, pictures)
         if len(self.session.messages) < len(before):
             self.session.messages = before
 
     def _message(self, text: str, *, edits: bool) -> None:
-        """Answer a message that the user has typed. edits: it replaces the last one, and contains the same files."""
+        """Answer a message that the user has typed.
+
+        edits: it replaces the last one, and contains the same files and pictures.
+        """
         self._typed = text
         if edits:
             return self.replace_last(self.with_files(text, self.sent))
-        files, self.files = self.files, []
-        self._answer(self.with_files(text, files))
+        (files, self.files), (pictures, self.pictures) = (self.files, []), (self.pictures, [])
+        self._answer(self.with_files(text, files), pictures)
 
-    def _answer(self, text: str) -> None:
+    def _answer(self, text: str, pictures: Sequence[Picture]) -> None:
         """Print an answer while it is generated, then its footer; also of one that Ctrl-C or an error ended.
 
         On several ranks an error is raised, and Ctrl-C ends the process with code 130.
         """
         self._last, trouble = None, ""
         try:
-            self._stream(text)
+            self._stream(text, pictures)
         except KeyboardInterrupt:
             pass
         except (ValueError, RuntimeError, MemoryError) as e:
@@ -156,13 +161,13 @@ class Chat:
         if self.ranks and stopped:
             sys.exit(130)  # Ctrl-C has ended the launcher, too, so nothing more is read or written
 
-    def _stream(self, text: str) -> None:
+    def _stream(self, text: str, pictures: Sequence[Picture]) -> None:
         session = self.session
         chunk = session.options.get("prefill_step_size") or default_chunk(session.model)
         progress = PromptProgress(shown=self.progress, chunk=chunk)
         typing = hidden_typing() if self.interactive else contextlib.nullcontext()
         view = MarkdownAnswer(session) if self.interactive and not unstyled() else PlainAnswer()
-        responses = contextlib.closing(session.ask(text, progress))
+        responses = contextlib.closing(session.ask(text, progress, pictures))
         with StopOnInterrupt(session, progress.stopping), typing, progress, responses as answer, view:
             for self._last in answer:
                 view.add(self._last.text)

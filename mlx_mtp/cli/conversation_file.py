@@ -1,11 +1,15 @@
 """Save a conversation to a JSON file and load it: its messages and the number of answers given."""
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from ..machine.atomic import write_whole
 from ..machine.errors import one_line
+from ..pictures.library import pillow
+from ..pictures.prompt import opened
 from ..session import ChatSession
 
 FORMAT = 1
@@ -15,8 +19,8 @@ LAYOUT = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
 def save(file: Path, session: ChatSession) -> None:
     """Write a session's conversation to a file, which must not exist yet or contain a conversation.
 
-    Raises ValueError if it contains anything else or its directory is missing, OSError if it cannot be read or
-    written.
+    Raises ValueError if it contains anything else or its directory is missing, and for pictures of a prompt cache,
+    whose images are not stored; OSError if it cannot be read or written.
     """
     if not file.absolute().parent.is_dir():
         raise ValueError(f"{file}: no directory {file.parent}")
@@ -25,20 +29,40 @@ def save(file: Path, session: ChatSession) -> None:
             read(file)
         except ValueError:
             raise ValueError(f"{file}: exists and contains no conversation; name a new file") from None
-    found = {"format": FORMAT, "answers": session.answers, "messages": session.messages}
+    messages = [_with_urls(message) for message in session.messages]
+    found = {"format": FORMAT, "answers": session.answers, "messages": messages}
     write_whole(file, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(file: Path, session: ChatSession) -> None:
     """Replace a session's conversation by a file's; after ValueError or OSError the session is unchanged."""
     messages, answers = read(file)
+    for number, message in enumerate(messages, 1):
+        if urls := message.pop("pictures", None):
+            with one_line(f"{file}: message {number}", (ValueError,)):
+                message["pictures"] = tuple(opened(session.model, urls))
     with one_line(f"{file}: the chat template refuses this conversation", (ValueError,)):
         session.resume(messages, answers)
 
 
-def read(file: Path) -> tuple[list[dict[str, str]], int]:
+def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a session with its pictures as `data:` URLs of PNG files."""
+    if not (pictures := message.get("pictures")):
+        return message
+    urls = []
+    for picture in pictures:
+        if picture.image is None:
+            raise ValueError("a picture of the prompt cache cannot be saved: the cache does not contain its image")
+        file = io.BytesIO()
+        pillow().fromarray(picture.image.pixels).save(file, "PNG")
+        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return {**message, "pictures": urls}
+
+
+def read(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Read messages and the number of answers from a file of `save`, or from a JSON list of messages.
 
+    A message's "pictures" are `data:` URLs.
     Without a number, it is that of the assistant's messages. Raises a one-line ValueError for no regular file, and
     unless the messages are [system], then user and assistant in turn up to an assistant's, or none; OSError if the
     file cannot be read.
@@ -65,11 +89,15 @@ def read(file: Path) -> tuple[list[dict[str, str]], int]:
 
 
 def _check(where: str, message: Any, role: str) -> None:
-    """Raise ValueError unless this is a message of this role, with a valid text and no other keys."""
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+    """Raise ValueError unless this is a message of this role, with a valid text; a user's may have pictures."""
+    keys = {"role", "content"} | ({"pictures"} if role == "user" else set())
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= keys:
         raise ValueError(f'{where}: expected {{"role": "{role}", "content": "..."}}')
     if message["role"] != role:
         raise ValueError(f"{where}: role is {message['role']!r}, expected {role!r}")
     content = message["content"]
     if not isinstance(content, str) or content != content.encode("utf-8", "replace").decode():
         raise ValueError(f"{where}: content is not a string of valid Unicode")
+    urls = message.get("pictures", [])
+    if not isinstance(urls, list) or not all(isinstance(url, str) and url.startswith("data:") for url in urls):
+        raise ValueError(f"{where}: pictures is not a list of data: URLs")

@@ -12,6 +12,7 @@ from .options import BITS, options
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 OF_QUANTIZED = ("q_group_size", "q_bits", "q_mode", "quant_predicate")
 OF_GGUF = ("gguf", "config_from", "gguf_plan", "gguf_exact")
+OF_HEADS = ("mtp_only", "mtp_q_bits", "mtp_q_group_size")
 OF_TARGET = ("mlx_path", "mtp_layout", "quantize", "dequantize", *OF_QUANTIZED)
 
 
@@ -53,12 +54,15 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
     "--mtp-path",
     help="With --mtp-only: a new file, or the directory of a conversion. With --gguf: file of the heads.",
 )
+@option("--vision-only", is_flag=True, help="Write only the vision tower, to --vision-path.")
+@option("--vision-path", help="With --vision-only: a new file, or the directory of a conversion.")
 @option("--revision", help="Branch, tag or commit on the hub.")
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
 @option("--trust-remote-code", is_flag=True, hidden=True)  # downloads the code; none is run
 def convert(**flags: Any) -> None:
-    """Convert a checkpoint for MLX and keep its MTP heads.
+    """Convert a checkpoint for MLX and keep its MTP heads and its vision tower.
 
+    A vision tower is copied unchanged, to vision.safetensors.
     The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory
     for the largest tensor only. An interrupted conversion leaves nothing that looks complete.
     A GGUF file keeps its blocks (docs/gguf.md).
@@ -69,20 +73,23 @@ def convert(**flags: Any) -> None:
     from .progress import bar, loading, shows_progress
 
     shown, only_heads = shows_progress(quiet=False), flags.pop("mtp_only")
-    if only_heads:
-        flags.pop("trust_remote_code")  # heads need no tokenizer
+    only_tower = flags.pop("vision_only")
+    if only_heads or only_tower:
+        flags.pop("trust_remote_code")  # they need no tokenizer
     with loading(shown=shown):
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
         from ..checkpoint.convert import convert as convert_all
         from ..checkpoint.convert import extract_heads
+        from ..checkpoint.convert_vision import extract_vision
     columns = TextColumn("Converting"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
     given = {name: value for name, value in flags.items() if value not in (None, False) and name not in OF_GGUF}
     given |= {name: int(value) for name, value in given.items() if name.endswith(("_bits", "_size"))}
     with bar(*columns, shown=shown) as update:
-        done = (extract_heads if only_heads else convert_all)(**given, progress=partial(update, ""))
+        function: Any = extract_heads if only_heads else extract_vision if only_tower else convert_all
+        done = function(**given, progress=partial(update, ""))
     click.echo(f"wrote      {done.path}")
-    lines = str(done.report).splitlines()
+    lines = [f"vision     {done.summary}"] if only_tower else str(done.report).splitlines()
     click.echo("\n".join(line for line in lines if not (only_heads and line.startswith("target"))))
 
 
@@ -90,7 +97,7 @@ def _of_gguf(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags with the file as `gguf`; raise UsageError for flags that do not apply to a GGUF file."""
     if flags["gguf"] and flags["hf_path"]:
         raise click.UsageError("--gguf and --hf-path: give only one")
-    others = (*OF_TARGET, "mtp_only", "mtp_q_bits", "mtp_q_group_size", "revision")
+    others = (*OF_TARGET, *OF_HEADS, "vision_only", "vision_path", "revision")
     for name in others:
         if flags[name] and name != "mlx_path":
             raise click.UsageError(f"--{name.replace('_', '-')}: not for a GGUF file; leave it out")
@@ -106,9 +113,13 @@ def _check(flags: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')}: only for a GGUF file")
     if flags["mtp_only"] != (flags["mtp_path"] is not None):
         raise click.UsageError("--mtp-only and --mtp-path: give both or neither")
+    if flags["vision_only"] != (flags["vision_path"] is not None):
+        raise click.UsageError("--vision-only and --vision-path: give both or neither")
     useless, why = OF_QUANTIZED if not flags["quantize"] else (), "only with -q"
     if flags["mtp_only"]:
         useless, why = OF_TARGET, "not with --mtp-only; --mtp-q-bits is for the heads"
+    if flags["vision_only"]:
+        useless, why = (*OF_TARGET, *OF_HEADS, "dtype"), "not with --vision-only; the tower is copied unchanged"
     for name in useless:
         if flags[name]:
             raise click.UsageError(f"--{name.replace('_', '-')}: {why}")

@@ -7,6 +7,8 @@ from typing import Any
 import click
 from click import FloatRange, IntRange, option
 
+from .next_command import after_doctor
+
 
 @click.command()
 @option("--model", help="Local directory, Hugging Face repository, or demo.  [default: demo]")
@@ -37,6 +39,9 @@ def doctor(**flags: Any) -> None:
     lacks; 1 if one was refused, hung or crashed, or nothing could be compiled; 130 after Ctrl-C.
 
     --bits-only checks the bits of every kernel on small shapes in every type that the GPU supports, without a model.
+
+    `mlx-mtp verify-lossless` compares whole texts with and without drafts; `mlx-mtp bench decode` measures the speed
+    on nine kinds of prompts.
     """
     check_flags(flags)
     out = flags["out"].with_suffix("") if flags["out"].suffix in (".json", ".md") else flags["out"]
@@ -112,5 +117,7 @@ def examine_kernels(out: Path, flags: dict[str, Any]) -> None:
     write_whole(f"{out}.json", json.dumps(found, indent=1) + "\n")
     write_whole(f"{out}.md", page(found))
     click.echo(f"{words}\nwritten: {out}.json, {out}.md")
+    if not flags["bits_only"]:
+        click.echo(after_doctor(good, flags))
     if not good:
         raise SystemExit(1)

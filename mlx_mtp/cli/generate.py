@@ -1,18 +1,22 @@
 """Define `mlx-mtp generate`: generate one answer, with mlx_lm's output layout."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
 
 from . import options
 from .advice import advised_and_not_given
+from .image_options import WithImages, image_options
 
 
-@click.command()
+@click.command(cls=WithImages)
 @options.model_options
 @click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.system_prompt_option
 @click.option("--prompt", "-p", default="hello", help="The message; '-' reads standard input.")
+@image_options
 @click.option("--prefill-response", callback=options.check_text, help="Start of the answer.")
 @options.text_options(max_tokens=100)
 @options.no_template_option
@@ -30,15 +34,17 @@ def generate(**flags: Any) -> None:
     model, tokenizer = options.load_model(flags)
     from ..decoding.options import default_chunk
     from ..generate import stream_generate
+    from ..pictures.prompt import opened
     from .progress import PromptProgress, shows_progress
 
     if flags["report"]:
         click.echo(str(model.report))
     if not flags["quiet"]:
         _note_advice(flags)
-    cache = options.saved_cache(model, flags)
-    prompt = _tokens(tokenizer, text, flags) if cache is None else _following(tokenizer, text, flags, cache)
-    kept = options.generation_options(tokenizer, flags, cache)
+    cache, pictures = options.saved_cache(model, flags), opened(model, flags["images"], flags["resize_shape"])
+    follow = _tokens if cache is None else partial(_following, cache)
+    prompt = follow(tokenizer, text, flags, model.vision, pictures)
+    kept = {**options.generation_options(tokenizer, flags, cache), "pictures": pictures}
     chunk = kept["prefill_step_size"] or default_chunk(model)
     progress = PromptProgress(shown=shows_progress(quiet=flags["quiet"]), chunk=chunk)
     responses = stream_generate(model, tokenizer, prompt, **kept, prompt_progress_callback=progress)
@@ -69,12 +75,13 @@ def _note_advice(flags: dict[str, Any]) -> None:
         click.echo(f"Greedy, as mlx_lm.generate; generation_config.json advises {values}.", err=True)
 
 
-def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
-    """Encode the prompt, with the chat template unless it is missing or ignored.
+def _tokens(tokenizer: Any, text: str, flags: dict[str, Any], vision: Any, pictures: Sequence[Any]) -> list[int]:
+    """Encode the prompt, with the chat template unless it is missing or ignored; pictures precede its text.
 
-    If it has no token, raises ValueError with the template and UsageError without.
+    vision: the model's. If the prompt has no token, raises ValueError with the template and UsageError without.
     """
-    from ..checkpoint.chat_template import render
+    from ..checkpoint.chat_template import encode_messages
+    from ..pictures.prompt import with_pictures
 
     template = tokenizer.has_chat_template and not flags["ignore_chat_template"]
     if template:
@@ -82,8 +89,12 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
         messages = [{"role": role, "content": content} for role, content in contents.items() if content is not None]
         prefilled = flags["prefill_response"] is not None
         ending = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled}
-        text = render(tokenizer, messages, {**flags["chat_template_config"], **ending})
-    tokens = tokenizer.encode(text, add_special_tokens=not template)
+        messages = [{**each, "pictures": pictures} if each["role"] == "user" else each for each in messages]
+        tokens = encode_messages(tokenizer, messages, {**flags["chat_template_config"], **ending}, vision)
+    else:
+        tokens = tokenizer.encode(text)
+        if pictures:
+            tokens = with_pictures(vision, tokens, pictures, start=tokens[:1] == [tokenizer.bos_token_id])
     if not tokens and template:
         raise ValueError("the prompt is empty: the chat template renders nothing")
     if not tokens:
@@ -91,18 +102,24 @@ def _tokens(tokenizer: Any, text: str, flags: dict[str, Any]) -> list[int]:
     return tokens
 
 
-def _following(tokenizer: Any, text: str, flags: dict[str, Any], cache: Any) -> list[int]:
+def _following(
+    cache: Any, tokenizer: Any, text: str, flags: dict[str, Any], vision: Any, pictures: Sequence[Any]
+) -> list[int]:
     """Return the tokens that follow those of a saved cache, when `text` is appended to the cache's own prompt.
 
-    For a cache without a known prompt, they are the text's. UsageError if the prompt now has other first tokens;
+    vision: the model's. For a cache without a known prompt, they are the text's. UsageError for pictures, which would
+    precede the cache's prompt, and if the prompt now has other first tokens;
     ValueError as `PromptPrefix.check` for other flags than the cache's.
     """
     prefix = cache.prefix
+    if pictures:
+        raise click.UsageError("--image: pictures precede the cache's prompt; give them to `mlx-mtp cache-prompt`")
     if prefix is None:
         return tokenizer.encode(text, add_special_tokens=False)
     own = {"system_prompt": prefix.system_prompt, "chat_template_config": prefix.template_config}
     prefix.check(system_prompt=flags["system_prompt"], template_config=flags["chat_template_config"])
-    tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own, "ignore_chat_template": not prefix.template})
+    own["ignore_chat_template"] = not prefix.template
+    tokens = _tokens(tokenizer, prefix.prompt + text, {**flags, **own}, vision, prefix.pictures)
     if tokens[: cache.offset] != cache.tokens:
         raise click.UsageError(
             f"{flags['prompt_cache_file']}: its prompt, followed by this text, does not begin with its tokens "

@@ -24,6 +24,7 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     from ..checkpoint.files import downloaded, headers_only, local
     from ..checkpoint.gguf.cached import is_gguf
     from ..checkpoint.inspect import as_text, inspect_checkpoint
+    from .progress import shows_progress, watched
 
     directory = None if is_gguf(path) else local(path) or downloaded(path, revision)
     if is_gguf(directory or path):
@@ -31,7 +32,7 @@ def inspect(path: str, revision: str | None, ranks: int, as_json: bool) -> None:
     gc.disable()  # collecting among 100,000 live tensor entries is slow
     try:
         if directory is None:
-            with headers_only(path, revision) as directory:
+            with watched(shown=shows_progress(quiet=False)), headers_only(path, revision) as directory:
                 facts, gone = inspect_checkpoint(directory, values=False, ranks=ranks), str(directory)
             messages = {kind: getattr(facts, kind) for kind in ("warnings", "problems")}
             named = {kind: tuple(text.replace(gone, path) for text in texts) for kind, texts in messages.items()}

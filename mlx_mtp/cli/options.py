@@ -72,7 +72,7 @@ def _check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) 
     return value
 
 
-def _in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
+def gb_in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
     """Return a number of GB in bytes, None without one; raise BadParameter if it is negative or too large."""
     if value is not None and not 0 <= value <= MOST_GB:  # also refuses NaN, which click accepts
         raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
@@ -147,12 +147,12 @@ def typed(name: str, kind: Any, default: Any, words: str) -> Any:
     return option(name, type=kind, default=default, help=words)
 
 
-checkpoint_options = options(
-    option("--model", help="Local directory, GGUF file or Hugging Face repository.  [default: the demo model]"),
-    option("--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."),
+MODEL = "Local directory, GGUF file or Hugging Face repository.  [default: the demo model]"
+code_option = option(
+    "--trust-remote-code", is_flag=True, help="Download the checkpoint's code and let the tokenizer run it."
 )
-model_options = options(
-    checkpoint_options,
+checkpoint_options = options(option("--model", help=MODEL), code_option)
+loading_options = options(
     *gguf_options,
     option(
         "--adapter-path",
@@ -171,6 +171,8 @@ model_options = options(
     ),
     option("--draft-vocab", help="File of the tokens to draft, from `mlx-mtp draft-vocab`."),
     option("--mtp-path", help="File or directory with the heads, such as the released checkpoint."),
+    option("--vision/--no-vision", default=True, help="Read pictures with the model's vision tower, or refuse them."),
+    option("--vision-path", help="File or directory with the vision tower, such as the released checkpoint."),
     typed(
         "--kernels",
         KERNELS,
@@ -207,6 +209,7 @@ model_options = options(
         help="Record cycles and replay them.  [default: on a GPU, unless a trial finds it slower]",
     ),
 )
+model_options = options(checkpoint_options, loading_options)
 system_prompt_option = option("--system-prompt", callback=check_text, help="System message of the chat template.")
 no_template_option = option(
     "--ignore-chat-template", is_flag=True, help="Use the prompt unchanged, without the chat template."
@@ -256,7 +259,7 @@ cache_options = options(
     typed("--quantized-kv-start", IntRange(0), 5000, "With --kv-bits: first quantized position."),
     typed("--max-context", POSITIONS, None, "Maximum tokens of prompt and answer together."),
     option("--ignore-memory", is_flag=True, help="Load and generate even if memory is too small."),
-    option("--cache-limit", type=float, callback=_in_bytes, help="Maximum GB of freed memory that MLX keeps."),
+    option("--cache-limit", type=float, callback=gb_in_bytes, help="Maximum GB of freed memory that MLX keeps."),
 )
 saved_cache_option = option(
     "--prompt-cache-file",
@@ -317,7 +320,17 @@ def load_model(flags: dict[str, Any]) -> tuple[Any, Any]:
     with loading(shown=shown):
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its warnings about long prompts are false
         extra = ("trust_remote_code", "eos_token", "use_default_chat_template")
-        given = ("mtp", "mtp_path", "draft_model", "draft_vocab", "adapter_path", "kernels", "wired_limit")
+        given = (
+            "vision",
+            "vision_path",
+            "mtp",
+            "mtp_path",
+            "draft_model",
+            "draft_vocab",
+            "adapter_path",
+            "kernels",
+            "wired_limit",
+        )
         model, tokenizer = load(
             path,
             tensor_group=group(),
@@ -384,9 +397,3 @@ def generation_options(tokenizer: Any, flags: dict[str, Any], cache: Any) -> dic
         "xtc_special_tokens": [*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         **({"prompt_cache": cache} if cache is not None else cache_layout(flags)),
     }
-
-
-def text_files(path: Path) -> list[Path]:
-    """Return the file itself, or, sorted, all files at any depth of a directory that have no hidden part below it."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [f for f in files if f.is_file() and not any(part.startswith(".") for part in f.relative_to(path).parts)]

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import click
@@ -26,16 +27,43 @@ def shows_progress(*, quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def loading(*, shown: bool) -> Iterator[None]:
-    """If `shown`, show a spinner on stderr and the progress of kernel trials, which take long the first time."""
+    """If `shown`, show a spinner on stderr, with the progress of reading and of kernel trials.
+
+    A `watcher` that was set before also receives the progress.
+    """
     if not shown:
         yield
         return
     with Console(stderr=True).status("Loading the model") as status:
-        token = watcher.set(lambda what, done, total: status.update(f"{what}, {done} of {total}"))
+        token = watcher.set(partial(_show, status, watcher.get()))
         try:
             yield
         finally:
             watcher.reset(token)
+
+
+def _show(status: Any, before: Callable[[str, int, int], None] | None, what: str, done: int, total: int) -> None:
+    """Show progress in a spinner's line, and pass it to the watcher that was set before, if there was one."""
+    status.update(f"{what}, {done} of {total}")
+    if before:
+        before(what, done, total)
+
+
+@contextlib.contextmanager
+def watched(*, shown: bool) -> Iterator[None]:
+    """If `shown`, show a spinner on stderr from the first report of `report_progress` on."""
+    status = Console(stderr=True).status("")
+
+    def show(what: str, done: int, total: int) -> None:
+        status.update(f"{what}, {done} of {total}")
+        status.start()
+
+    token = watcher.set(show if shown else None)
+    try:
+        yield
+    finally:
+        watcher.reset(token)
+        status.stop()
 
 
 @contextlib.contextmanager

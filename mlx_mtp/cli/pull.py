@@ -18,10 +18,12 @@ def pull(name: str, mtp_only: bool, revision: str | None, quiet: bool) -> None:
     interrupted continues.
     """
     from ..checkpoint import pull as pulling
+    from .progress import shows_progress, watched
 
     if name == pulling.SMOLLM2:
         return _pull_smollm2(quiet=quiet)
-    plan = pulling.planned(name, revision, only_heads=mtp_only)
+    with watched(shown=shows_progress(quiet=quiet)):
+        plan = pulling.planned(name, revision, only_heads=mtp_only)
     if not quiet:
         heads = "no MTP heads" if plan.heads is None else f"{_gb(plan.heads)} of MTP heads"
         have = f", {_gb(plan.here)} of it here" if plan.here else ""

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from click.core import ParameterSource
 from ..machine.errors import install
 from . import options
 from .advice import advised_sampling
+from .agent import KeepsWords, agent_options, install_agent
+from .serve_options import picture_options, several_models_options
 from .together import check_flags, follows
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -25,10 +28,13 @@ NAME = "mlx-mtp-demo"
 ANSWERS = 20.0  # seconds to wait until the server answers its first request
 # Flags for how, not what, the server decodes.
 DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "prompt_lookup", "compile_cycles")
+# Flags with files that belong to one model.
+OF_ONE = ("adapter_path", "draft_model", "draft_vocab", "mtp_path", "config_from", "vision_path")
 
 
-@click.command()
-@options.model_options
+@click.command(cls=KeepsWords)
+@several_models_options
+@picture_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on; `::1` and `::` are IPv6.")
 @click.option("--port", type=IntRange(1, 65535), default=8080, help="Port to listen on.")
 @click.option("--api-key", envvar="MLX_MTP_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -64,23 +70,21 @@ DECODING = ("num_draft_tokens", "draft_sampling", "adaptive", "draft_p_min", "pr
 @click.option("--extra-eos-token", multiple=True, help="Another token that ends the text; repeatable.")
 @options.cache_options
 @click.option("--open", "opens", is_flag=True, help="Open the chat page in the browser once the model is loaded.")
+@options.options(*agent_options)
 @click.option("--quiet", is_flag=True, help="No banner, and no line per response.")
 @click.pass_context
 def serve(ctx: click.Context, **flags: Any) -> None:
-    """Serve OpenAI's and Anthropic's HTTP APIs.
+    """Serve OpenAI's, Anthropic's and Ollama's HTTP APIs.
 
-    The first Ctrl-C ends the server once responses have finished, after at most --grace seconds; the second ends it
-    at once. Sampling flags apply to requests that leave the field out, and override the checkpoint's
-    generation_config.json.
+    With --models-dir or several --model, a request's model is loaded when it is first named. The first Ctrl-C ends
+    the server once responses have finished, after at most --grace seconds; the second ends it at once. Sampling flags
+    apply to requests that leave the field out, and override the checkpoint's generation_config.json.
     """
     try:
         from ..checkpoint.adapters import by_name
-        from ..serve.engine import Limits
         from ..serve.follow import follow
-        from ..serve.guard import Rules
-        from ..serve.prefix_files import PrefixFiles
-        from ..serve.server import Settings, shared
         from ..serve.server import serve as run
+        from ..serve.server import serve_several, shared
     except ModuleNotFoundError as e:
         raise click.ClickException(f"{e.name} is missing: {install('serve')}") from None
     check_flags(prompt_cache_dir=flags["prompt_cache_dir"], idle_unload=flags["idle_unload"])
@@ -88,10 +92,30 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         raise click.UsageError(
             f"--host {flags['host']} can be reached from other machines; give --api-key or --no-auth"
         )
+    several = _is_several(flags)
+    if flags["install_agent"]:
+        return install_agent(ctx, _address(flags))
     if len(flags["adapter_path"]) > 1:
         flags["adapter_path"] = by_name(flags["adapter_path"])
     _log_to(flags["log_file"], quiet=flags["quiet"])
     flags["root_path"] = "".join(f"/{part}" for part in flags["root_path"].split("/") if part)
+    settings = _settings(ctx, flags, several=several)
+    if several:
+        run_one = partial(_load_offer, ctx, flags)
+        serve_several(partial(_find, flags), run_one, settings, lambda service: _loaded(service, flags))
+    elif follows():
+        follow(shared(_load(ctx, flags), settings))
+    else:
+        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
+
+
+def _settings(ctx: click.Context, flags: dict[str, Any], *, several: bool) -> Any:
+    """Return the server's settings that the flags describe."""
+    from ..serve.engine import Limits
+    from ..serve.guard import Rules
+    from ..serve.prefix_files import PrefixFiles
+    from ..serve.server import Settings
+
     size = int(flags["prompt_cache_size"] * 1e9)
     files = PrefixFiles(flags["prompt_cache_dir"], size) if flags["prompt_cache_dir"] else None
     given = [
@@ -99,8 +123,8 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         for name in (*options.sampling_flags(flags), "seed")
         if ctx.get_parameter_source(name) != ParameterSource.DEFAULT
     ]
-    settings = Settings(
-        names=_names(flags["model"], flags["alias"]),
+    return Settings(
+        names=flags["alias"] if several else _names(flags["model"], flags["alias"]),
         host=flags["host"],
         port=flags["port"],
         rules=Rules(flags["api_key"], flags["allow_host"], flags["cors_origin"], int(flags["max_body"] * 1e6)),
@@ -116,11 +140,53 @@ def serve(ctx: click.Context, **flags: Any) -> None:
         timeout=flags["timeout"] or float("inf"),
         grace=flags["grace"],
         root_path=flags["root_path"],
+        fetch=tuple(host.lower() for host in flags["fetch_images"]),
+        features=flags["vision_cache"],
+        max_memory=flags["max_memory"],
     )
-    if follows():
-        follow(shared(_load(ctx, flags), settings))
-    else:
-        run(lambda: _load(ctx, flags), settings, lambda service: _loaded(service, flags))
+
+
+def _is_several(flags: dict[str, Any]) -> bool:
+    """Return whether the server is for several models; if not, set the flag `model` to the one model or None.
+
+    Raises UsageError for flags of one model together with several, and the reverse.
+    """
+    several = len(flags["models"]) > 1 or flags["models_dir"] is not None
+    if not several:
+        flags["model"] = next(iter(flags["models"]), None)
+        if flags["max_memory"] is not None:
+            raise click.UsageError("--max-memory: needs --models-dir or several --model")
+        return False
+    check_flags(models_dir=flags["models_dir"], model=flags["models"])
+    for name in OF_ONE:
+        if flags[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} belongs to one model; with several models leave it out")
+    if flags["models_dir"] and (flags["models_dir"] / "config.json").is_file():
+        raise click.UsageError(f"--models-dir {flags['models_dir']} is a model itself; give it with --model")
+    return True
+
+
+def _find(flags: dict[str, Any]) -> list[Any]:
+    """Return the models that the flags name, those of --model first; download the ones that are on the hub.
+
+    Raises UsageError if two have the same name.
+    """
+    from ..checkpoint.gguf.cached import is_gguf
+    from ..serve.catalog import offers
+
+    code = bool(flags["trust_remote_code"])
+    paths = [Path(m) if is_gguf(m) else options.checkpoint_path(m, code=code, flags=flags) for m in flags["models"]]
+    named = [(_names(model, ())[0], path) for model, path in zip(flags["models"], paths, strict=True)]
+    found = offers(named, flags["models_dir"], flags["max_context"])
+    names = [offer.name for offer in found]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise click.UsageError(f"two models are named {double!r}; rename one of their directories")
+    return found
+
+
+def _load_offer(ctx: click.Context, flags: dict[str, Any], offer: Any) -> Any:
+    return _load(ctx, {**flags, "model": str(offer.path)})
 
 
 def _names(model: str | None, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -179,11 +245,21 @@ def _open_page(address: str) -> None:
 
 
 def _banner(service: Any, flags: dict[str, Any]) -> None:
-    """Print on stderr the server's address, its model and a request that works."""
-    names, address = service.info, _address(flags)
+    """Print on stderr the server's address, its model or models, and a request that works."""
+    address = _address(flags)
     key = " -H 'Authorization: Bearer KEY'" if flags["api_key"] else ""
-    body = json.dumps({"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60})
-    click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)
-    if report := getattr(service.engine.served.model, "report", None):
-        click.echo(str(report), err=True)
+    question: Any = {"messages": [{"role": "user", "content": "What does len do?"}], "max_tokens": 60}
+    if service.models:
+        offers = service.offers()
+        click.echo(f"{len(offers)} models at {address} · a chat at {address}/", err=True)
+        for offer in offers:
+            need = f"{offer.needed / 1e9:.2f} GB with 4,096 tokens"
+            click.echo(f"  {offer.name} · {offer.context:,} positions · {need}", err=True)
+        question["model"] = offers[0].name
+    else:
+        names = service.info
+        click.echo(f"{names.name} at {address} · {names.positions:,} positions · a chat at {address}/", err=True)
+        if report := getattr(service.engine.served.model, "report", None):
+            click.echo(str(report), err=True)
+    body = json.dumps(question)
     click.echo(f"curl{key} {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", err=True)

@@ -7,8 +7,9 @@ from typing import Any
 import click
 from click import Choice, FloatRange, IntRange
 
-from .options import check_place, checkpoint_options, checkpoint_path, text_files
+from .options import check_place, checkpoint_options, checkpoint_path
 from .progress import loading, shows_progress, stages
+from .text_files import text_files
 
 
 @click.command("tune-heads")
@@ -24,7 +25,9 @@ from .progress import loading, shows_progress, stages
 @click.option("--epochs", type=FloatRange(0.01), default=4.0, help="Passes over the recorded text.")
 @click.option("--out", default="mtp.safetensors", callback=check_place, help="File of the heads, for --mtp-path.")
 @click.option("--new", is_flag=True, help="Make a new recycled head, initialised from the target's last layer.")
-@click.option("--depths", type=IntRange(1, 3), default=2, help="With --new: drafts in a row that the head learns.")
+@click.option(
+    "--depths", type=IntRange(1, 3), default=2, help="With --new: consecutive drafts that the head is trained for."
+)
 @click.option("--draft-vocab", type=IntRange(0), default=8192, help="With --new: tokens that it drafts; 0 is all.")
 @click.option("--bits", type=Choice(["2", "3", "4", "5", "6", "8", "16"]), default="8", help="With --new: its bits.")
 @click.option("--rank", type=IntRange(1), help="Train low-rank updates of the heads' quantized matrices only.")
@@ -38,10 +41,10 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     """Train a model's MTP heads on what the model itself would write.
 
     The model reads TEXTS and --data, and writes answers to prompts in --data; without both it writes prompts and
-    answers itself. Its hidden rows and its most likely next tokens are recorded beside --out, and the heads learn to
-    draft these tokens; the model does not change. A sixteenth of the texts is held out to measure the heads. The
-    file is written only if more drafts are right than before. Ctrl-C keeps the best heads so far; the same command
-    continues an interrupted run.
+    answers itself. Its hidden rows and its most likely next tokens are recorded in a folder next to --out, and the
+    heads are trained to draft these tokens; the model does not change. A sixteenth of the texts is held out, and
+    measures the heads. The file is written only if more drafts are right than before. Ctrl-C keeps the best heads so
+    far; the same command continues an interrupted run.
 
     A line of --data is a JSON object with text, with messages, or with prompt and, if the model is not to write it,
     completion.

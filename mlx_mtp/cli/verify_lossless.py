@@ -7,13 +7,15 @@ from typing import Any
 import click
 from click import IntRange, option
 
+from .image_options import WithImages, image_options
+from .next_command import after_verify
 from .options import GIVEN, load_model, model_options
 
 TOKENS = 24  # default number of new tokens: the demo takes a minute on a slow CPU
 TASK_TOKENS = 2048  # maximum tokens of an answer to a task
 
 
-@click.command("verify-lossless")
+@click.command("verify-lossless", cls=WithImages)
 @model_options
 @option(
     *("--max-tokens", "-m"),
@@ -25,6 +27,7 @@ TASK_TOKENS = 2048  # maximum tokens of an answer to a task
 @option("--diagnose/--no-diagnose", default=True, help="Try other wirings of the heads.")
 @option("--float32", is_flag=True, help="Compute in float32 with MLX's own kernels; any difference is then a bug.")
 @option("--tasks", type=GIVEN, help="Answer the questions of a JSON-lines file instead, without and with drafts.")
+@image_options
 @option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def verify_lossless(**flags: Any) -> None:
     """Check that drafting does not change the output.
@@ -35,8 +38,13 @@ def verify_lossless(**flags: Any) -> None:
     probabilities. For the heads the command measures the share of correct predictions, and whether another wiring
     increases it.
 
+    With --image, the same is checked for a prompt with each of the pictures, and one with all of them.
+
     --tasks FILE: each line is {"question": "...", "answer": "..."}. A number is right if it equals the last number in
     the last \\boxed{...} of the text or, without one, in the text; another answer must occur there.
+
+    `mlx-mtp doctor` checks each kernel, which may be the cause of a divergence; `mlx-mtp bench decode` measures the
+    speed with and without drafts.
 
     Exit codes: 0 if lossless, 1 if output diverged, heads are wired wrongly or something failed, 2 for a wrong
     command line.
@@ -44,6 +52,8 @@ def verify_lossless(**flags: Any) -> None:
     if not (flags["mtp"] or flags["draft_model"]) or flags["num_draft_tokens"] == 0:
         wrong = "without drafts there is nothing to verify; leave out --no-mtp and --num-draft-tokens 0"
         raise click.UsageError(wrong)
+    if flags["tasks"] and flags["images"]:
+        raise click.UsageError("--image: the questions of --tasks have no pictures; leave one of them out")
     from ..lossless.tasks import answer_all, read_tasks
 
     tasks = read_tasks(flags["tasks"]) if flags["tasks"] else []  # before a model is loaded for them
@@ -51,8 +61,8 @@ def verify_lossless(**flags: Any) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from ..lossless.check import Settings, conclude, verify
+    from ..pictures.prompt import opened
     from .progress import stages
-    from .verify_tables import as_dict, show
 
     settings = Settings(
         drafts=_drafts(model, flags["num_draft_tokens"]),
@@ -63,6 +73,7 @@ def verify_lossless(**flags: Any) -> None:
         **{name: flags[name] for name in ("draws", "seed", "adaptive", "diagnose")},
     )
     answered: list[Any] = []
+    pictures = opened(model, flags["images"], flags["resize_shape"])
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
     with stages(*columns, quiet=flags["as_json"]) as progress:
         if tasks:
@@ -70,14 +81,22 @@ def verify_lossless(**flags: Any) -> None:
             verdict, answered = answer_all(model, tokenizer, tasks, way, max_tokens=length, progress=progress)
             conclude(model, verdict)
         else:
-            verdict = verify(model, tokenizer, settings, progress)
+            verdict = verify(model, tokenizer, settings, progress, pictures)
+    _print(model, tokenizer, verdict, answered, flags)
+    sys.exit(1 if verdict.broken else 0)
+
+
+def _print(model: Any, tokenizer: Any, verdict: Any, answered: list[Any], flags: dict[str, Any]) -> None:
+    """Print the result as tables with the next commands, or as JSON."""
+    from .verify_tables import as_dict, show
+
     if flags["as_json"]:
         click.echo(json.dumps(as_dict(model, verdict, answered)))
     else:
         show(model, tokenizer, verdict, answered)
         if ranks := model.ranks:
             click.echo(f"on {ranks.size} ranks; on another number of them near-ties may be decided otherwise")
-    sys.exit(1 if verdict.broken else 0)
+        click.echo(after_verify(verdict.diverged, flags))
 
 
 def _load(flags: dict[str, Any]) -> tuple[Any, Any]:

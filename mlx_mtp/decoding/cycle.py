@@ -42,7 +42,7 @@ def submit_first(d: Decoder, choose: Callable[[], Run]) -> Flight:
     or the graph fails, it is called again after `disable_kernels`. Raises as these two.
     """
     cache = d.cache
-    d.history = TokenHistory(cache.tokens)
+    d.history = TokenHistory(cache.ids, cache.tokens)
     if d.picker.matcher:
         d.picker.matcher.restart()
     while True:

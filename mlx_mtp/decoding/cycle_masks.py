@@ -7,6 +7,7 @@ be read.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import takewhile
 from operator import eq
 
@@ -16,6 +17,16 @@ import numpy as np
 from ..grammar import GrammarError
 from .masks import Masks
 from .members import Member, Members
+
+
+def mask_thread() -> Executor:
+    """Return an executor of one thread that makes the masks of one decoding loop while the device computes.
+
+    The thread starts with the first masks, and ends at `shutdown` or when the executor is garbage-collected. On
+    Linux it saves more than the overlap: llguidance's allocations are then apart from those of MLX's graphs, which
+    the C library otherwise merges at each of them.
+    """
+    return ThreadPoolExecutor(1, "mlx-mtp-masks")
 
 
 class CycleMasks:
@@ -51,7 +62,7 @@ class CycleMasks:
         """Write the masks after all tokens that were read; with `allowed`, prescribe the forced drafts in it.
 
         The masks after these, and of the draft behind them, are then written too. Call it before drafts are computed
-        that `allowed` masks; without `allowed` while the device computes the pass.
+        that `allowed` masks.
         """
         k, allowed = self.k, self._writable()
         for i, member in self._guided():
@@ -72,6 +83,12 @@ class CycleMasks:
                 allowed[depth, i, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
             if fits < k:
                 allowed[fits, i] = self._rows[i][fits]
+
+    def write(self, drafts: Sequence[Sequence[int]] = ()) -> None:
+        """Write the masks of all rows. drafts: of each sequence, as for `read`; () if the cycle has none."""
+        self.begin()
+        if drafts:
+            self.read(drafts)
 
     def _writable(self) -> np.ndarray | None:
         """Return the memory of `allowed`, which no computation may be reading."""

@@ -1,5 +1,6 @@
 """Hold the state of one generation, and of each of its cycles."""
 
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from ..cache.mark import Mark
@@ -10,7 +11,7 @@ from ..tuning.kernel_fallback import Fallback
 from ..tuning.plan import Fixed, Plan
 from .agreement import Agreement
 from .clock import Clock
-from .cycle_masks import CycleMasks
+from .cycle_masks import CycleMasks, mask_thread
 from .drafters import drafters_of
 from .drafters.drafter import Frame
 from .history import TokenHistory
@@ -77,7 +78,7 @@ class Decoder:
     p_min:   minimum probability of a verified draft, in cycles whose plan has p_min.
     compiled: replays recorded cycles; None to build every cycle. clock: measures the seconds of cycles.
     history: the tokens of the prompt, and those that the host has read since.
-    stopping: the current cycle is the last one.
+    stopping: the current cycle is the last one. thread: makes masks while the device computes.
     emitting, emitted: the cycle whose tokens are being yielded, and the number of these with the one being yielded;
              1 from the start for the first cycle. submitted: the cycle submitted last.
     """
@@ -93,6 +94,7 @@ class Decoder:
     p_min: float = 0.0
     compiled: Compiled | None = None
     history: TokenHistory = field(default_factory=TokenHistory)
+    thread: Executor = field(default_factory=mask_thread)
     stopping: bool = False
     emitting: Flight = field(init=False)
     submitted: Flight = field(init=False)

@@ -3,7 +3,10 @@
 Also replace a plan by one that verifies tokens which the grammar forces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -58,7 +61,7 @@ def submit_guided(d: Decoder, new: Flight) -> None:
     """Submit a cycle's pass and write its masks; then build its run if that is missing."""
     assert new.passed
     assert new.masks
-    for waited in submit_pass(new.passed, new.masks, stepwise=new.plan.stepwise):
+    for waited in submit_pass(new.passed, new.masks, d.thread, stepwise=new.plan.stepwise):
         d.stats.add_time(0.0, waited)
     if choose_late(new.frame):
         new.run = choose_allowed(new.frame, new.passed, new.masks, d.compiled, d.stats)
@@ -111,28 +114,44 @@ def confident_drafts(d: Decoder, last: Flight, new: Flight) -> Drafts:
     return new.drafts.first(count)
 
 
-def submit_pass(passed: Passed, masks: CycleMasks, *, stepwise: bool) -> list[float]:
+def submit_pass(passed: Passed, masks: CycleMasks, thread: Executor, *, stepwise: bool) -> list[float]:
     """Submit the target's pass and write its rows' masks; return the seconds of each wait for drafts, [] without any.
 
-    The host reads the drafts while the device computes the pass. With `masks.allowed` and drafts the caller has
-    called `masks.begin()`; otherwise this function does. stepwise: each draft from `masks.first_unknown` on is read
-    before the next one is computed.
+    Drafts that the host made, and the masks after them, are known before the pass: `thread` writes the masks while
+    this thread submits the pass. Otherwise the caller has called `masks.begin()`, and the host reads the drafts while
+    the device computes the pass. stepwise: each draft from `masks.first_unknown` on is read before the next one is
+    computed.
     """
     waits: list[float] = []
-    if passed.drafts is None:
-        evaluated(mx.async_eval, passed.hidden)
-        masks.begin()
+    if masks.allowed is None:
+        drafts = () if passed.drafts is None else _received(passed.drafts, waits)
+        with during(thread, partial(masks.write, drafts)):
+            evaluated(mx.async_eval, passed.hidden)
         return waits
     each = [*passed.each] if stepwise else []
     for depth in range(masks.first_unknown, len(each) - 1):
         evaluated(mx.async_eval, each[depth])
         masks.read(_received(mx.concatenate(each[: depth + 1], axis=1), waits))
-    evaluated(mx.async_eval, passed.drafts)
+    if passed.drafts is not None:
+        evaluated(mx.async_eval, passed.drafts)
     evaluated(mx.async_eval, passed.hidden)
-    if masks.allowed is None:
-        masks.begin()
-    masks.read(_received(passed.drafts, waits))
+    if passed.drafts is not None:
+        masks.read(_received(passed.drafts, waits))
     return waits
+
+
+@contextmanager
+def during(thread: Executor, work: Callable[[], None]) -> Iterator[None]:
+    """Context in which `work` runs in another thread; leaving it waits for `work`, and raises its error.
+
+    An error raised in the context comes first.
+    """
+    running = thread.submit(work)
+    try:
+        yield
+    finally:
+        running.exception()
+    running.result()
 
 
 def _received(drafts: mx.array, waits: list[float]) -> list[list[int]]:

@@ -52,16 +52,34 @@ class Copies:
 
 
 class TokenHistory:
-    """The tokens of a sequence that the host has read, with a search for earlier copies of its end."""
+    """The tokens of a sequence that the host has read, with a search for earlier copies of its end.
 
-    def __init__(self, tokens: Sequence[int] = ()):
+    Rows of pictures have the id of their mark; no copy of the end contains one.
+    """
+
+    def __init__(self, tokens: Sequence[int] = (), exact: Sequence[int] = ()):
+        """tokens: ids. exact: the same tokens as a prompt cache holds them, with words of pictures."""
         self._buffer, self._size = np.array(tokens, np.int32), len(tokens)
+        self._exact = exact if exact is not tokens else ()
+        self._pictures = np.array([token < 0 for token in self._exact])
         self._copies: list[Copies] = []  # from the first search on: plain decoding needs none
 
     @property
     def tokens(self) -> np.ndarray:
         """All tokens, int32 [N]."""
         return self._buffer[: self._size]
+
+    def exact(self, size: int | None = None) -> list[int]:
+        """Return the first `size` tokens, or all, as a prompt cache holds them: with the words of pictures."""
+        known = self._exact[:size]
+        return [*known, *self.tokens[len(known) : size].tolist()]
+
+    def text_at(self, index: np.ndarray) -> np.ndarray:
+        """Return the tokens at the indices, int32; -1 for a row of a picture."""
+        found, known = self._buffer[index], self._pictures.size
+        if not known:
+            return found
+        return np.where((index < known) & self._pictures[np.minimum(index, known - 1)], np.int32(-1), found)
 
     def extend(self, tokens: list[int]) -> None:
         start, end = self._size, self._size + len(tokens)
@@ -92,9 +110,9 @@ class TokenHistory:
         if not ends:
             return []
         after = np.fromiter(ends, np.int64, len(ends)) + 1
-        last = self._buffer[:size][: -LONGEST - 1 : -1]
+        last = self.text_at(np.arange(size)[: -LONGEST - 1 : -1])
         before = after[:, None] - np.arange(1, last.size + 1)
-        same = (self._buffer[before] == last) & (before >= 0)
+        same = (self.text_at(before) == last) & (before >= 0) & (last >= 0)
         lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
         order = np.lexsort((-after, -lengths))
         return [(int(lengths[i]), int(after[i])) for i in order if lengths[i] >= SHORTEST]

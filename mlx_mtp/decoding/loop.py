@@ -46,6 +46,7 @@ def decode(
         yield from cycles(d, first, max_tokens, stop_tokens)
     finally:
         settle(d)
+        d.thread.shutdown()
 
 
 def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:
@@ -75,9 +76,8 @@ def _advance(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int])
     Returns the next cycle, None if it is not built ahead, or the error that prevented it; this cycle's tokens, cut
     after a stop token or at `left`; and whether they are the last.
     """
-    ahead: Ahead = None
     try:
-        ahead = begin(d, cycle) if can_build_ahead(d, cycle) and not d.stopping else None  # the device is busy
+        ahead: Ahead = begin(d, cycle) if can_build_ahead(d, cycle) and not d.stopping else None  # the device is busy
     except KernelRefused as e:
         ahead = e
     built = ahead if isinstance(ahead, Flight) else None

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..machine.memory import IGNORE, check_room, ignored, in_gb
 from .graph_memory import fill, nbytes, plain_nbytes, scratch
 
 CHUNK = 2048  # default tokens per prefill chunk
-LOOPED = (3, 6)  # two numbers of rows from which a layer that loops over rows is extrapolated
+LOOPED = (16, 32)  # two numbers of rows from which a layer that loops over rows is extrapolated; fewer rows mislead
 VERIFIED = 4  # rows of a cycle; a recurrent layer keeps a tape of them
 SLACK = 1.4  # factor of the scratch estimated from a graph: measured 0.7 to 1.3
 RESERVED_TOKENS = 4096  # maximum new tokens that a cache reserves in advance
@@ -30,17 +30,21 @@ SMALLER = (8, 4)  # kv_bits that a refusal suggests
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes at one context: weights of the target and the heads, caches of both, and temporary arrays of a pass."""
+    """Bytes at one context: weights of the target and the heads, caches of both, and temporary arrays of a pass.
+
+    vision: weights of the vision tower, which are read at the first picture.
+    """
 
     weights: int
     heads: int
     kv: int = 0
     head_kv: int = 0
     scratch: int = 0
+    vision: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.heads + self.kv + self.head_kv + self.scratch
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
         parts = [f"{name.replace('_', ' ')} {in_gb(size)}" for name, size in vars(self).items() if size]
@@ -73,7 +77,7 @@ class Budget:
         bound = weights + _upper_bound(model, cache, self.context, min(self.step, self.context))
         if bound <= have.bytes or self.ignore or ignored():
             return
-        found = needs(model, self.context, chunk=self.step, **self.layout)
+        found = replace(needs(model, self.context, chunk=self.step, **self.layout), vision=0)  # not read by a load
         if found.total <= have.bytes:
             return
         asked = f" with max_context={self.context}" if self.context else ""
@@ -90,7 +94,12 @@ def needs(model: Target, context: int, *, chunk: int = CHUNK, **layout: Any) -> 
     """
     cache, heads = make_prompt_cache(model, **layout), nbytes([model.get("mtp", []), model.get("drafter", {})])
     sizes = _caches_and_scratch(model, cache, context, min(chunk, context)) if context else ()
-    return Needs(nbytes(model.parameters()) - heads, heads, *sizes)
+    return Needs(nbytes(model.parameters()) - heads, heads, *sizes, vision=_tower_bytes(model))
+
+
+def _tower_bytes(model: Target) -> int:
+    """Return the bytes of the model's vision tower; 0 without one."""
+    return model.vision.nbytes if model.vision is not None else 0
 
 
 def _caches_and_scratch(model: Target, cache: PromptCache, context: int, rows: int) -> tuple[int, int, int]:
@@ -148,9 +157,10 @@ def _logits(model: Target) -> int:
 def largest_context(model: Target, budget: int, *, chunk: int = CHUNK, longest: int = LONGEST, **layout: Any) -> int:
     """Return a number of positions, about the largest, whose `needs` fit in `budget` bytes; 0 if none does.
 
-    The weights are included. `longest` if it fits, else a multiple of GRAIN below it. layout: as in `needs`.
+    The weights, also the vision tower's, are included. `longest` if it fits, else a multiple of GRAIN below it.
+    layout: as in `needs`.
     """
-    room = budget - nbytes(model.parameters())
+    room = budget - nbytes(model.parameters()) - _tower_bytes(model)
     return _largest(model, make_prompt_cache(model, **layout), room, chunk, longest)
 
 

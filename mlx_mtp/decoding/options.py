@@ -1,6 +1,6 @@
 """Explain and check the options of a generation, and choose their defaults."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from inspect import cleandoc
 from typing import Any, TypeVar
@@ -10,7 +10,9 @@ import numpy as np
 
 from ..cache.from_mlx_lm import from_mlx_lm
 from ..cache.prompt_cache import PromptCache, make_prompt_cache
+from ..grammar import Constraint, Grammar, compiled
 from ..layers.target import Target
+from .picture_rows import check_pictures
 from .prefill_chunk import CHUNKS, ON_CPU
 from .sampling import DRAFT_SAMPLING, Sampler, Sampling
 
@@ -28,6 +30,8 @@ sampler: mlx_lm's callable, logprobs [1, V] -> token [1], instead of temp .. xtc
     MLX's random state are reproducible as other draws are; it must have no other state.
 logits_processors: mlx_lm's callables, (tokens [T], logits [1, V]) -> logits [1, V], applied in order.
 logprobs: yield each token's logprobs [V] with it.
+pictures: the `Picture`s of `model.vision.picture` whose `tokens` are in the prompt, in any order; those that the
+    prompt cache has read may be left out.
 stop_tokens: token ids that end the generation, and are yielded; for text, the tokenizer's own are added.
 num_draft_tokens: maximum number of tokens that the heads or drafter draft per cycle; 0 is plain decoding, None one
     per head, two with a recycled head or a small model, up to 15 with a block drafter. This and the next six options
@@ -147,15 +151,18 @@ def draft_count(requested: int | None, model: Target, cache: PromptCache | None)
     return requested
 
 
-def token_ids(prompt: mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    """Return a prompt's token ids; ValueError unless it is a non-empty list of integers from 0 to vocab_size - 1."""
+def token_ids(prompt: mx.array | Sequence[int], vocab_size: int, *, pictures: bool = False) -> list[int]:
+    """Return a prompt's token ids; ValueError unless it is a non-empty list of integers from 0 to vocab_size - 1.
+
+    pictures: negative integers, which are rows of pictures, are allowed too; `check_pictures` checks them.
+    """
     tokens = np.array(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"prompt: shape {tokens.shape}; expected at least one token id, in one dimension")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"prompt: an array of {tokens.dtype}; expected token ids, which are integers")
     for token in (tokens.min(), tokens.max()):
-        if not 0 <= token < vocab_size:
+        if not (0 <= token < vocab_size or (pictures and token < 0)):
             raise ValueError(f"prompt: {token} is not a token id between 0 and {vocab_size - 1}")
     return tokens.tolist()
 
@@ -214,14 +221,32 @@ def checked_chunk(model: Target, sampling: Sampling, sampler: Sampler | None, mo
     return default_chunk(model) if chunk is None else chunk
 
 
+def ends(
+    grammar: Grammar | Constraint | None, stop_tokens: Collection[int], vocab_size: int
+) -> tuple[Constraint | None, frozenset[int]]:
+    """Return the compiled grammar, None for none, and the tokens that end a generation: also those of the grammar."""
+    constraint = compiled(grammar, None, vocab_size) if grammar else None
+    return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
+
+
 def opened(
-    model: Target, prompt: Any, num_draft_tokens: int | None, prompt_cache: Any, *layout: Any
+    model: Target,
+    prompt: Any,
+    pictures: Any,
+    whole: bool,
+    num_draft_tokens: int | None,
+    prompt_cache: Any,
+    *layout: Any,
 ) -> tuple[list[int], int, PromptCache]:
     """Return the prompt's token ids, the maximum drafts per cycle, and the cache to use.
 
     The cache is the given one, or a new one. A list of mlx-lm's empty caches is changed (`from_mlx_lm`). layout: the
-    last arguments of `cache_for`. Raises ValueError for whatever of these is invalid.
+    last arguments of `cache_for`. pictures, whole: as in `check_pictures`. Raises ValueError for whatever of these is
+    invalid.
     """
-    tokens, given = token_ids(prompt, model.vocab_size), from_mlx_lm(model, prompt_cache)
+    tokens = token_ids(prompt, model.vocab_size, pictures=model.vision is not None)
+    given = from_mlx_lm(model, prompt_cache)
     k = draft_count(num_draft_tokens, model, given)
-    return tokens, k, cache_for(model, given, k, *layout)
+    cache = cache_for(model, given, k, *layout)
+    check_pictures(model, cache, tokens, pictures, whole=whole)
+    return tokens, k, cache

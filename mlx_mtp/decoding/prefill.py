@@ -14,6 +14,7 @@ from .history import TokenHistory
 from .masks import mask_row
 from .members import Single
 from .pick import pick
+from .picture_rows import drop_features, read_rows, up_to_edge
 from .run import NONE_ACCEPTED, Run
 from .sampling import Picker
 
@@ -51,23 +52,25 @@ def read_chunk(
 ) -> tuple[mx.array, int]:
     """Prefill one chunk, `tokens`; return its hidden rows [1, n, H], evaluated, and the number n of tokens read.
 
-    Only the first tokens are read if the caches must be quantized after them. After an error that `Fallback.take`
-    handles they are read again. heads: if `reach` is None prefill the drafter too; one that `absorbs` always is.
+    Only the tokens before the position at which caches must be quantized, or before the next edge of a picture, are
+    read. After an error that `Fallback.take` handles they are read again. heads: if `reach` is None prefill the
+    drafter too; one that `absorbs` always is.
     """
     fallback = Fallback(model)
     while True:
         cache.quantize_at(cache.offset)
         mark = cache.mark()
-        n = int(min(len(tokens), cache.room(cache.offset)))
+        n = int(min(up_to_edge(cache, tokens), cache.room(cache.offset)))
         try:
             hidden = _append(model, cache, tokens[:n])
             drafter = drafter_of(model)
             if drafter and (heads or drafter.absorbs) and cache.reach is None:
-                drafter.read(model, cache, cache.tokens, cache.primed, cache.offset - 1, step=chunk)
+                drafter.read(model, cache, cache.ids, cache.primed, cache.offset - 1, step=chunk)
             run_first(model)
             mark.release()  # buffers are then written in place
             evaluated(mx.eval, hidden, cache.arrays)
             mx.clear_cache()
+            drop_features(cache)
             return hidden, n
         except TROUBLE as e:
             vote(model, e)
@@ -109,8 +112,8 @@ def without_refused(model: Target, work: Callable[..., T], *args: Any) -> T:
 def first_run(model: Target, cache: PromptCache, hidden: mx.array, picker: Picker) -> Run:
     """Return the run, unevaluated, that chooses the token after a prompt from its hidden rows [1, L, H]."""
     row = hidden[:, -1:]
-    member = Single(picker, TokenHistory(cache.tokens if picker.processors else ()))
-    masks = [mask_row(picker.matcher, cache.tokens)]
+    member = Single(picker, TokenHistory(cache.ids if picker.processors else ()))
+    masks = [mask_row(picker.matcher, cache.ids)]
     tokens, logprobs = pick(model, row, cache.offset, None, (member,), masks)
     return Run.of(row, tokens, NONE_ACCEPTED, None, logprobs)
 
@@ -126,7 +129,7 @@ def _append(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
     """Append tokens to the target's caches, or none if this raises; return the hidden rows [1, L, H], unevaluated."""
     mark = cache.mark()
     try:
-        hidden = model.hidden(mx.array(tokens)[None], cache.layers)
+        hidden = read_rows(model, cache, tokens)
         cache.push(hidden)
     except BaseException:
         cache.restore(mark)

@@ -20,7 +20,10 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     rows that count as rejected are added. A built step with these reads as many positions and rows as the recorded
     one, and so has the same bits.
     """
-    run = _padded(run, frame.drafter.row_counts) if frame.drafter else Run(None, run.newest(), None)
+    if frame.drafter:
+        run = _padded(run, _row_counts(frame))
+    else:
+        frame, run = frame._replace(base=frame.base + run.size - 1), Run(None, run.newest(), None)
     need, caches = frame.base + run.size + frame.plan.k + 1, frame.cache.stepped
     for c in caches:
         c.hold(round_up(need))
@@ -29,6 +32,13 @@ def recordable(frame: Frame, run: Run) -> tuple[Frame, Run]:
     places = min((c.places for c in caches if c.places), default=end)
     end = places if places <= WHOLE else min(end, places)
     return frame._replace(base=end - run.size - frame.plan.k - 1), run
+
+
+def _row_counts(frame: Frame) -> Iterable[int]:
+    """Return the numbers of rows to which a step with this plan pads the previous run; () for no padding."""
+    assert frame.drafter
+    counts = frame.drafter.row_counts
+    return counts.get(frame.plan.source if frame.asked else "", counts.get("", ()))
 
 
 def _padded(run: Run, counts: Iterable[int]) -> Run:

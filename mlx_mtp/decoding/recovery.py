@@ -58,6 +58,6 @@ def settle(d: Decoder) -> None:
         cache.push(emitting.run.hidden[:, : d.emitted])
     else:  # no token of this cycle was yielded, so that its first row is rolled back too
         cache.restore_states(emitting.before)
-    cache.settle(d.history.tokens[: emitting.base + d.emitted].tolist())
+    cache.settle(d.history.exact(emitting.base + d.emitted))
     if lost:
         read_again(d.model, cache, heads=d.k > 0, chunk=d.chunk)

@@ -15,6 +15,7 @@ from ..cache.layer_cache import CONTEXTS
 from ..kernels import attention_served, attention_splits, padded, verify_attention, verify_attention_ref
 from .kernel_site import VERIFY_ROWS, Site
 from .norm_rope import Form, NormRope, Offset, device_offset, on_device, placed
+from .three_axes import position_of
 
 
 def cache_format(cache: Any) -> tuple[int, int] | None:
@@ -215,8 +216,11 @@ class VerifyAttention:
         k = self["k_proj"](x).reshape(n, rows, form.kv_heads, form.head_dim)
         v = self["v_proj"](x).reshape(n, rows, form.kv_heads, form.value_dim)
         gate = None if form.gate is None else self["g_proj"](x) if form.gate == "head" else q[..., form.head_dim :]
-        offset = cache.offset
-        q, k = placing.fused(q, k, offset) if placing else placed(self, q, k, offset, form.head_dim)
+        offset, position = cache.offset, position_of(self, cache)
+        if placing and cache.axes is None:
+            q, k = placing.fused(q, k, position)
+        else:
+            q, k = placed(self, q, k, position, form.head_dim)
         if form.value_scale is not None:
             v = v * form.value_scale
         views = cache.update_and_fetch(k, v.swapaxes(1, 2))

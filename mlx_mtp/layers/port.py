@@ -14,7 +14,9 @@ from ..cache.layer_cache import CacheKind
 from .lm_head import Rows, head_on, logits_of
 from .mtp_head import MTPHead
 from .mtp_spec import MTPSpec
+from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import HasRuntime, Runtime
+from .three_axes import add_axes, on_axes
 
 Tensors = dict[str, mx.array]  # by checkpoint name or by parameter path
 
@@ -100,6 +102,13 @@ class Port(HasRuntime, nn.Module):
         ours = {kind.__bases__[-1]: kind for kind in self.OURS}
         for module in self.modules():
             module.__class__ = ours.get(type(module), type(module))
+        if self.axes:
+            add_axes(self, self.axes)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of RoPE's frequencies that turn with each axis of a picture; () if none does."""
+        return ()
 
     def head_block(self, depth: int) -> nn.Module:
         """Create the decoder layer of an MTP head: by default one more layer of the target's kind."""
@@ -135,20 +144,24 @@ class Port(HasRuntime, nn.Module):
         """Return the embeddings [n, L, H] of tokens, which the first layer reads."""
         return self.model.embed_tokens(tokens)
 
-    def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: Sequence[Any], rows: PromptRows = NO_ROWS) -> mx.array:
         """Append tokens [n, L] to the caches; return the residual stream before the final norm [n, L, H].
 
-        With `taps` the streams after these layers are concatenated to it along H.
+        With `taps` the streams after these layers are concatenated to it along H. rows: of a picture, see `Target`.
         """
-        x, masks = self.embedded(tokens), {}
-        stream = [x]
+        x = self.embedded(tokens) if rows.embeddings is None else rows.embeddings
+        with on_axes(cache if rows.positions is not None else (), rows.positions):
+            return self.captured(self.stream(x, cache))
+
+    def stream(self, x: mx.array, cache: Sequence[Any]) -> list[mx.array]:
+        """Append embeddings x [n, L, H]; return the residual stream before the first layer and after each layer."""
+        stream, masks = [x], {}
         for layer, c in zip(self.layers, cache, strict=True):
             kind = type(c), getattr(c, "ring", None)
             if kind not in masks:
                 masks[kind] = c.make_mask(x.shape[1], return_array=self.MASK_ARRAY)
-            x = layer(x, mask=masks[kind], cache=c)
-            stream.append(x)
-        return self.captured(stream)
+            stream.append(layer(stream[-1], mask=masks[kind], cache=c))
+        return stream
 
     def captured(self, stream: list[mx.array]) -> mx.array:
         """Select the result of `hidden` from the residual stream before the first layer and after each layer."""

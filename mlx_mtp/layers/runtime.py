@@ -35,6 +35,8 @@ class Runtime:
     learned: costs of cycles on this machine (`decoding.policy.Learned`).
     recorder: the recorded cycles (`decoding.replay.Recorder`).
     adapters: the adapters that were loaded with the model, and the selected one.
+    blind: why `vision` is None, and what to do, for messages to users who give pictures.
+    vision: the vision tower's `mark`, the token of a picture's mark in the chat template, and `features(picture)`.
     """
 
     report: LoadReport | None = None
@@ -46,6 +48,8 @@ class Runtime:
     learned: Any = None
     recorder: Any = None
     adapters: Adapters = field(default_factory=Adapters)
+    vision: Any = None
+    blind: str = "pictures need a model that was loaded with its vision tower"
 
     def note(self, **facts: Any) -> None:
         """Replace these fields of the load report, if there is one."""
@@ -67,3 +71,8 @@ class HasRuntime:
     def ranks(self) -> Ranks | None:
         """The ranks that the model's layers are split over; None if there is only one."""
         return self.runtime.ranks
+
+    @property
+    def vision(self) -> Any:
+        """What encodes pictures for the model (`Runtime.vision`); None without a vision tower."""
+        return self.runtime.vision

@@ -6,6 +6,7 @@ MLX has a kernel.
 
 import math
 import threading
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -46,13 +47,16 @@ class Angles:
 
 
 class SharedRope:
-    """Mixin for RoPE modules with shared angles; x that is not float32 of 4 axes has the module's own rotation."""
+    """Mixin for RoPE modules with shared angles.
+
+    x that is not float32 of 4 axes, and an offset of more than one axis, have the module's own rotation.
+    """
 
     _angles: Angles
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate x [B, heads, L, D], its first `dims` of D."""
-        if x.dtype != mx.float32 or x.ndim != 4:
+        if x.dtype != mx.float32 or x.ndim != 4 or getattr(offset, "ndim", 0) > 1:
             return super().__call__(x, offset=offset)  # type: ignore[misc]
         dims = self._angles.dims
         own, other = self._angles.at(offset, x.shape[2])
@@ -62,20 +66,27 @@ class SharedRope:
         return mx.concatenate([rotated, *rest], axis=-1) if rest else rotated
 
 
-SHARED = {kind: type(kind.__name__, (SharedRope, kind), {"plain": kind}) for kind in (nn.RoPE, Llama3RoPE)}
+KINDS = nn.RoPE, Llama3RoPE
+
+
+@cache
+def _sharing(kind: type, plain: type) -> type:
+    """Return the class of RoPE modules of `kind`, which is `plain` or a subclass of it, with shared angles."""
+    return type(kind.__name__, (SharedRope, kind), {"plain": plain})
 
 
 def share_angles(model: nn.Module) -> None:
     """Share angles among a model's modules `rope` with equal parameters, in place.
 
-    Only those of a class in SHARED, and no traditional ones.
+    Only those of a class in KINDS, which may take three axes, and no traditional ones.
     """
     known: dict[tuple, Angles] = {}
     for _, module in model.named_modules():
         rope = module.get("rope")
-        if type(rope) not in SHARED or rope.traditional:
+        plain = getattr(rope, "plain", type(rope))
+        if plain not in KINDS or isinstance(rope, SharedRope) or rope.traditional:
             continue
         angles = Angles(rope)
         freqs = None if angles.freqs is None else tuple(angles.freqs.tolist())
         rope._angles = known.setdefault((angles.dims, angles.scale, angles.base, freqs), angles)
-        rope.__class__ = SHARED[type(rope)]
+        rope.__class__ = _sharing(type(rope), plain)

@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..cache.layer_cache import CachedModel, LayerCache
 from ..ranks.group import Ranks
 from .lm_head import Rows
+from .prompt_rows import NO_ROWS, PromptRows
 from .runtime import Runtime
 
 
@@ -30,13 +31,19 @@ class Target(CachedModel, Protocol):
     def ranks(self) -> Ranks | None: ...
 
     @property
+    def vision(self) -> Any: ...
+
+    @property
     def max_draft_tokens(self) -> int: ...
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
-    def hidden(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
-        """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take."""
+    def hidden(self, tokens: mx.array, cache: Sequence[LayerCache], rows: PromptRows = NO_ROWS) -> mx.array:
+        """Append tokens [n, L] to the caches; return the hidden rows [n, L, H] that `logits` and `capture` take.
+
+        rows: of a prompt's picture; only prefill gives them.
+        """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -11,10 +11,11 @@ from ..decoding.drafters.block import Block
 from ..decoding.drafters.heads_and_block import HeadsAndBlock
 from ..decoding.drafters.small_model import SmallModel
 from ..layers.target import Target
+from ..pictures.rows import Picture
 from .block import TRIED, block_alternatives, first_positions, right_block
 from .compare import PLAIN, Comparison, Drift, Reference, Way, by_share, compare, compare_one_pass, drift, ways
 from .heads import LONGEST, USUAL, Known, Rights, kept, right, shares, suspicions
-from .prompts import Prompt, built_in, source
+from .prompts import Prompt, built_in, pictured, source
 from .rounding_judge import OnePass
 from .sampled import Fit, draw, fit, spread
 from .small_model import right_small
@@ -100,14 +101,17 @@ class Verdict:
         return any(c.diverged for c in (*self.greedy, *self.sampled)) or any(f.refused for f in self.fits)
 
 
-def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress) -> Verdict:
+def verify(
+    model: Target, tokenizer: Any, settings: Settings, progress: Progress, pictures: Sequence[Picture] = ()
+) -> Verdict:
     """Return the verdict on a model: drafted compared with plain output, tested draws, and its drafter.
 
     With `drafts` = 0 only lookups draft, and logprobs, sampled output and another drafter are not tested. Faults are
-    listed in the verdict, not raised. progress: receives a stage, the items done and their number.
+    listed in the verdict, not raised. progress: receives a stage, the items done and their number. pictures: also
+    compare output after prompts with these; draws' distributions and the drafter are tested on text alone.
     """
-    stops = tuple(tokenizer.eos_token_ids)
-    prompts = built_in(model, tokenizer, settings.max_tokens)
+    stops, seen = tuple(tokenizer.eos_token_ids), pictured(model, tokenizer, pictures)
+    prompts = seen + built_in(model, tokenizer, settings.max_tokens)
     texts = with_progress(prompts, "plain text", progress)
     references = [Reference(model, prompt, settings.max_tokens, stops) for prompt in texts]
     verdict = Verdict(str(references[0].one_pass.dtype).rpartition(".")[2])
@@ -115,7 +119,9 @@ def verify(model: Target, tokenizer: Any, settings: Settings, progress: Progress
     if settings.drafts:
         drifts = [drift(r, settings.most) for r in with_progress(references, "logits", progress)]
         verdict.drift = max(drifts, key=by_share)
-        verdict.sampled = _sampled(model, prompts[:SAMPLED_PROMPTS], stops, settings, progress)
+        verdict.sampled = _sampled(model, prompts[: len(seen) + SAMPLED_PROMPTS], stops, settings, progress)
+    references = references[len(seen) :]
+    if settings.drafts:
         verdict.fits = _fits(model, references, settings, progress)
     references.sort(key=lambda r: len(r.one_pass.tokens))
     drafter, drafts = drafter_of(model), settings.drafts

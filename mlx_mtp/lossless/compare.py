@@ -136,7 +136,7 @@ class Reference:
 
     @cached_property
     def one_pass(self) -> OnePass:
-        return OnePass(self.model, self.prompt.tokens + self.text)
+        return OnePass(self.model, self.prompt.tokens + self.text, self.prompt.pictures)
 
     def generated(self, way: Way, given: int = 0) -> tuple[list[int], Stats]:
         """Return (a way's tokens, its stats) after the prompt and the first `given` tokens of the plain output.
@@ -153,6 +153,7 @@ class Reference:
         """
         tokens = self.prompt.tokens + self.text[:given]
         limits = {"max_tokens": self.max_tokens - given, "stop_tokens": self.stops, "prefill_step_size": STEP}
+        options["pictures"] = self.prompt.pictures
         return generate_step(tokens, self.model, **limits, **way.options, **options)
 
     def difference(self, way: Way, position: int, drafted: int | None) -> Difference:

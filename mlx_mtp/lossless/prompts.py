@@ -1,13 +1,15 @@
 """Create the prompts: questions, code and prose, a single token, and documents that end at window boundaries."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cache.ring import MAX_ROWS
+from ..checkpoint.chat_template import about_pictures, render
 from ..layers.target import Target
-from ..session import render
+from ..pictures.rows import Picture
 
 BUILT_IN = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
 SOURCE = 400  # tokens of this package's source code, on which the heads alone are tested
@@ -17,11 +19,12 @@ NO_WINDOW = 240  # tokens of a document without windows: caches grow after it
 
 @dataclass(frozen=True)
 class Prompt:
-    """A named prompt, as token ids. stops: its output ends at the model's stop tokens."""
+    """A named prompt, as token ids, with those of its pictures. stops: its output ends at the model's stop tokens."""
 
     name: str
     tokens: list[int]
     stops: bool = True
+    pictures: tuple[Picture, ...] = ()
 
 
 def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
@@ -36,6 +39,15 @@ def built_in(model: Target, tokenizer: Any, max_tokens: int) -> list[Prompt]:
     prompts.append(Prompt("one token", word, stops=False))
     documents = lengths(model, max_tokens).items()
     return prompts + [Prompt(name, document(tokenizer, length), stops=False) for name, length in documents]
+
+
+def pictured(model: Target, tokenizer: Any, pictures: Sequence[Picture]) -> list[Prompt]:
+    """Return a prompt for each picture, and of several pictures one with all of them."""
+    groups: dict[str, tuple[Picture, ...]] = {f"picture {i}": (picture,) for i, picture in enumerate(pictures, 1)}
+    if len(pictures) > 1:
+        groups["all pictures"] = tuple(pictures)
+    vision = model.vision
+    return [Prompt(name, about_pictures(tokenizer, each, vision), pictures=each) for name, each in groups.items()]
 
 
 def lengths(model: Target, max_tokens: int) -> dict[str, int]:

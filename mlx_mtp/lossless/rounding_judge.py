@@ -9,7 +9,7 @@ pass is repeated with the embeddings changed in their last place, which changes 
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.prompt_cache import make_prompt_cache
+from ..decoding.prefill import read_chunk
+from ..pictures.rows import Picture
 
 CHUNK = 512  # tokens per call
 ROWS = 16  # maximum rows whose logits are held at a time
@@ -39,10 +41,14 @@ class Judgement(NamedTuple):
 
 
 class OnePass:
-    """A text of L tokens and its `hidden` rows [1, L, H] from empty caches, in the model's `dtype`."""
+    """A text of L tokens and its `hidden` rows [1, L, H] from empty caches, in the model's `dtype`.
 
-    def __init__(self, model: Any, tokens: list[int]):
-        self.model, self.tokens, self.hidden = model, tokens, _read(model, tokens)
+    pictures: of the text, whose rows are tokens, too.
+    """
+
+    def __init__(self, model: Any, tokens: list[int], pictures: Sequence[Picture] = ()):
+        self.model, self.tokens, self._pictures = model, tokens, pictures
+        self.hidden = _read(model, tokens, pictures)
         self.dtype = self.hidden.dtype
 
     def logits(self, position: int) -> np.ndarray:
@@ -94,7 +100,7 @@ class OnePass:
         """
         for seed in range(PASSES):
             with _other_roundings(self.model.model.embed_tokens, seed):
-                hidden = _read(self.model, self.tokens[:position])
+                hidden = _read(self.model, self.tokens[:position], self._pictures)
             yield _logits(self.model, hidden, position)
 
 
@@ -118,8 +124,13 @@ def _logprobs(row: np.ndarray) -> np.ndarray:
     return row - np.logaddexp.reduce(row.astype(np.float64))
 
 
-def _read(model: Any, tokens: list[int]) -> mx.array:
+def _read(model: Any, tokens: list[int], pictures: Sequence[Picture] = ()) -> mx.array:
     cache, rows = make_prompt_cache(model, num_draft_tokens=0), []
+    if pictures:
+        cache.name_pictures(pictures)
+        while rest := tokens[cache.offset : cache.offset + CHUNK]:
+            rows.append(read_chunk(model, cache, rest, heads=False, chunk=CHUNK)[0])
+        return mx.concatenate(rows, axis=1)
     for start in range(0, len(tokens), CHUNK):
         rows.append(model.hidden(mx.array(tokens[start : start + CHUNK])[None], cache.layers))
         mx.eval(rows[-1], cache.arrays)

@@ -21,8 +21,10 @@ NOTE = "unfinished.txt"
 TEXT = "What `mlx-mtp convert` has not finished; delete it, or run the same command again.\n"
 
 
-def write_whole(file: str | Path, content: str | bytes) -> None:
+def write_whole(file: str | Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a small file, in UTF-8 if `content` is a str, and create its directory; a link's target is replaced.
+
+    mode: permissions of the file, without those that the umask takes away.
 
     Others see the file before or after the write, and if it fails (OSError), an earlier file is unchanged. A pipe or
     a terminal cannot be replaced and is written directly.
@@ -37,6 +39,7 @@ def write_whole(file: str | Path, content: str | bytes) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with naming(path):
+            part.touch(mode)
             part.write_bytes(content)
             part.replace(path)
     finally:

@@ -52,6 +52,20 @@ def in_turn() -> Iterator[None]:
         _turn.release()
 
 
+def pass_turn() -> None:
+    """Let each thread that waits for a turn have one before this thread's continues; outside of a turn do nothing.
+
+    No computation that the caller has begun may depend on the order in which threads compute.
+    """
+    if not getattr(_thread, "in_turn", False):
+        return
+    _thread.in_turn = False
+    _turn.release()
+    with _line:
+        _turn.acquire()
+    _thread.in_turn = True
+
+
 def in_turns(
     steps: Generator[T, None, None], within: Callable[[], AbstractContextManager] = nullcontext
 ) -> Generator[T, None, None]:

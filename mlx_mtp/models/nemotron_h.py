@@ -100,13 +100,13 @@ class Model(Port, nemotron_h.Model):
         """The backbone's modules under the names that `Port` expects."""
         return SimpleNamespace(embed_tokens=self.backbone.embeddings, norm=self.backbone.norm_f)
 
-    def hidden(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        x, caches = self.model.embed_tokens(tokens), iter(cache)
+    def stream(self, x: mx.array, cache: Sequence[Any]) -> list[mx.array]:
+        caches = iter(cache)
         mask = next((c.make_mask(x.shape[1]) for c in cache if not c.is_state), None)
         stream = [x]
         for layer in self.layers:
             stream.append(layer(stream[-1], mask, next(caches)) if layer.block_type in CACHED else layer(stream[-1]))
-        return self.captured(stream)
+        return stream
 
     def cached_layers(self) -> list[Any]:
         return [layer for layer in self.layers if layer.block_type in CACHED]

@@ -19,6 +19,7 @@ from ..cache.recurrent import RecurrentCache
 from ..layers.gated_delta import GatedDelta
 from ..layers.mtp_spec import MTPSpec
 from ..layers.port import Port, Renaming
+from ..layers.three_axes import AxesAttention
 
 QWEN_MTP = MTPSpec(
     prefix=r"(?:(?:model\.|language_model\.)*mtp\.)?",  # heads published on their own have no prefix
@@ -51,11 +52,15 @@ class GatedDeltaNet(GatedDelta, qwen3_5.GatedDeltaNet):
     """mlx-lm's gated-delta layer with a cache that can roll back rejected tokens."""
 
 
+class Attention(AxesAttention, Qwen3NextAttention):
+    """mlx-lm's attention, which rotates rows to the positions of pictures and of text behind them."""
+
+
 class Model(Port, qwen3_5.Model):
     SPEC = QWEN_MTP
-    OURS = (GatedDeltaNet,)
+    OURS = (GatedDeltaNet, Attention)
     MLP = (Qwen3NextMLP,)
-    ATTENTION = (Qwen3NextAttention,)
+    ATTENTION = (Attention,)
     MOE = (Qwen3NextSparseMoeBlock,)
     BLOCK = (qwen3_5.DecoderLayer,)
     IGNORED = ("model.visual.", "visual.", "vision_tower.")
@@ -74,6 +79,10 @@ class Model(Port, qwen3_5.Model):
 
     def head_block(self, depth: int) -> nn.Module:
         return qwen3_5.DecoderLayer(self.args.text, self.args.text.full_attention_interval - 1)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(self.args.text.rope_parameters.get("mrope_section", (11, 11, 10)))
 
     @property
     def language(self) -> Any:

@@ -44,6 +44,16 @@ class Ranks:
             received: Any = mx.distributed.all_gather(sent[None], group=self.group).tolist()
         return [json.loads(bytes(row[:length])) for row, length in zip(received, lengths, strict=True)]
 
+    def broadcast_array(self, array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """Return rank 0's `array`, of this shape and type, with the same bits on every rank; others' are ignored."""
+        with in_turn():
+            own = array if array is not None and self.rank == 0 else mx.zeros(shape, dtype)
+            assert (own.shape, own.dtype) == (shape, dtype)
+            sent = mx.view(mx.contiguous(own), mx.uint8)  # sums of bytes are exact: the others send zeros
+            received = mx.view(mx.distributed.all_sum(sent, group=self.group), dtype)
+            mx.eval(received)
+        return received
+
     def check_alike(self, what: str, value: Any) -> None:
         """Raise ValueError on every rank unless `str(value)` is the same on all.
 

@@ -14,7 +14,7 @@ from .answer import Part, calls_of, text_of
 from .continued import finished, is_begun
 from .field_table import check_fields
 from .fields import MOST_CHOICES, ModelInfo, Refused, boolean, integer
-from .forms import Message
+from .forms import Content, Message
 from .frames import ends_in_reasoning
 from .generic_calls import with_tools
 from .job import Begun, DecodeRequest, End, Failed, Prefilled
@@ -59,13 +59,19 @@ class ApiRequest:
     api: one of `field_table.APIS`. requests: one per choice. warnings: about fields and parts that have no effect.
     stream: the client requests server-sent events. Their lines are those of `begin` (once), `part` and `finish` (of
     each choice) and `close`, or of `failed` after a failure; keep_alive: an event to send while there is no other.
+    waiting: what the stream of a queued request begins with, "" for nothing.
     whole: the JSON body of a response that is not streamed.
+    begun: when the request arrived, of time.monotonic(). load_seconds: how long it waited for its model's load.
+    idle: seconds without a job after which the model is to be unloaded; None: the server's default.
     """
 
     api: str
     requests: list[DecodeRequest]
     call_prefix = "call_"
-    keep_alive = ": keep-alive\n\n"
+    media_type = "text/event-stream"
+    waiting, keep_alive = ": waiting\n\n", ": keep-alive\n\n"
+    begun = load_seconds = 0.0
+    idle: float | None = None
 
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         self.model, self.warnings = info.called(body), check_fields(self.api, body)
@@ -290,7 +296,7 @@ def _next_prompt(
     return encode_chat(info.tokenizer, info.marks, turns, tools, template, turns=False, answers=False).tokens
 
 
-def message_of(role: str, content: str | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
+def message_of(role: str, content: Content | None, reasoning: str, calls: list[dict[str, Any]]) -> Message:
     """Return a message in OpenAI's form, without reasoning or tool calls if they are empty; content None is kept."""
     more = {"reasoning_content": reasoning, "tool_calls": calls}
     return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}

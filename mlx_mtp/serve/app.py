@@ -6,7 +6,6 @@ import html
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,41 +25,35 @@ from .answer import Part
 from .api_request import Answer, ApiRequest, openai_error
 from .chat import ChatRequest
 from .completions import CompletionRequest
-from .engine import Engine, QueueFull
 from .failures import dropped, printable
-from .fields import ModelInfo, Refused
-from .guard import Guard, RootPath, Rules, read_body
+from .fields import Refused
+from .guard import Guard, RootPath, read_body
 from .job import LOST, Begun, End, Event, Failed, Job, Prefilled
+from .limits import QueueFull
+from .listing import health, model, models
 from .messages import MessagesRequest, anthropic_error, count_tokens
-from .metrics import Metrics
+from .ollama import OllamaChat, OllamaGenerate, ollama_error
+from .ollama_models import listed, running, show, version
 from .responses import ResponsesRequest
+from .service import Service, unless_gone
 
 log = logging.getLogger("mlx_mtp.serve")
 log.addHandler(logging.NullHandler())  # only the command writes a log
 PATIENCE = 2.0  # seconds before the stream of a queued request begins with a comment
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
+EMBEDDINGS = "this server generates text; it has no embeddings. Use another server for them"
+FIXED = "the models of this server are chosen at its start; `mlx-mtp pull NAME` downloads one"
+UNSUPPORTED = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings"), EMBEDDINGS),
+    **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), FIXED),
+}
+FULL = "the queue is full or the server is ending; try again later"
 PAGE = Path(__file__).parent / "page"
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; form-action 'none'; base-uri 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
+    "base-uri 'none'"
 )
-
-
-@dataclass
-class Service:
-    """The state that all routes share. timeout: seconds of a request. info: None until the model is first loaded."""
-
-    engine: Engine
-    metrics: Metrics
-    rules: Rules
-    timeout: float = float("inf")
-    info: ModelInfo | None = None
-
-    def ready(self) -> ModelInfo:
-        """Return the model's limits and defaults; raises Refused (503) before its first load or after a failure."""
-        if self.info is None or self.engine.state == "failed":
-            raise Refused("the model is still loading, or has failed; repeat the request later", status=503)
-        return self.info
 
 
 def application(service: Service, root: str = "") -> Starlette:
@@ -68,14 +61,19 @@ def application(service: Service, root: str = "") -> Starlette:
     posts: dict[str, type[ApiRequest]] = {"/chat/completions": ChatRequest, "/completions": CompletionRequest}
     posts |= {f"/v1{path}": api for path, api in posts.items()}
     posts |= {"/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
+    posts |= {"/api/chat": OllamaChat, "/api/generate": OllamaGenerate}
     gets = {"/health": health, "/metrics": metrics, "/v1/models": models, "/models": models, "/": page}
+    gets |= {"/api/tags": listed, "/api/ps": running, "/api/version": version}
     handlers: dict[Any, Any] = {HTTPException: _http_error, Refused: refused, Exception: _unexpected}
+    handlers[QueueFull] = lambda request, error: refused(request, Refused(FULL, status=503))
     handlers[ClientDisconnect] = lambda request, error: Response(status_code=499)
     cors: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "allow_private_network": True}
     app = Starlette(
         routes=[
             *(Route(path, partial(respond, api=api), methods=["POST"]) for path, api in posts.items()),
             Route("/v1/messages/count_tokens", counted, methods=["POST"]),
+            Route("/api/show", show, methods=["POST"]),
+            *(Route(path, unsupported, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED),
             *(Route(path, get) for path, get in gets.items()),
             Route("/v1/models/{name:path}", model),
             Mount("/page", StaticFiles(directory=PAGE)),
@@ -101,9 +99,11 @@ def _error(
     request: Request, status: int, message: str, param: str | None = None, code: str | None = None
 ) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    is_anthropic, headers = path.startswith("/v1/messages"), {"retry-after": "1"} if status == 503 else {}
-    body = anthropic_error(status, message) if is_anthropic else openai_error(status, message, param, code)
-    return JSONResponse(body, status, headers)
+    if path.startswith("/v1/messages"):
+        body = anthropic_error(status, message)
+    else:
+        body = ollama_error(message) if path.startswith("/api/") else openai_error(status, message, param, code)
+    return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else {})
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
@@ -114,17 +114,16 @@ def _unexpected(request: Request, error: Exception) -> Response:
     return _error(request, 500, f"unexpected {type(error).__name__}")
 
 
+async def unsupported(request: Request) -> Response:
+    """Raise Refused (404) with what this server does not do, and what helps."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    raise Refused(f"{path}: {UNSUPPORTED[path]}", status=404)
+
+
 async def page(request: Request) -> Response:
     """Return the chat page's HTML; the addresses of its scripts and styles begin with the server's root path."""
     text = (PAGE / "index.html").read_text("utf-8").replace("{root}", html.escape(request.scope.get("root_path", "")))
     return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
-
-
-async def health(request: Request) -> Response:
-    """Return status 200 while the model is loaded or unloaded; 503 during any load and once the engine has failed."""
-    service: Service = request.app.state.service
-    loading = service.info is None or service.engine.state in ("loading", "failed")
-    return JSONResponse({"status": service.engine.state if loading else "ok"}, 503 if loading else 200)
 
 
 async def metrics(request: Request) -> Response:
@@ -132,36 +131,11 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def models(request: Request) -> Response:
-    """List the names of the model, with the fields of OpenAI and Anthropic. Raises Refused as `ready`."""
-    info = request.app.state.service.ready()
-    found = [_model(info, name) for name in info.listed]
-    ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
-    return JSONResponse({"object": "list", "data": found, **ends})
-
-
-async def model(request: Request) -> Response:
-    info, name = request.app.state.service.ready(), request.path_params["name"]
-    if not info.has_name(name):
-        raise Refused(
-            f"model {name[:80]!r}: not served here; GET /v1/models lists the names",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-    return JSONResponse(_model(info, name))
-
-
-def _model(info: ModelInfo, name: str) -> dict[str, Any]:
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created))
-    openai = {"id": name, "object": "model", "created": info.created, "owned_by": "mlx_mtp"}
-    return {**openai, "type": "model", "display_name": name, "created_at": created, "max_model_len": info.positions}
-
-
 async def counted(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
-    found, warnings = await run_in_threadpool(count_tokens, body, service.ready())
+    async with service.model_of(body, request) as (info, _):
+        found, warnings = await run_in_threadpool(count_tokens, body, info)
     return JSONResponse(found, headers=_warned(request, warnings))
 
 
@@ -175,21 +149,29 @@ def _warned(request: Request, warnings: list[str]) -> dict[str, str]:
 
 
 async def respond(request: Request, api: type[ApiRequest]) -> Response:
-    """Submit a request to the engine; return its response, a stream if it requests one. Raises Refused.
+    """Submit a request to its model's engine; return its response, a stream if it requests one. Raises Refused.
 
     A failure of the engine is an error response; in a stream, unless it is the first event and arrives within
     PATIENCE seconds, it is an event of the stream.
     """
     service: Service = request.app.state.service
     body = await read_body(request, service.rules.body)
-    begun, info = time.monotonic(), service.ready()
-    api_request = await run_in_threadpool(api, body, info)
-    active = ActiveRequest(service, api_request, request.url.path, begun)
-    warned = _warned(request, api_request.warnings)
-    if len(api_request.requests) > (limit := service.engine.limits.queued):
-        raise Refused(f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n")
+    begun = time.monotonic()
+    async with service.model_of(body, request) as (info, engine):
+        loaded = time.monotonic()
+        api_request = await run_in_threadpool(api, body, info)
+        api_request.begun, api_request.load_seconds = begun, loaded - begun
+        warned = _warned(request, api_request.warnings)
+        engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
+        if not api_request.requests:
+            return JSONResponse(api_request.whole([]), headers=warned)
+        active = ActiveRequest(service, api_request, request.url.path, begun)
+        if len(api_request.requests) > (limit := engine.limits.queued):
+            raise Refused(
+                f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n"
+            )
+        service.submit(engine, active.jobs)
     try:
-        service.engine.submit(active.jobs)
         if api_request.stream:
             first = await active.next(PATIENCE)
             if isinstance(first, Failed):
@@ -198,36 +180,20 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
         response = await _whole(request, active)
         response.headers.update(warned)
         return response
-    except BaseException as e:
+    except BaseException:
         active.cancel()
-        if isinstance(e, QueueFull):
-            raise Refused("the queue is full or the server is ending; try again later", status=503) from None
         raise
 
 
 async def _whole(request: Request, active: "ActiveRequest") -> Response:
     """Return the response once all choices have ended, or the error of the first that fails.
 
-    If the client disconnects, cancel all choices and return status 499.
+    If the client disconnects, cancel all choices and raise ClientDisconnect.
     """
-    answers, disconnect = asyncio.ensure_future(active.whole()), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((answers, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
-            active.cancel()
-            return Response(status_code=499)
-        found = answers.result()
-    finally:
-        answers.cancel()
-        disconnect.cancel()
+    found = await unless_gone(request, active.whole())
     if isinstance(found, Failed):
         return _error(request, found.status, found.message)
     return JSONResponse(active.api_request.whole(found))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Stream(StreamingResponse):
@@ -235,7 +201,7 @@ class Stream(StreamingResponse):
 
     def __init__(self, active: "ActiveRequest", first: tuple[int, Event] | None, headers: dict[str, str]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(active.stream(first), media_type="text/event-stream", headers=headers)
+        super().__init__(active.stream(first), media_type=active.api_request.media_type, headers=headers)
         self.active = active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,7 +218,7 @@ class ActiveRequest:
         self.service, self.api_request, self.path = service, api_request, path
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        more: Any = {"deadline": time.monotonic() + service.timeout, "begun": begun}
+        more: Any = {"deadline": begun + service.timeout, "begun": begun}
         self.jobs = [Job(each, partial(self._emit, i), **more) for i, each in enumerate(api_request.requests)]
         self._begun, self._ends = False, dict[int, End]()
 
@@ -303,8 +269,8 @@ class ActiveRequest:
 
     async def stream(self, found: tuple[int, Event] | Failed | None) -> AsyncIterator[str]:
         """Yield the stream's lines, also of an error. found: its first event; None if it is still awaited."""
-        if found is None:
-            yield ": waiting\n\n"
+        if found is None and self.api_request.waiting:
+            yield self.api_request.waiting
         try:
             while not isinstance(found, Failed):
                 for line in self._lines(*found) if found else ():

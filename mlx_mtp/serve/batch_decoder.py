@@ -1,8 +1,8 @@
 """Decode all active jobs of a loaded model in one batch: each cycle is one pass over the weights for all."""
 
 import logging
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from typing import Any
 
 from ..batch.generator import BatchGenerator
@@ -10,13 +10,35 @@ from ..batch.sequence import Response
 from ..batch.settings import SAMPLING
 from ..cache.prompt_cache import PromptCache
 from ..decoding.sampling import Sampling
-from ..generate import GenerationResponse, text_response
+from ..decoding.stats import Stats
+from ..generate import GenerationResponse, stream_generate, text_response
 from ..layers.adapters import adapters_now
 from .failures import dropped
 
 log = logging.getLogger("mlx_mtp.serve")
 Responses = Generator[GenerationResponse | None, None, None]
 FAILED = "all requests that were decoded together failed; repeat the request"
+
+
+def decode_alone(
+    model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any], crowded: Callable[[], bool]
+) -> Responses:
+    """Decode a job without a batch; return its responses, with None after each cycle, so that other jobs can run.
+
+    options: of `stream_generate`, with stats. crowded: returns whether other jobs run between the cycles.
+    """
+    return _with_turns(stream_generate(model, tokenizer, prompt, **options), options["stats"], crowded)
+
+
+def _with_turns(responses: Any, stats: Stats, crowded: Callable[[], bool]) -> Responses:
+    cycles = 0
+    with closing(responses):
+        for response in responses:
+            stats.crowded = crowded()
+            yield response
+            if stats.cycles != cycles:
+                cycles = stats.cycles
+                yield None
 
 
 class BatchDecoder:
@@ -145,6 +167,7 @@ class BatchDecoder:
             logprobs=[options["logprobs"]],
             stats=[options["stats"]],
             grammars=[options.get("grammar")],
+            pictures=[options.get("pictures", ())],
         )
         return uid
 

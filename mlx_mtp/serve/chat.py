@@ -10,21 +10,25 @@ from .fields import (
     ModelInfo,
     Refused,
     boolean,
+    content_with_pictures,
     fields_of,
     integer,
     items,
     plain_text,
     stops,
     text,
-    tool_text,
+    tool_content,
 )
 from .forms import Message
 from .job import Begun, End
 from .output_format import output_of
+from .request_pictures import RequestPictures
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_calls.schema import dumps
 from .tool_choice import openai_choice
+
+NO_PICTURES = RequestPictures()
 
 
 class ChatRequest(ChoicesRequest):
@@ -41,10 +45,13 @@ class ChatRequest(ChoicesRequest):
         top, logprobs = integer(body, "top_logprobs", 0, MOST_TOP), boolean(body, "logprobs")
         if top and not logprobs:
             raise Refused("top_logprobs: needs logprobs=true", param="top_logprobs")
+        pictures = RequestPictures(info)
+        messages = messages_of(items(body, "messages"), self.warnings, pictures)
+        pictures.open()
         self.requests = chat_decode_requests(
             info,
             body,
-            messages_of(items(body, "messages"), self.warnings),
+            messages,
             choice,
             template_of(body, info, self.warnings),
             self.warnings,
@@ -121,20 +128,28 @@ def functions_of(tools: list[dict[str, Any]], warnings: list[str], kind: str = "
     return functions
 
 
-def messages_of(given: list[dict[str, Any]], warnings: list[str]) -> list[Message]:
+def messages_of(
+    given: list[dict[str, Any]], warnings: list[str], pictures: RequestPictures = NO_PICTURES, result: str = "content"
+) -> list[Message]:
     """Convert messages of a request to the form that the chat template receives. Raises Refused.
 
-    Content is text, developer is system, and function is tool. warnings: appended to.
+    Content is `Content`, developer is system, and function is tool. warnings: appended to. pictures: collects those
+    of the messages. result: the field of a tool result, for warnings.
     """
-    return [_message(message, warnings) for message in given]
+    return [_message(message, warnings, pictures, result) for message in given]
 
 
-def _message(message: dict[str, Any], warnings: list[str]) -> Message:
+def _message(message: dict[str, Any], warnings: list[str], pictures: RequestPictures, result: str) -> Message:
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
         raise Refused(f"messages: role {role!r}; allowed are {', '.join(ROLES)} and developer", param="messages")
     content = message.get("content")
-    content = tool_text(content, "content", warnings) if role == "tool" else plain_text(content, "content")
+    if role == "tool":
+        content = tool_content(content, result, warnings, pictures.add if pictures.readable else None)
+    elif role == "assistant":
+        content = plain_text(content, "content")
+    else:
+        content = content_with_pictures(content, "content", pictures.add)
     found: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := text(message, name):

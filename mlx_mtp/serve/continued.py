@@ -43,7 +43,8 @@ def with_mark(message: Message) -> Message:
 def is_marked(messages: list[Message]) -> bool:
     """Return whether the last message's content or reasoning ends with MARK."""
     last = messages[-1] if messages else {}
-    return any((last.get(name) or "").endswith(MARK) for name in ("content", *REASONING_FIELDS))
+    texts = [last.get(name) for name in ("content", *REASONING_FIELDS)]
+    return any(isinstance(text, str) and text.endswith(MARK) for text in texts)
 
 
 def render_begun(tokenizer: Any, messages: list[Message], options: dict[str, Any]) -> str:
@@ -91,7 +92,7 @@ class Continuation:
     def __init__(self, tokenizer: Any, prompt: list[int]):
         self._tokenizer, self._tokens, self._started, self._broken = tokenizer, list[int](), False, True
         # A word to decode before the answer's tokens, since a detokenizer drops a space at the start of a text.
-        decoded = ((token, tokenizer.decode([token])) for token in reversed(prompt))
+        decoded = ((token, tokenizer.decode([token])) for token in reversed(prompt) if token >= 0)
         self._word = next(([token] for token, text in decoded if text.strip() and "\ufffd" not in text), [])
 
     def text_of(self, response: Any) -> str:

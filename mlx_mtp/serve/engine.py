@@ -1,6 +1,7 @@
 """Run the model on one thread: between two decode cycles of all active jobs, prefill one chunk of each new prompt."""
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from ..machine.errors import with_type
 from ..machine.stream import in_turn
 from .endings import closed, failed_by, must_end
 from .failures import dropped
+from .finished import FinishedJobs
 from .follow import PREFILL, as_json
 from .job import (
     LOST,
@@ -26,42 +28,32 @@ from .job import (
     Served,
     answer,
     compare_rows,
-    keep,
     prefill_next,
     prefill_tail,
     with_adapter,
 )
+from .limits import Limits, QueueFull
 
 Steps = Generator[None, None, PromptCache | None]
 log = logging.getLogger("mlx_mtp.serve")
 TIMED_OUT = Failed(504, "the request reached its time limit (--timeout)")
 DONE: Any = object()  # marks the end of background work
 ENDING = Failed(503, "the server is shutting down")
-MAX_FINISHED = 4  # responses whose conversations wait for idle time to be prefilled
 QUIET = 0.05  # seconds without a request before background work of low priority begins
-
-
-@dataclass
-class Limits:
-    """Maximum numbers of active and of queued jobs, and seconds without a job after which the model is unloaded."""
-
-    active: int = 8
-    queued: int = 64
-    idle_unload: float = float("inf")
-
-
-class QueueFull(Exception):
-    """Raised if the queue has no room for the jobs of a request, or the engine is ending."""
 
 
 @dataclass
 class Engine:
     """The thread that runs the model, with its queue of jobs; the caller starts `thread`.
 
+    Of several models each has an engine whose thread is not started: `Models` calls its methods on one thread.
+
     load:  loads the model on that thread. ready: called there after the first load.
     store: writes the prefix cache to files when the model is unloaded or the engine ends.
     state: "loading", "ready", "unloaded" or "failed" (the thread has ended); `error` is the exception of a failure.
     served: the model, None while it is not loaded. running: the active jobs, each with its generator.
+    signal: set by each request, and by `stop`; engines that one thread runs share it.
+    idle_unload: seconds without a job after which the model is unloaded: the limit's, or those of the last request.
 
     An exception ends only the jobs that it concerns: `_advance` catches those of one job, `BatchDecoder.step` those
     of a shared cycle, `dropped` those of background work, `_serve` all others.
@@ -75,11 +67,12 @@ class Engine:
     error: BaseException | None = None
     served: Served | None = None
     running: list[tuple[Job, Steps]] = field(default_factory=list)
+    signal: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
+        self.idle_unload = self.limits.idle_unload
         self._queue: deque[Job] = deque()
-        self._wake = threading.Event()  # set by each request, and by `stop`
-        self._finished: deque[tuple[Job, PromptCache | None]] = deque(maxlen=MAX_FINISHED)
+        self._finished = FinishedJobs()
         self._background: Iterator[Any] | None = None  # prefills a prompt that a client may send next
         self._prefill: tuple[str | None, list[int]] = None, []  # its adapter and that prompt
         self._prefilled = 0  # number of its prefilled tokens
@@ -96,13 +89,23 @@ class Engine:
         """Number of jobs that were submitted and have not begun."""
         return len(self._queue)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether jobs are queued or active."""
+        return bool(self._queue or self.running)
+
+    @property
+    def oldest(self) -> float:
+        """Arrival, of time.monotonic(), of the first queued job; infinite without one."""
+        return self._queue[0].begun if self._queue else float("inf")
+
     def submit(self, jobs: list[Job]) -> None:
         """Queue all jobs of a request or none. Raises QueueFull without room for all, or if the engine is ending."""
         with self._lock:
             if self._stopping is not None or self.queued + len(jobs) > self.limits.queued:
                 raise QueueFull
             self._queue.extend(jobs)
-        self._wake.set()
+        self.signal.set()
 
     def stop(self, grace: float) -> None:
         """Let the engine end, once no job is active or after `grace` seconds; return without waiting for that.
@@ -111,7 +114,7 @@ class Engine:
         """
         with self._lock:
             self._stopping = time.monotonic() + grace
-        self._wake.set()
+        self.signal.set()
 
     def _run(self) -> None:
         try:
@@ -121,10 +124,14 @@ class Engine:
             self.state, self.error = "failed", e
             log.exception("the engine ended")
         finally:
-            with dropped("requests were not ended"):
-                self._fail_all()
-            with dropped("the model was not released"):
-                self._release()
+            self.close()
+
+    def close(self) -> None:
+        """End all jobs with status 503, and release the model; later jobs are refused."""
+        with dropped("requests were not ended"):
+            self._fail_all()
+        with dropped("the model was not released"):
+            self._release()
 
     def _serve(self) -> None:
         """Call `_turn` until the engine ends; an exception that nothing else caught ends one turn only."""
@@ -148,7 +155,7 @@ class Engine:
         self.state = "loading"
         try:
             with in_turn():
-                self.served = self.load()
+                served = self.load()
         except BaseException as e:
             self.served, self.state = None, "unloaded" if self._opened else "failed"
             if self._opened:
@@ -156,14 +163,18 @@ class Engine:
             else:
                 self.error = e
             return False
-        self.state = "ready"
-        with dropped("rows were not compared"):
-            self._comparing = compare_rows(self.served) if self.served.tree.decoded is None else None
+        self.open(served)
         if not self._opened:
             self._opened = True
             with dropped("the start was not reported"):
                 self.ready()
         return True
+
+    def open(self, served: Served) -> None:
+        """Use a loaded model from now on."""
+        self.served, self.state = served, "ready"
+        with dropped("rows were not compared"):
+            self._comparing = compare_rows(served) if served.tree.decoded is None else None
 
     def _fail_queued(self, error: BaseException) -> None:
         """End all queued jobs with status 503, because the model could not be loaded again."""
@@ -184,25 +195,34 @@ class Engine:
             return False
         if self._queue and not self._loaded():
             return self.error is None
-        for job, steps in [running for running in self.running if must_end(running[0])]:
-            self._advance(job, steps)  # first: jobs that begin may reuse their caches
+        self.end_due()  # first: jobs that begin may reuse their caches
         while self._queue and len(self.running) < self.limits.active:
-            self._begin()
+            self.begin()
+        self.advance()
+        if not self.is_busy and not ending:
+            self._idle()
+        return True
+
+    def end_due(self) -> None:
+        """End the active jobs whose clients have disconnected, or whose time limit is reached."""
+        for job, steps in [running for running in self.running if must_end(running[0])]:
+            self._advance(job, steps)
+
+    def advance(self) -> None:
+        """Advance each active job by a prefill chunk or a cycle."""
         for job, steps in sorted(self.running, key=lambda running: running[0].prefilling):  # decoding before prefills
             self._advance(job, steps)
         if self.served and self.served.batch:
             self.served.batch.step()
-        if not self.running and not self._queue and not ending:
-            self._idle()
-        return True
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Move the first queued job to the active ones, on all ranks; if that raises, end it."""
         assert self.served
         job = self._queue[0]
         try:
             with dropped("a prefix was not stored"), in_turn():
-                self._keep_for(self.served, job.request)
+                self._finished.keep_for(self.served, job.request)
+                self._end_prefill_for(job.request)
             self._broadcast("begin", id(job), as_json(job.request))
             self.running.append((job, answer(self.served, job, lambda: len(self.running) > 1)))
         except BaseException as e:
@@ -210,20 +230,13 @@ class Engine:
         finally:
             del self._queue[0]
 
-    def _keep_for(self, served: Served, request: DecodeRequest) -> None:
-        """Store the finished jobs' rows that a new prompt can reuse, because background work has not stored them yet.
+    def _end_prefill_for(self, request: DecodeRequest) -> None:
+        """End the background prefill if a new prompt starts with all tokens that it has processed.
 
-        They must have the same adapter. A prompt of another conversation must share at least a chunk: all share the
-        first tokens of the template. If the prompt starts with all tokens that the background prefill has processed,
-        that ends, which stores its last chunk so that the prompt can continue there.
+        The prefill then stores its last chunk, so that the prompt can continue there.
         """
-        prompt, adapter, (of, begun) = request.prompt, request.adapter, self._prefill
-        served = with_adapter(served, adapter)
-        for job, cache in [found for found in self._finished if found[0].request.adapter == adapter]:
-            continues = prompt[: len(job.request.prompt)] == job.request.prompt
-            if cache and (continues or shared(cache.tokens, prompt) >= served.tree.chunking.least):
-                keep(served, prompt[:-1], cache)
-        if self._background and of == adapter and 0 < self._prefilled <= shared(begun, prompt):
+        adapter, begun = self._prefill
+        if self._background and adapter == request.adapter and 0 < self._prefilled <= shared(begun, request.prompt):
             work, self._background = self._background, None
             self._broadcast("close")
             closed(work)
@@ -243,25 +256,10 @@ class Engine:
                     cache = end.value
             self._end(job, None)
             with dropped("the next prompt was not prefilled"), in_turn():
-                self._add_finished(job, cache)
+                assert self.served
+                self._finished.add(self.served, job, cache)
         except BaseException as e:
             self._end(job, steps, e)
-
-    def _add_finished(self, job: Job, cache: PromptCache | None) -> None:
-        """Queue a finished job for a prefill of its conversation; if the queue is full, remove the oldest one.
-
-        The rows of the removed one are stored. cache: dropped if the tree may not hold decoded rows.
-        """
-        assert self.served
-        if len(self._finished) == MAX_FINISHED:
-            self._keep_oldest(self.served)
-        tree = with_adapter(self.served, job.request.adapter).tree
-        self._finished.append((job, None if tree.decoded is False else cache))
-
-    def _keep_oldest(self, served: Served) -> None:
-        """Remove the oldest finished job from the queue; store its decoded rows if the tree may hold such rows."""
-        job, cache = self._finished.popleft()
-        keep(with_adapter(served, job.request.adapter), cache.tokens if cache else [], cache)
 
     def _end(self, job: Job, steps: Steps | None, failed: Failed | BaseException | None = None) -> None:
         """Remove a job. steps: its generator, to close; None if it has ended. Never raises.
@@ -285,8 +283,8 @@ class Engine:
                 cache = closed(steps)
                 if not job.prefilling:
                     self._last = job.request
-                    if cache is not None:
-                        self._add_finished(job, cache)
+                    if cache is not None and self.served:
+                        self._finished.add(self.served, job, cache)
 
     def _broadcast(self, action: str, number: int = PREFILL, content: Any = None) -> None:
         """Send an instruction to the other ranks, if there are any."""
@@ -296,10 +294,12 @@ class Engine:
     def _release(self) -> None:
         """Store finished jobs' rows, then the prefix cache in files; release model and batch. Failures are logged."""
         served, self.served, self._background, self._comparing = self.served, None, None, None
+        self._last = None  # it refers to the tokenizer
         if served:
             with dropped("a prefix was not stored"), in_turn():
                 while self._finished:
-                    self._keep_oldest(served)
+                    self._finished.keep_oldest(served)
+            self._finished.clear()
             with dropped("prefixes were not stored"):
                 self.store(served)
             with dropped("the batch was not closed"):
@@ -307,13 +307,25 @@ class Engine:
                     served.batch.close()
 
     def _stays_idle(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether neither a request nor `stop` ended the wait."""
-        woken = self._wake.wait(min(seconds, threading.TIMEOUT_MAX))
-        self._wake.clear()
+        """Wait up to `seconds`; return whether neither `signal` nor a request nor `stop` ended the wait."""
+        woken = self.signal.wait(min(seconds, threading.TIMEOUT_MAX))
+        self.signal.clear()
         return not (woken or self._queue or self._stopping is not None)
 
     def _idle(self) -> None:
         """Do a step of background work; if none is left, wait for a request, and unload the model after the limit."""
+        if not self.background() and self._stays_idle(self.idle_unload) and self.served:
+            self.unload()
+
+    def unload(self) -> None:
+        """Release the model, after its prefix cache was stored in files if there are any, and its freed memory."""
+        self.state = "unloaded"
+        self._release()
+        gc.collect()  # trees and decoders refer to themselves
+        mx.clear_cache()
+
+    def background(self) -> bool:
+        """Do a step of background work, or wait up to QUIET seconds for a request first; False if none is left."""
         if self._background:
             self._background = self._continued(self._background, "a prompt was not prefilled")
         elif self.served and self._finished:
@@ -324,10 +336,9 @@ class Engine:
                 self._use_quiet_time(self.served)
         elif self.served and self._unsaved is not None:
             self._store_piece(self.served, self._unsaved)
-        elif self._stays_idle(self.limits.idle_unload) and self.served:
-            self.state = "unloaded"
-            self._release()
-            mx.clear_cache()
+        else:
+            return False
+        return True
 
     def _start_prefill(self, served: Served) -> None:
         """Start to prefill the conversation of the oldest finished job, as its next prompt will encode it.

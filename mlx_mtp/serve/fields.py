@@ -1,13 +1,15 @@
 """Read and check the values of request fields; an error names the field and the allowed values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .forms import Content, joined_contents
 from .frames import Frames
 from .prompts import Marks
 from .tool_calls.call_format import CallFormat
 
+LATEST = ":latest"  # Ollama's tag of a model without one
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 16, 64, 20
 MAX_MESSAGE = 1000  # characters of an error message, which may quote the request
 
@@ -33,7 +35,10 @@ class ModelInfo:
     created:  time of the load in seconds since 1970. seeds: returns a random seed.
     unread_calls: why calls in the model's own format may be returned as text; None if they are parsed.
     adapters: names of adapters that requests can select. vocab_size: number of the model's logits.
+    vision: reads pictures; None if the model reads none, for the reason `blind`. fetch: hosts whose pictures may be
+    fetched.
     tool_format: the format of tool calls in answers; None: calls stay text. frames: as in `Served`.
+    family, stored, size: model_type, formats and bytes of the weights in memory.
     """
 
     names: tuple[str, ...]
@@ -50,6 +55,12 @@ class ModelInfo:
     vocab_size: int = 0
     tool_format: CallFormat | None = None
     frames: Frames | None = None
+    vision: Any = None
+    blind: str = ""
+    fetch: tuple[str, ...] = ()
+    family: str = ""
+    stored: str = ""
+    size: int = 0
     seeds: Callable[[], int] = field(repr=False, default=lambda: 0)
 
     @property
@@ -62,8 +73,9 @@ class ModelInfo:
         own = [name for name in self.names if name != "*"]
         return (*own, *(f"{name}:{adapter}" for name in own for adapter in self.adapters))
 
-    def has_name(self, name: Any) -> bool:
-        return "*" in self.names or name in self.listed
+    def has_name(self, name: str) -> bool:
+        """Return whether requests may use a name; a final ":latest", which Ollama's clients add, does not count."""
+        return "*" in self.names or name in self.listed or name.removesuffix(LATEST) in self.listed
 
     def called(self, body: dict[str, Any]) -> str:
         """Return the model name in a request, by default the first of `names`.
@@ -74,10 +86,7 @@ class ModelInfo:
             return self.name
         name = text(body, "model")
         if not self.has_name(name):
-            allowed = ", ".join(repr(each) for each in self.listed)
-            raise Refused(
-                f"model={repr(name)[:80]}: allowed is {allowed}", status=404, param="model", code="model_not_found"
-            )
+            raise unknown_model(name, self.listed)
         return name
 
     def adapter_of(self, body: dict[str, Any]) -> str | None:
@@ -97,6 +106,13 @@ class ModelInfo:
         if named not in (None, name):
             raise Refused(f"adapter={shown}: contradicts model={model!r}; send one", param="adapter")
         return name
+
+
+def unknown_model(name: str, listed: Iterable[str], problem: str = "") -> Refused:
+    """Return the error for a model's name that is not served. problem: of a model that was left out, in brackets."""
+    allowed = ", ".join(repr(each) for each in listed)
+    message = f"model={repr(name)[:80]}{problem}: allowed is {allowed}"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def field_of(body: dict[str, Any], name: str, allowed: str, fits: Callable[[Any], bool]) -> Any:
@@ -160,7 +176,8 @@ def _are_stops(value: Any) -> bool:
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image", "image_url", "input_image")
-NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_text`
+NO_PICTURES = "this server reads text only, no pictures"  # part of prompts, see `tool_content`
+Picture = Callable[[dict[str, Any], str], dict[str, Any]]  # reads a part of a request, see `RequestPictures.add`
 
 
 def plain_text(value: Any, name: str) -> str:
@@ -169,27 +186,48 @@ def plain_text(value: Any, name: str) -> str:
     for part in parts:
         if not isinstance(part, str):
             kind = part.get("type")
-            reason = f" ({NO_PICTURES})" if kind in PICTURES else ""
-            raise Refused(f"{name}: a part of type {repr(kind)[:80]}; allowed is text{reason}", param=name)
+            what = f"a picture ({kind})" if kind in PICTURES else f"a part of type {repr(kind)[:80]}"
+            raise Refused(f"{name}: {what}; allowed is text", param=name)
     return "".join(parts)
 
 
-def tool_text(value: Any, name: str, warnings: list[str]) -> str:
-    """Return a tool result, a text or a list of parts, as one text.
+def content_with_pictures(value: Any, name: str, picture: Picture) -> Content:
+    """Return content, a text or a list of parts, as one text, or as parts if pictures are among them.
 
-    A part that is not text becomes a line that states this, with a warning. name: its field, for messages. Raises
-    Refused for another value.
+    picture: returns the part of a picture. Raises Refused, naming the field, for a part that is neither.
     """
-    found, noted = "", False
+    found: list[str | dict[str, Any]] = []
     for part in _parts(value, name):
         if isinstance(part, str):
-            found, noted = found + ("\n" if noted and part else "") + part, False
-            continue
-        kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
-        line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
-        found, noted = found + ("\n" if found and not found.endswith("\n") else "") + line, True
-        warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
-    return found
+            found.append(part)
+        elif part.get("type") in PICTURES:
+            found.append(picture(part, name))
+        else:
+            kind = repr(part.get("type"))[:80]
+            raise Refused(f"{name}: a part of type {kind}; allowed are text and pictures", param=name)
+    return joined_contents(found)
+
+
+def tool_content(value: Any, name: str, warnings: list[str], picture: Picture | None) -> Content:
+    """Return a tool result, a text or a list of parts, as one text, or as parts if pictures are among them.
+
+    A part that is neither becomes a line that states this, with a warning, and so does a picture if `picture`, which
+    returns its part, is None. name: the result's field, for messages. Raises Refused for another value.
+    """
+    found: list[str | dict[str, Any]] = []
+    noted = False
+    for part in _parts(value, name):
+        if isinstance(part, str):
+            found, noted = [*found, ("\n" if noted and part else "") + part], False
+        elif picture and part.get("type") in PICTURES:
+            found, noted = [*found, picture(part, name)], False
+        else:
+            kind = "picture" if part.get("type") in PICTURES else f"part of type {repr(part.get('type'))[:80]}"
+            line = f"[A {kind} was left out: {NO_PICTURES if kind == 'picture' else 'this server reads text only'}.]"
+            before = "".join(each for each in found if isinstance(each, str))
+            found, noted = [*found, ("\n" if before and not before.endswith("\n") else "") + line], True
+            warnings.append(f"{name}: a {kind} in a tool result was replaced by a line of text")
+    return joined_contents(found)
 
 
 def _parts(value: Any, name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..machine.stream import in_turn
+from ..pictures.place import pictures_as_json, pictures_from_json
 from . import structured
 from .failures import dropped
 from .job import DecodeRequest, Job, Served, answer, prefill_next
@@ -16,12 +17,13 @@ def as_json(request: DecodeRequest) -> dict[str, Any]:
     """Return a request's fields, without `follows`, as values that JSON can express.
 
     `penalties` becomes a list of pairs, and so does a dict in it, because its keys are numbers; `grammar` becomes
-    the value of `structured.as_json`.
+    the value of `structured.as_json`, and `pictures` that of `pictures_as_json`.
     """
     content = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "follows"}
     return content | {
         "penalties": [(n, [*v.items()] if isinstance(v, dict) else v) for n, v in request.penalties.items()],
         "grammar": structured.as_json(request.grammar),
+        "pictures": pictures_as_json(request.pictures),
     }
 
 
@@ -33,6 +35,7 @@ def from_json(content: dict[str, Any], served: Served | None = None) -> DecodeRe
     penalties = {n: dict(v) if isinstance(v, list) else v for n, v in content["penalties"]}
     rules: Any = (tuple(value) if isinstance(value, list) else value for value in content["rules"])
     tuples = {"turns": tuple(content["turns"]), "stops": tuple(content["stops"]), "rules": TokenRules(*rules)}
+    tuples["pictures"] = pictures_from_json(content["pictures"])
     grammar = served and structured.from_json(content["grammar"], served.tokenizer, served.model.vocab_size)
     return DecodeRequest(**{**content, **tuples, "penalties": penalties, "grammar": grammar})
 

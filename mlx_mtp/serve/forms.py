@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 from .tool_calls.schema import dumps, types_of
 
 Message = dict[str, Any]
+# Of a message: a text or, with pictures, parts: {"type": "text", "text": ...}, {"type": "image", "picture": ...}.
+Content = str | list[dict[str, Any]]
 
 
 class Conversation(NamedTuple):
-    """Messages in the form of OpenAI's chat completions, with text as content, and the offered tools."""
+    """Messages in the form of OpenAI's chat completions, with `Content`, and the offered tools."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -49,12 +51,38 @@ def joined(messages: list[Message], role: str) -> list[Message]:
     return found
 
 
+def joined_contents(contents: Iterable[Content | dict[str, Any]], space: str = "") -> Content:
+    """Return contents, and parts of contents, as one content; it is a text if no picture is among them.
+
+    space: put between adjacent texts.
+    """
+    found: list[dict[str, Any]] = []
+    for content in contents:
+        for part in _parts(content):
+            if part["type"] == "text" and found and found[-1]["type"] == "text":
+                found[-1] = {"type": "text", "text": found[-1]["text"] + space + part["text"]}
+            else:
+                found.append(part)
+    return found if has_picture(found) else "".join(part["text"] for part in found)
+
+
+def _parts(content: Content | dict[str, Any]) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, list) else [content]
+
+
+def has_picture(content: Content | None) -> bool:
+    """Return whether a picture is among a content's parts."""
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)
+
+
 def _merged(message: Message, more: Message) -> Message:
     """Merge the contents, reasoning and tool calls of two messages; for another field of both, `more` counts."""
     found = {**message, **more}
     for name, space in (("content", "\n\n"), ("reasoning_content", "\n")):
         if texts := [each[name] for each in (message, more) if each.get(name)]:
-            found[name] = space.join(texts)
+            found[name] = joined_contents(texts, space)
     if calls := [*message.get("tool_calls", ()), *more.get("tool_calls", ())]:
         found["tool_calls"] = calls
     return found
@@ -96,9 +124,13 @@ def _with_a_list_of_tools(conversation: Conversation) -> Conversation:
 
 
 def _with_one_system_turn(conversation: Conversation) -> Conversation:
-    """Convert system messages after the first message to user messages; if any, merge adjacent user messages."""
+    """Convert system messages after the first message to user messages; if any, merge adjacent user messages.
+
+    Not if one of them has a picture.
+    """
     first, *others = conversation.messages
-    if not any(message["role"] == "system" for message in others):
+    systems = [message for message in others if message["role"] == "system"]
+    if not systems or any(has_picture(message["content"]) for message in systems):
         return conversation
     others = [{**message, "role": "user"} if message["role"] == "system" else message for message in others]
     return conversation._replace(messages=joined([first, *others], "user"))
@@ -154,8 +186,9 @@ def _with_a_question(conversation: Conversation) -> Conversation:
 
 
 def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conversation:
+    """Make a first system message a part of the question after it, unless it has a picture."""
     first, *others = conversation.messages
-    if first["role"] != "system":
+    if first["role"] != "system" or has_picture(first["content"]):
         return conversation
     question = {**first, "role": "user"}
     return conversation._replace(messages=joined([question, *others[:1]], "user") + others[1:])

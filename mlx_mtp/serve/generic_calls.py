@@ -3,7 +3,7 @@
 from typing import Any
 
 from .fields import ModelInfo
-from .forms import Message
+from .forms import Message, joined_contents
 from .template_probes import renders_tools
 from .tool_calls.schema import dumps
 from .tool_calls.table import GENERIC
@@ -28,6 +28,6 @@ def with_tools(
         return messages, tools
     listed = "" if renders_tools(info.tokenizer, template) else "\n".join(["Tools:", *map(dumps, tools), "", ""])
     first = messages[0] if messages and messages[0]["role"] == "system" else None
-    before = f"{first['content']}\n\n" if first and first["content"] else ""
-    system = {"role": "system", "content": before + listed + CALL}
+    before = [first["content"]] if first and first["content"] else []
+    system = {"role": "system", "content": joined_contents([*before, listed + CALL], "\n\n")}
     return [system, *messages[1 if first else 0 :]], tools

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .fields import Refused
 
 DEPTH = 64  # maximum nesting of a JSON body
+UNTYPED = "/api/"  # clients of this API may send another content type, such as curl's default, or none
 OPEN = ("/", "/health")  # paths that need no key; nor do the page's files
 
 
@@ -33,7 +34,8 @@ class Rules:
     def check(self, path: str, method: str, headers: Headers) -> None:
         """Raise Refused for headers that violate the rules.
 
-        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415.
+        Host and Origin: 403. The key, except for paths in OPEN and below /page/: 401. A POST's content type: 415;
+        below UNTYPED only with an Origin, which browsers send with every POST.
         """
         host = host_of(headers.get("host", ""))
         if not (host in ("localhost", *self.hosts) or _is_address(host)):
@@ -42,18 +44,20 @@ class Rules:
         is_same = origin.partition("://")[2] == headers.get("host")
         if origin and not is_same and origin not in self.origins and "*" not in self.origins:
             raise Refused(f"origin {origin[:80]!r} is not allowed; --cors-origin adds it", status=403)
-        if self.key is not None and not (path in OPEN or path.startswith("/page/")) and not self._has_key(headers):
+        if not (path in OPEN or path.startswith("/page/") or self.has_key(headers)):
             raise Refused(
                 "the API key is missing or wrong; send it as a bearer token", status=401, code="invalid_api_key"
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+        if method == "POST" and kind != "application/json" and (origin or not path.startswith(UNTYPED)):
             raise Refused(f"content-type {kind[:80]!r}: allowed is application/json", status=415)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def has_key(self, headers: Headers) -> bool:
+        """Return whether a request has the API key, or none is required."""
+        if self.key is None:
+            return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
-        assert self.key is not None
         return hmac.compare_digest(given.encode(), self.key.encode())
 
 

@@ -3,26 +3,28 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..cache.prompt_cache import PromptCache
-from ..decoding.memory_needs import RESERVED_TOKENS, check_prompt
+from ..decoding.memory_needs import RESERVED_TOKENS
+from ..decoding.picture_rows import encoding
 from ..decoding.stats import Stats
-from ..generate import generate_step, stream_generate
+from ..generate import generate_step
 from ..grammar import Constraint
-from ..machine.errors import first_line
 from ..machine.stream import in_turns
+from ..pictures.rows import Picture, mark_ids
 from .answer import Part, Splitter, TextPart
-from .batch_decoder import BatchDecoder, Responses
+from .batch_decoder import BatchDecoder, decode_alone
 from .continued import Continuation
 from .failures import dropped
 from .frames import REASONING, FramedSplitter, Frames, begun_in
 from .logprobs import token_logprob
+from .max_tokens import agreed_max_tokens
 from .prefix_files import PrefixFiles
 from .prefixes import LAST, PrefixTree, comparisons
 from .token_rules import NO_RULES, TokenRules
@@ -35,7 +37,8 @@ log = logging.getLogger("mlx_mtp.serve")
 class DecodeRequest:
     """The prompt and the options of one choice of a response.
 
-    prompt:   token ids. turns: positions at which later prompts may start to differ from it. stops: stop strings.
+    prompt:   token ids, with those of its pictures. turns: positions at which later prompts may start to differ from
+              it. stops: stop strings.
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
@@ -65,6 +68,7 @@ class DecodeRequest:
     adapter: str | None = None
     grammar: Constraint | None = None
     progress: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class Begun(NamedTuple):
@@ -191,7 +195,8 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
     """
     request, served = job.request, with_adapter(served, job.request.adapter)
     caches = [_reused(served, request.prompt, len(request.prompt) + min(request.max_tokens, RESERVED_TOKENS))]
-    max_tokens, cached = _agreed_max_tokens(served, caches[0], request), caches[0].offset
+    max_tokens, cached = agreed_max_tokens(served, caches[0], request), caches[0].offset
+    caches[0].name_pictures(request.pictures)
     job.send(Begun(cached))
     with contextlib.suppress(Interrupted):
         for done in prefill(served, caches[0], request.prompt, request.turns, spare=served.tree.uncut_tail):
@@ -200,6 +205,7 @@ def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[N
             yield
         job.prefilling = False
         yield from _decode(served, job, caches, max_tokens, cached, crowded)
+    job.request = replace(request, pictures=tuple(replace(picture, image=None) for picture in request.pictures))
     return caches[0] if caches else None
 
 
@@ -216,38 +222,12 @@ def _reused(served: Served, prompt: list[int], room: int) -> PromptCache:
     return served.tree.blank.like_new()
 
 
-def _agreed_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Return `_fitting_max_tokens`; several ranks all use rank 0's result, and raise its error as ValueError."""
-    if not served.ranks:
-        return _fitting_max_tokens(served, cache, request)
-    try:
-        found: Any = None if served.ranks.rank else _fitting_max_tokens(served, cache, request)
-    except Exception as e:  # the other ranks wait for a message
-        found = first_line(e)
-    found = served.ranks.broadcast(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def _fitting_max_tokens(served: Served, cache: PromptCache, request: DecodeRequest) -> int:
-    """Return the request's max_tokens, halved until it fits in memory; raises ValueError if not even 1 fits."""
-    rest, max_tokens = len(request.prompt) - cache.offset, request.max_tokens
-    while True:
-        try:
-            check_prompt(served.model, cache, rest, max_tokens, served.tree.chunking.step, ignore=False)
-            return max_tokens
-        except ValueError:
-            if max_tokens == 1:
-                raise
-        max_tokens //= 2
-
-
 def prefill(
     served: Served, cache: PromptCache, prompt: list[int], turns: tuple[int, ...], *, spare: int = 0
 ) -> Iterator[int]:
     """Append to `cache` the complete chunks of a prompt that it lacks; store each and yield its end position.
 
+    Before a picture that must be encoded, yield the cache's position after each part of that work.
     The tokens after the last chunk remain for decoding, and up to `spare` tokens even if a chunk ends among them.
     turns: positions before which the last chunk gets a checkpoint, as the last of all does. If the generator is
     closed early, the last chunk prefilled gets one too, so that a prompt can continue there.
@@ -256,15 +236,24 @@ def prefill(
     resumable = {max((cut for cut in cuts if cut <= place), default=0) for place in (*turns, len(prompt))}
     for end in cuts:
         if end > cache.offset and len(prompt) - cache.offset > spare:
+            if not served.ranks:  # their steps must be as many
+                rest = prompt[cache.offset : end]
+                yield from _resumable(served, cache, (cache.offset for _ in encoding(served.model, cache, rest)))
             _prefill_to(served, cache, prompt[:end])
             with dropped("a prefix was not stored", served.tree.clear):
                 served.tree.store(cache, resumable=end in resumable)
-            try:
-                yield end
-            except BaseException:
-                with dropped("a prefix was not stored", served.tree.clear):
-                    served.tree.store(cache, resumable=True)
-                raise
+            yield from _resumable(served, cache, [end])
+
+
+def _resumable(served: Served, cache: PromptCache, steps: Iterable[int]) -> Iterator[int]:
+    """Yield the steps; if the generator is closed early, give the last chunk in `cache` a checkpoint."""
+    try:
+        yield from steps
+    except BaseException:
+        with dropped("a prefix was not stored", served.tree.clear):
+            if cache.offset:
+                served.tree.store(cache, resumable=True)
+        raise
 
 
 def _prefill_to(served: Served, cache: PromptCache, tokens: list[int]) -> None:
@@ -330,6 +319,7 @@ def _decode(
     begun = Continuation(served.tokenizer, request.prompt) if request.continues else None
     options = {**served.options, **request.sampling, "max_tokens": max_tokens, "stats": stats}
     options |= {"logprobs": request.logprobs is not None, "grammar": request.grammar}
+    options["pictures"] = request.pictures
     processors = request.rules.processors(served.tokenizer, len(request.prompt))
     if request.penalties:
         processors = [*make_logits_processors(**request.penalties), *processors]
@@ -340,7 +330,9 @@ def _decode(
     if served.batch:
         responses = served.batch.decode(rest, caches, options)
     else:
-        responses = _decode_alone(served, rest, caches[0], options, crowded)
+        options |= {"prompt_cache": caches[0], "prefill_step_size": served.tree.chunking.step, "check_memory": False}
+        with served.tree.adapted():
+            responses = decode_alone(served.model, served.tokenizer, rest, options, crowded)
     with contextlib.closing(responses):
         for response in responses:
             if response is None:
@@ -373,25 +365,9 @@ def _splitter_for(served: Served, request: DecodeRequest) -> Splitter | FramedSp
     )  # fmt: skip
     if not (framed and served.frames):
         return splitter
-    begun = begun_in(served.frames, served.tokenizer.decode(request.prompt)) if request.continues else None
+    prompt = mark_ids(request.prompt, served.model.vision.mark) if request.pictures else request.prompt
+    begun = begun_in(served.frames, served.tokenizer.decode(prompt)) if request.continues else None
     return FramedSplitter(served.frames, splitter, REASONING if request.thinking else begun)
-
-
-def _decode_alone(
-    served: Served, prompt: list[int], cache: PromptCache, options: dict[str, Any], crowded: Callable[[], bool]
-) -> Responses:
-    """Decode a job without a batch; yield its responses, and None after each cycle, so that other jobs can run."""
-    step, stats, cycles = served.tree.chunking.step, options["stats"], 0
-    options = {**options, "prompt_cache": cache, "prefill_step_size": step, "check_memory": False}
-    with served.tree.adapted():
-        responses: Any = stream_generate(served.model, served.tokenizer, prompt, **options)
-    with contextlib.closing(responses):
-        for response in responses:
-            stats.crowded = crowded()
-            yield response
-            if stats.cycles != cycles:
-                cycles = stats.cycles
-                yield None
 
 
 def _send(job: Job, parts: list[Part]) -> None:

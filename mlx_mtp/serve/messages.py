@@ -19,11 +19,12 @@ from .api_request import (
 )  # fmt: skip
 from .chat import functions_of, strict_names
 from .field_table import check_fields
-from .fields import NO_PICTURES, PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_text
-from .forms import Message
+from .fields import PICTURES, ModelInfo, Refused, items, plain_text, stops, text, tool_content
+from .forms import Message, joined_contents
 from .history import parsed
 from .job import Begun, End, Failed
 from .output_format import output_of
+from .request_pictures import RequestPictures
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_choice import ToolChoice, anthropic_choice
@@ -45,7 +46,9 @@ class MessagesRequest(ApiRequest):
     def __init__(self, body: dict[str, Any], info: ModelInfo):
         super().__init__(body, info)
         choice = _choice(body, self.warnings)
-        found, template = conversation_of(body, self.warnings), template_of(body, info, self.warnings)
+        pictures = RequestPictures(info)
+        found, template = conversation_of(body, self.warnings, pictures), template_of(body, info, self.warnings)
+        pictures.open()
         most, ends = most_tokens(body, "max_tokens"), stops(body, "stop_sequences")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
         self.requests = chat_decode_requests(
@@ -136,12 +139,17 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def count_tokens(body: dict[str, Any], info: ModelInfo) -> tuple[dict[str, int], list[str]]:
-    """Return {"input_tokens": the prompt's length}, and the request's warnings. Raises Refused."""
+    """Return {"input_tokens": the prompt's length}, and the request's warnings. Raises Refused.
+
+    Of pictures only the headers are read.
+    """
     info.called(body)
     info.adapter_of(body)
     warnings = check_fields("messages", body)
     tools = _choice(body, warnings).offered
-    messages, template = conversation_of(body, warnings), template_of(body, info, warnings)
+    pictures = RequestPictures(info)
+    messages, template = conversation_of(body, warnings, pictures), template_of(body, info, warnings)
+    pictures.count()
     prompt = prompt_of(info, messages, tools, template, turns=False, **end_of_prompt(body, messages))
     return {"input_tokens": len(prompt.tokens)}, warnings
 
@@ -166,16 +174,17 @@ def _choice(body: dict[str, Any], warnings: list[str]) -> ToolChoice:
     return anthropic_choice(body, tools, strict_names(given))
 
 
-def conversation_of(body: dict[str, Any], warnings: list[str]) -> list[Message]:
-    """Return a body's `system` and `messages` in OpenAI's form, with text as content. warnings: appended to.
+def conversation_of(body: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
+    """Return a body's `system` and `messages` in OpenAI's form, with `Content`.
 
+    warnings: appended to. pictures: collects those of the messages.
     Raises Refused for an invalid message, and unless one is of another role than system.
     """
     found: list[Message] = []
     if system := _system(body.get("system")):
         found.append({"role": "system", "content": system})
     for message in items(body, "messages"):
-        found += _messages(message, warnings)
+        found += _messages(message, warnings, pictures)
     if not any(message["role"] != "system" for message in found):
         raise Refused("messages: at least one message of the user or the assistant is required", param="messages")
     return found
@@ -188,21 +197,23 @@ def _system(given: Any) -> str:
     return "\n".join(each for each in texts if not each.startswith(BILLING))
 
 
-def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
+def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> list[Message]:
     """Convert a message's blocks to messages: one per tool result, then one of all else. Raises Refused.
 
-    The last one is left out if there are results and it has neither text nor calls. warnings: appended to.
+    The last one is left out if there are results and it has neither text, pictures nor calls. warnings: appended to.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise Refused(f"messages: role {role!r}; allowed are system, user and assistant", param="messages")
     if not isinstance(content, list):
         return [{"role": role, "content": plain_text(content, "content")}]
-    texts, reasoning, calls, results = [], [], [], []
+    contents, reasoning, calls, results = [], [], [], []
     for block in items(message, "content"):
         kind = block.get("type")
         if kind == "text":
-            texts.append(text(block, "text"))
+            contents.append(text(block, "text"))
+        elif kind in PICTURES and role != "assistant":
+            contents.append(pictures.add(block, "messages"))
         elif kind == "thinking" and role == "assistant":
             reasoning.append(text(block, "thinking"))
         elif kind == "redacted_thinking" and role == "assistant":
@@ -212,18 +223,17 @@ def _messages(message: dict[str, Any], warnings: list[str]) -> list[Message]:
         elif kind == "tool_use" and role == "assistant":
             calls.append(function_call(text(block, "id"), text(block, "name"), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":
-            results.append(_tool_result(block, warnings))
+            results.append(_tool_result(block, warnings, pictures))
         else:
-            why = f" ({NO_PICTURES})" if kind in PICTURES else ""
-            allowed = {"user": "text and tool_result", "assistant": "text, thinking and tool_use"}.get(role, "text")
-            refused = f"messages: a block of type {kind!r} from {role}; allowed: {allowed}{why}"
-            raise Refused(refused, param="messages")
-    rest = message_of(role, "\n".join(texts), "\n".join(reasoning), calls)
-    return [*results, rest] if texts or calls or not results else results
+            allowed = {"user": "text, image and tool_result", "assistant": "text, thinking and tool_use"}
+            kinds = allowed.get(role, "text and image")
+            raise Refused(f"messages: a block of type {kind!r} from {role}; allowed: {kinds}", param="messages")
+    rest = message_of(role, joined_contents(contents, "\n"), "\n".join(reasoning), calls)
+    return [*results, rest] if contents or calls or not results else results
 
 
-def _tool_result(block: dict[str, Any], warnings: list[str]) -> Message:
+def _tool_result(block: dict[str, Any], warnings: list[str], pictures: RequestPictures) -> Message:
     content = block.get("content")
     content = content if isinstance(content, (str, list)) or content is None else json.dumps(content)
-    content = tool_text(content, "tool_result", warnings)
+    content = tool_content(content, "tool_result", warnings, pictures.add if pictures.readable else None)
     return {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": content}

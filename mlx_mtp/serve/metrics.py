@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from ..decoding.buffer_count import Buffers
 from ..tuning.kernel_fallback import failed_kernels
 from .engine import Engine
-from .job import DecodeRequest, End
+from .job import DecodeRequest, End, Served
+from .models import Models
 
 disable_created_metrics()  # no second figure per counter with its start time
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -30,9 +31,12 @@ COUNTERS = {
 
 
 class Metrics:
-    """Counters and histograms of answered choices, a count of failed requests, and gauges of the current state."""
+    """Counters and histograms of answered choices, a count of failed requests, and gauges of the current state.
 
-    def __init__(self, engine: Engine):
+    engine: of one model, or several models. counted: the buffers of the one model.
+    """
+
+    def __init__(self, engine: Engine | Models):
         self.engine, self._registry = engine, CollectorRegistry()
         self.counted = Buffers()
         self.requests = self._made(Counter, "requests", "Requests, by the reason of their end.", ["reason"])
@@ -55,6 +59,8 @@ class Metrics:
             ("memory_bytes", "Bytes that MLX has allocated.", mx.get_active_memory),
         ):
             self._made(Gauge, name, words).set_function(value)
+        self._loads = self._made(Gauge, "model_loads", "Completed loads, by model.", ["model"])
+        self._is_loaded = self._made(Gauge, "model_loaded", "1 for a loaded model, 0 for another one.", ["model"])
         failed = "kernels_failed", "Row counts at which a Metal kernel is off, as it does not compile or run."
         self._failed = self._made(Gauge, *failed, ["kernel", "reason"])
 
@@ -72,21 +78,39 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        for kernel, rows, reason in failed_kernels(self.engine.served.model) if self.engine.served else ():
-            self._failed.labels(kernel, reason).set(len(rows))
+        for served in self._served:
+            for kernel, rows, reason in failed_kernels(served.model):
+                self._failed.labels(kernel, reason).set(len(rows))
+        if isinstance(self.engine, Models):
+            for name, slot in [*self.engine.slots.items()]:
+                self._loads.labels(name).set(slot.loads)
+                self._is_loaded.labels(name).set(int(slot.ready is not None))
         return generate_latest(self._registry)
 
+    @property
+    def _served(self) -> list[Served]:
+        """The loaded models."""
+        engines = self.engine.engines if isinstance(self.engine, Models) else [self.engine]
+        return [served for engine in engines if (served := engine.served)]
+
     def _buffers(self) -> int:
-        """Estimate the number of Metal buffers of weights, recordings, prefix cache and active requests' caches.
+        """Estimate the number of Metal buffers of weights, recordings, prefix caches and active requests' caches.
 
         0 while no model is loaded.
         """
-        active, fixed = len(self.engine.running), self.counted.weights + self.counted.recordings
-        return self._tree("buffers") + (fixed + active * self.counted.caches if self.engine.served else 0)
+        if isinstance(self.engine, Models):
+            slots = [*self.engine.slots.values()]
+            loaded = [(slot.engine, ready.buffers) for slot in slots if (ready := slot.ready)]
+        else:
+            loaded = [(self.engine, self.counted)]
+        return self._tree("buffers") + sum(
+            counted.weights + counted.recordings + len(engine.running) * counted.caches
+            for engine, counted in loaded
+            if engine.served
+        )
 
     def _made(self, kind: Any, name: str, *words: Any, **more: Any) -> Any:
         return kind(f"mlx_mtp:{name}", *words, registry=self._registry, **more)
 
     def _tree(self, name: str) -> int:
-        served = self.engine.served
-        return getattr(served.tree, name) if served else 0
+        return sum(getattr(served.tree, name) for served in self._served)

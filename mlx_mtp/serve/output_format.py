@@ -43,6 +43,8 @@ Wanted = tuple[str, str, Any, Any]  # field path, key of MADE, its value, white 
 
 def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
     """Return what the API's own fields require, for messages two; [] for text. Raises Refused as `_format`."""
+    if api == "ollama":
+        return _ollama(body)
     if api == "responses":
         given = {"text.format": fields_of(body, "text").get("format")}
     elif api == "messages":
@@ -52,6 +54,15 @@ def _formats(api: str, body: dict[str, Any]) -> list[Wanted]:
         given = {"response_format": body.get("response_format")}
     found = (_format(name, value, flat=name != "response_format") for name, value in given.items())
     return [each for each in found if each]
+
+
+def _ollama(body: dict[str, Any]) -> list[Wanted]:
+    """Return what Ollama's `format` requires, which is "json" or a schema; [] for neither. Raises Refused."""
+    given = field_of(body, "format", '"json" or a JSON schema', lambda v: v in ("", "json") or isinstance(v, dict))
+    if not given:
+        return []
+    key, value = ("json_object", None) if given == "json" else ("json", given)
+    return [("format", key, value, MOST_SPACES)]
 
 
 def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:

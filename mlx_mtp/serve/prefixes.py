@@ -28,6 +28,7 @@ from ..decoding.prefill import evaluated, without_refused
 from ..layers.adapters import adapters_now
 from ..layers.target import Target
 from ..machine.memory import METAL_BUFFERS
+from ..pictures.rows import places_in
 from ..tuning.kernel_fallback import run_first
 from .prefix_chunks import Chunk, Size, resumable_path
 
@@ -40,7 +41,8 @@ NEAR = 4  # allowed difference of a chunk's rows from plain steps, relative to t
 class Chunking(NamedTuple):
     """The rule that cuts tokens into chunks of `step` tokens, or fewer (at least `least`) that end with a turn.
 
-    ends: the tokens that end turns. A chunk ends before one of them, where a decoded answer ends as well.
+    ends: the tokens that end turns. A chunk ends before one of them, where a decoded answer ends as well, and before
+    and behind each picture, however short it is then.
     """
 
     step: int
@@ -53,8 +55,10 @@ class Chunking(NamedTuple):
         Each position depends only on the tokens before it and on the next one.
         """
         found, begun = [], 0
+        edges = {edge for place in places_in(tokens) for edge in (place.first, place.end)} - {0}
         for i, token in enumerate(tokens):
-            if i - begun == self.step or (token in self.ends and i - begun >= self.least):
+            turn = token in self.ends and i - begun >= self.least
+            if i - begun == self.step or turn or i in edges:
                 found.append(i)
                 begun = i
         return found

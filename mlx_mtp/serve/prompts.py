@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..cache.prompt_prefix import shared
-from ..checkpoint.chat_template import render
+from ..checkpoint.chat_template import parts_with_pictures, render
+from ..pictures.place import place, row_of
+from ..pictures.rows import Picture
 from .continued import after_prompt, begun_answer, is_begun, is_marked, render_begun, with_mark
 from .forms import Change, Conversation, Message, changed, forms, with_calls_after_content, with_calls_as_text
 from .history import IN_ASCII, PLACEHOLDER, linked, placeholders, restored, with_arguments
@@ -22,27 +24,33 @@ RESERVED = [re.escape(each) for each in (OPEN, CLOSE, PLACEHOLDER, r"\ufdd0", r"
 
 
 class Prompt(NamedTuple):
-    """A prompt's token ids. turns: where the content of the first and the last user message starts, see `_turns`.
+    """A prompt's token ids, with those of its pictures.
 
-    () unless requested.
+    turns: where the content of the first and the last user message starts, see `_turns`; () unless requested.
     """
 
     tokens: list[int]
     turns: tuple[int, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 class Marks(NamedTuple):
-    """Patterns of the added tokens that a user's text must not become: of all of them, and of the special ones."""
+    """Patterns of the added tokens that a user's text must not become: of all of them, and of the special ones.
+
+    picture: the token that the chat template writes for a picture; None if the model reads none.
+    """
 
     every: re.Pattern[str]
     special: re.Pattern[str]
+    picture: int | None = None
 
 
-def marks_of(tokenizer: Any) -> Marks:
-    """Return the patterns of a tokenizer's added tokens, for `encode_chat`."""
+def marks_of(tokenizer: Any, picture: int | None = None) -> Marks:
+    """Return the patterns of a tokenizer's added tokens, for `encode_chat`. picture: as in `Marks`."""
     added = [token for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(token).strip()]
     special = [token for token in added if getattr(token, "special", False)]
-    return Marks(*(_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special)))
+    every, own = (_any_of({*map(str, tokens), *tokenizer.all_special_tokens}) for tokens in (added, special))
+    return Marks(every, own, picture)
 
 
 def _any_of(names: set[str]) -> re.Pattern[str]:
@@ -54,7 +62,7 @@ class Rendered(NamedTuple):
     """A form of a conversation as the template rendered it.
 
     messages: those given to the template, some arguments of calls as placeholders. texts: the placeholders' values.
-    text: the template's output with these values. whole: no placeholder and no system prompt is missing in it.
+    text: the template's output with these values. whole: no placeholder, system prompt or picture is missing in it.
     """
 
     form: Conversation
@@ -77,16 +85,22 @@ class Chat(NamedTuple):
         options = {**options, **({} if form.tools is None else {"tools": _escaped(form.tools, self.marks.every)})}
         messages = [_escaped_message(message, self.marks, self.traits) for message in form.messages]
         escape = partial(_escaped, pattern=self.marks.special)
-        systems = [_content(each) for each in messages if each["role"] == "system"]
         with contextlib.suppress(ValueError):
             exact, texts = with_arguments(messages, self.traits, escape, exact=True)
             printed = render_begun(self.tokenizer, exact, options) if texts else ""
             if texts and (text := restored(printed, texts)) is not None:
-                whole = placeholders(printed) == len(texts) and all(each in text for each in systems)
+                whole = placeholders(printed) == len(texts) and self._has_all(text, messages)
                 return Rendered(form, exact, texts, options, text, whole)
         messages, _ = with_arguments(messages, self.traits, escape, exact=False)
         text = render_begun(self.tokenizer, messages, options)
-        return Rendered(form, messages, [], options, text, all(each in text for each in systems))
+        return Rendered(form, messages, [], options, text, self._has_all(text, messages))
+
+    def _has_all(self, text: str, messages: list[Message]) -> bool:
+        """Return whether a rendered text has the messages' system prompts, and a mark for each picture."""
+        if not all(_content(each) in text for each in messages if each["role"] == "system"):
+            return False
+        count = len(parts_with_pictures(messages))
+        return not count or text.count(self.tokenizer.convert_ids_to_tokens(self.marks.picture)) == count
 
 
 def encode_chat(
@@ -104,7 +118,8 @@ def encode_chat(
 
     options: variables of the template. turns: also return `Prompt.turns`. answers: end with the generation prompt.
     continues: with `answers`, a last message of the assistant is an unfinished answer; the prompt ends within it.
-    Raises ValueError, with the template's last reason, if the template refuses all equivalent forms.
+    Raises ValueError, with the template's last reason, if the template refuses all equivalent forms, and unless it
+    writes a mark for each picture.
     """
     chat = Chat(tokenizer, marks, traits_of(tokenizer))
     prompting, closed = ({**options, "add_generation_prompt": each} for each in (True, False))
@@ -142,8 +157,13 @@ def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any]
         found = found or rendered
     if found is None:
         raise error or ValueError("the chat template accepts no form that ends with the answer to be continued")
-    tokens = _encode(chat.tokenizer, found.text)
-    return Prompt(tokens, tuple(_turns(chat.tokenizer, found, tokens)) if turns else ())
+    tokens, pictures = _encode(chat.tokenizer, found.text), parts_with_pictures(found.messages)
+    starts, mark = _turns(chat.tokenizer, found, tokens) if turns else (), chat.marks.picture
+    if mark is None:
+        assert not pictures
+        return Prompt(tokens, tuple(starts))
+    starts = [row_of(start, tokens, pictures, mark) for start in starts]
+    return Prompt(place(tokens, pictures, mark), tuple(starts), tuple(pictures))
 
 
 def _with_fewest_changes(
@@ -180,12 +200,22 @@ def _escaped_message(message: Message, marks: Marks, traits: Traits) -> Message:
     """
     pattern = marks.special if message["role"] == "assistant" else marks.every
     kept, renamed = ("role", "tool_calls"), {REASONING_FIELDS[0]: traits.reasoning}
-    return {renamed.get(key, key): each if key in kept else _escaped(each, pattern) for key, each in message.items()}
+    found = {renamed.get(key, key): each if key in kept else _escaped(each, pattern) for key, each in message.items()}
+    if isinstance(content := message["content"], list):
+        texts = [{**part, "text": _escaped(part["text"], pattern)} if "text" in part else part for part in content]
+        found["content"] = texts
+    return found
 
 
 def _content(message: Message) -> str:
-    """Return a message's content without white space at its ends, which templates may drop."""
-    return (message.get("content") or "").strip()
+    """Return a message's content without white space at its ends, which templates may drop.
+
+    Of a content with pictures, return the first text.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = next((part["text"] for part in content if "text" in part), "")
+    return content.strip()
 
 
 def _escaped(value: Any, pattern: re.Pattern[str]) -> Any:

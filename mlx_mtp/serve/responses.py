@@ -6,11 +6,12 @@ from typing import Any
 
 from .answer import Part, ToolCall, calls_of, text_of
 from .api_request import Answer, ApiRequest, chat_decode_requests, data, figures, function_call, new_id, openai_error
-from .chat import functions_of, messages_of, strict_names
-from .fields import ModelInfo, Refused, items, stops, text, tool_text
+from .chat import NO_PICTURES, functions_of, messages_of, strict_names
+from .fields import ModelInfo, Refused, items, stops, text
 from .forms import Message, joined
 from .job import Begun, End, Failed
 from .output_format import output_of
+from .request_pictures import RequestPictures
 from .sampling_fields import most_tokens
 from .thinking import template_of
 from .tool_choice import openai_choice
@@ -29,7 +30,9 @@ class ResponsesRequest(ApiRequest):
         template = template_of(body, info, self.warnings)
         most, ends = most_tokens(body, "max_output_tokens", "max_tokens"), stops(body, "stop")
         more: dict[str, Any] = {"most": most, "stops": ends, "output": output_of(self.api, body)}
-        found = _messages(body, self.warnings)
+        pictures = RequestPictures(info)
+        found = _messages(body, self.warnings, pictures)
+        pictures.open()
         self.requests = chat_decode_requests(
             info, body, found, choice, template, self.warnings, self.call_ids, **more
         )
@@ -185,10 +188,10 @@ def _check_include(given: Any) -> None:
             raise Refused(f"include: {name[:80]!r} is not supported; leave it out", param="include")
 
 
-def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
+def _messages(body: dict[str, Any], warnings: list[str], pictures: RequestPictures = NO_PICTURES) -> list[Message]:
     """Return `instructions` and `input`, a text or items, as messages of chat completions. Raises Refused.
 
-    Adjacent messages of the assistant are merged.
+    Adjacent messages of the assistant are merged. warnings: appended to. pictures: collects those of the messages.
     """
     instructions, given = text(body, "instructions"), body.get("input")
     found: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
@@ -196,7 +199,7 @@ def _messages(body: dict[str, Any], warnings: list[str]) -> list[Message]:
         found.append({"role": "user", "content": given})
     else:
         found += [message for item in items(body, "input") for message in _message(item, warnings)]
-    return joined(messages_of(found, warnings), "assistant")
+    return joined(messages_of(found, warnings, pictures, "output"), "assistant")
 
 
 def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, Any]]:
@@ -214,8 +217,7 @@ def _message(item: dict[str, Any], warnings: list[str]) -> Iterator[dict[str, An
         call = function_call(item.get("call_id"), name or item.get("name"), arguments)
         yield {"role": "assistant", "tool_calls": [call]}
     elif kind in OUTPUTS:
-        output = tool_text(item.get("output"), "output", warnings)
-        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
     elif kind == "reasoning":
         reasoning = "".join(text(part, "text") for part in items(item, "content"))
         yield {"role": "assistant", "reasoning_content": reasoning}

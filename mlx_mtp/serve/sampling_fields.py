@@ -44,7 +44,8 @@ def decode_requests(
     more["progress"] = boolean(body, "return_progress")
     sampling = _sampling(body, info)
     seeds = ((sampling["seed"] + i) % 2**63 for i in range(choices))
-    return [DecodeRequest(*prompt, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
+    more |= {"turns": prompt.turns, "pictures": prompt.pictures}
+    return [DecodeRequest(prompt.tokens, sampling={**sampling, "seed": seed}, **more) for seed in seeds]
 
 
 def most_tokens(body: dict[str, Any], *names: str) -> int | None:

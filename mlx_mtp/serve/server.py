@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from ..decoding.options import default_chunk, default_draft_tokens
 from ..grammar import vocabulary_of
 from .app import Service, application
 from .batch_decoder import BatchDecoder
+from .catalog import Offer
 from .engine import Engine, Limits
 from .failures import dropped
 from .fields import ModelInfo
@@ -28,9 +30,11 @@ from .frames import add_reasoning_marks, frames_of
 from .guard import Rules
 from .job import Served
 from .metrics import Metrics
+from .models import Models
 from .prefix_files import PrefixFiles
 from .prefixes import Chunking, PrefixTree
 from .prompts import marks_of
+from .slot import Ready
 from .tool_calls.table import GENERIC, format_of, unread_calls
 
 log = logging.getLogger("mlx_mtp.serve")
@@ -51,11 +55,15 @@ class Loaded(NamedTuple):
 class Settings:
     """The server's settings.
 
-    names:    model names that requests may use. options: keyword arguments of `stream_generate` for all responses.
+    names:    model names that requests may use; with several models, further names of the first.
+    options:  keyword arguments of `stream_generate` for all responses.
     sampling: defaults of request fields. template: variables of the chat template. step: size of a prefill chunk.
     positions: maximum tokens of prompt and answer; None: the model's. max_tokens: default; None: what fits.
     cache_bytes: maximum of the prefix cache in memory; 0: no prefix cache. cache_files: its files; None: none.
     timeout:  seconds of a request. grace: seconds that responses may take to finish at the end.
+    fetch:    "host" or "host:port" from which pictures of requests may be fetched.
+    features: maximum bytes of pictures' features that are kept; None: the default.
+    max_memory: with several models, maximum bytes allocated after a load; None: what is available at the start.
     """
 
     names: tuple[str, ...]
@@ -74,12 +82,15 @@ class Settings:
     timeout: float = float("inf")
     grace: float = 5.0
     root_path: str = ""
+    fetch: tuple[str, ...] = ()
+    features: int | None = None
+    max_memory: int | None = None
 
 
 class Server(uvicorn.Server):
     """A uvicorn server whose first signal ends it in order, with exit code 0; a second one ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float):
+    def __init__(self, config: uvicorn.Config, engine: Engine | Models, grace: float):
         super().__init__(config)
         self.engine, self.grace = engine, grace
 
@@ -108,6 +119,48 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Servi
     """
     engine = Engine(lambda: opened(load(), settings, service), settings.limits, lambda: ready(service), _store)
     service = Service(engine, Metrics(engine), settings.rules, settings.timeout)
+    run(service, settings)
+
+
+def serve_several(
+    find: Callable[[], list[Offer]],
+    load: Callable[[Offer], Loaded],
+    settings: Settings,
+    ready: Callable[[Service], None],
+) -> None:
+    """Serve the models that `find` lists, each loaded on demand, as `serve` serves one; raises the same.
+
+    find, ready: called on the thread that runs the models, ready once they are listed. load: called on another one.
+    """
+    models = models_of(find, load, settings, lambda: ready(service))
+    service = Service(models, Metrics(models), settings.rules, settings.timeout)
+    run(service, settings)
+
+
+def models_of(
+    find: Callable[[], list[Offer]],
+    load: Callable[[Offer], Loaded],
+    settings: Settings,
+    ready: Callable[[], None] = lambda: None,
+) -> Models:
+    """Return the models of a server, as `serve_several` describes them; the first has the settings' names, too."""
+    more: Any = {"limits": settings.limits, "ready": ready, "store": _store, "most": settings.max_memory}
+    opens = partial(_opened_offer, load, settings)
+    return Models(find, opens, aliases=settings.names, **more)
+
+
+def _opened_offer(load: Callable[[Offer], Loaded], settings: Settings, offer: Offer) -> Ready:
+    """Load one of several models. Its names are its own and the settings'; its prefix files have their own state."""
+    files = settings.cache_files and PrefixFiles(settings.cache_files.directory, settings.cache_files.limit)
+    own = replace(settings, names=(offer.name, *settings.names), cache_files=files)
+    loaded = load(offer)
+    served = shared(loaded, own)
+    return Ready(served, described(loaded, served, own), count_buffers(served.tree.blank))
+
+
+def run(service: Service, settings: Settings) -> None:
+    """Serve until a signal or the end of the engine's thread; raises as `serve`."""
+    engine = service.engine
     config = uvicorn.Config(
         application(service, settings.root_path),
         log_level="warning",
@@ -123,7 +176,8 @@ def serve(load: Callable[[], Loaded], settings: Settings, ready: Callable[[Servi
     asyncio.run(server.serve(sockets))
     engine.stop(settings.grace)
     engine.thread.join(0 if engine.state == "loading" else settings.grace + STORING)
-    if engine.thread.is_alive():  # MLX cannot be interrupted while it loads or computes
+    loading = isinstance(engine, Models) and engine.loading
+    if engine.thread.is_alive() or loading:  # MLX cannot be interrupted while it loads or computes
         os._exit(0)
     if engine.error is not None:
         raise engine.error
@@ -171,16 +225,26 @@ def shared(loaded: Loaded, settings: Settings) -> Served:
 
 def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
     """Return `shared(loaded, settings)`; set the `info` of `service`, after which it accepts requests."""
-    model, tokenizer, advised, _ = loaded
     served = shared(loaded, settings)
     service.metrics.counted = count_buffers(served.tree.blank)
+    service.info = described(loaded, served, settings)
+    return served
+
+
+def described(loaded: Loaded, served: Served, settings: Settings) -> ModelInfo:
+    """Return the facts about a loaded model for requests; its vocabulary for grammars is made."""
+    model, tokenizer, advised, _ = loaded
     with dropped("grammars cannot be used"), contextlib.suppress(ValueError):  # requests state the reason
         vocabulary_of(tokenizer, model.vocab_size)  # at the load, because it holds Python's lock
+    vision = model.vision
+    if vision and settings.features is not None:
+        vision.keep_at_most(settings.features)
     limit = getattr(model.args, "max_position_embeddings", None) or tokenizer.model_max_length
-    service.info = ModelInfo(
+    report = getattr(model, "report", None)
+    return ModelInfo(
         names=settings.names,
         tokenizer=tokenizer,
-        marks=marks_of(tokenizer),
+        marks=marks_of(tokenizer, vision and vision.mark),
         positions=int(min(limit, settings.positions or limit)),
         max_tokens=settings.max_tokens,
         defaults={**advised, **settings.sampling},
@@ -192,9 +256,14 @@ def opened(loaded: Loaded, settings: Settings, service: Service) -> Served:
         vocab_size=model.vocab_size,
         tool_format=served.tool_format,
         frames=served.frames,
+        vision=vision,
+        blind=model.runtime.blind,
+        fetch=settings.fetch,
+        family=report.family if report else "",
+        stored=report.target_quantization if report else "",
+        size=report.target_bytes + report.head_bytes if report else 0,
         seeds=lambda: int.from_bytes(os.urandom(7)),
     )
-    return served
 
 
 def _store(served: Served) -> None:

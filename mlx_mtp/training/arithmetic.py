@@ -1,4 +1,4 @@
-"""Arithmetic for training on a CPU, where MLX takes 12 ns for one exp: here exp is products, which vectorise.
+"""Replace arithmetic for training on a CPU, where MLX takes 12 ns for one exp: here exp is products, which vectorise.
 
 The relative error of exp is below 2e-5 on [-80, 80]. Each public function has its own gradient. A compiled
 function runs uncompiled while gradients are traced, so what is compiled here is called on inputs cut off from

@@ -67,6 +67,6 @@ def alone(recording: Recording, document: Document) -> Batch:
         mx.array(pairs[places, 0])[None],
         mx.array(pairs[places, 1])[None],
         mx.zeros((1, len(places)), mx.int32),
-        mx.array(places + 1 >= document.answer)[None],
+        mx.array((places + 1 >= document.answer).tolist())[None],
         mx.random.key(0)[None],
     )

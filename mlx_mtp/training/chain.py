@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.utils import checkpoint as again_for_gradient
+from mlx.nn.utils import checkpoint as checkpointed
 
 Parts = tuple[mx.array, ...]
 
@@ -69,7 +69,7 @@ def chain(
         head: Any = model.mtp[number]
         call = partial(_head, head, starts, windows[number], depth, recycled)
         if checkpoint:
-            call = again_for_gradient(head, call)
+            call = checkpointed(head, call)
         flat = [array for parts in earlier for array in parts] if recycled else []
         output, *parts = call(model.embed(tokens, number), hidden, *flat)
         earlier.append(tuple(parts))

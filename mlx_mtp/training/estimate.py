@@ -17,7 +17,7 @@ from .loss import chain_loss
 from .reading import read
 from .recording import bytes_per_token
 
-STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two moments
+STATES = 3  # arrays per trained parameter besides itself: the gradient and AdamW's two averages
 BLOCK = 14  # values of a layer's inputs and outputs per position and hidden value that the gradient needs
 VOCAB = 6  # arrays of logits per depth that live at once
 TRIED = 64  # tokens of the timed read
@@ -48,12 +48,12 @@ class Estimate:
 
 def memory_of(workshop: Workshop, rows: int, length: int, *, checkpoint: bool) -> int:
     """Return the estimated bytes of parameters, gradients, optimizer and intermediate values of a training step."""
-    arrays: Any = tree_flatten(workshop.trained.trainable_parameters())
-    trained = sum(w.nbytes for _, w in arrays)
+    parameters: Any = tree_flatten(workshop.trained.trainable_parameters())
+    trained = sum(w.nbytes for _, w in parameters)
     fixed = nbytes(workshop.trained.parameters()) + workshop.teacher.weight.nbytes
     size = workshop.model.model.norm.weight.size
-    block: Any = tree_flatten(workshop.trained.mtp[0].block.parameters())
-    layer = sum(w.shape[0] for _, w in block if w.ndim == 2)
+    weights: Any = tree_flatten(workshop.trained.mtp[0].block.parameters())
+    layer = sum(w.shape[0] for _, w in weights if w.ndim == 2)
     kept = layer + BLOCK * size if not checkpoint else 4 * size
     depths = workshop.depths
     # With checkpointing one depth's intermediate values exist at a time.
@@ -107,7 +107,8 @@ def estimate(
 def _blank(rows: int, length: int, width: int) -> Batch:
     shape = (rows, length + 1)
     zeros = mx.zeros(shape, mx.int32)
-    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_))
+    keys = mx.random.split(mx.random.key(0), rows)
+    return Batch(mx.ones((*shape, width), mx.float16), zeros, zeros, zeros, mx.ones(shape, mx.bool_), keys)
 
 
 def duration(seconds: float) -> str:

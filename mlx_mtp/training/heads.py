@@ -28,7 +28,7 @@ class Trained(nn.Module):
 
     def __init__(self, heads: Sequence[nn.Module]):
         super().__init__()
-        self.mtp = list(heads)
+        self.mtp: list[Any] = list(heads)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Workshop:
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads, a new one with the target's rows of its drafted tokens."""
+        """Return quantized copies of the trained heads; new ones have the target's rows of their draft vocabulary."""
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
@@ -87,7 +87,7 @@ def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
         if not formats:
             raise ValueError(f"rank={rank}: the heads are not quantized; allowed is None")
         _add_low_rank(heads, rank)
-    # A recycled head learns a chain of two drafts.
+    # A recycled head is trained for a chain of two drafts.
     depths = 2 if model.spec.topology == "recycle" else len(heads.mtp)
     return _open(model, heads, formats, depths, before, dtype)
 
@@ -113,7 +113,8 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     before = model.mtp, model.spec
     model.spec = replace(TUNED, draft_vocab=0 if tokens is None else len(tokens))
     with model.runtime.adapters.using(None):  # adapters wrap modules, and the head gets plain ones
-        block = _wide(model.like_last_layer())
+        whole: Any = dequantize_model(Trained([model.like_last_layer()]))
+    block = whole.mtp[0]
     head: Any = MTPHead(model.spec, block, model.model.norm, model.vocab_size, mask_array=model.MASK_ARRAY)
     head.norm.update(tree_map(lambda w: w + 0, model.model.norm.parameters()))
     size = model.model.norm.weight.size
@@ -126,13 +127,6 @@ def new(model: Any, tokens: Sequence[int] | None, depths: int, bits: int | None,
     formats = {} if bits is None else _new_formats(heads, bits)
     model.mtp = heads.mtp
     return _open(model, heads, formats, depths, before, dtype)
-
-
-def _wide(module: nn.Module) -> Any:
-    """Return a module with its quantized matrices dequantized; it is modified."""
-    inside: Any = Trained([module])
-    dequantize_model(inside)
-    return inside.mtp[0]
 
 
 def set_scale(workshop: Workshop, hidden: mx.array) -> None:
@@ -174,7 +168,8 @@ def _teacher(model: Any, head: Any, dtype: mx.Dtype) -> tuple[nn.Linear, mx.arra
     rows = mx.arange(whole["weight"].shape[0])
     if "d2t" in head:
         rows = head.token(mx.arange(head.d2t.size))
-    teacher = _wide(sliced(whole, rows))
+    part: Any = dequantize_model(Trained([sliced(whole, rows)]))
+    teacher = part.mtp[0]
     teacher.set_dtype(dtype)
     teacher.freeze()
     ranks = mx.full((model.vocab_size,), -1, mx.int32)

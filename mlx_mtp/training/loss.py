@@ -1,4 +1,4 @@
-"""The loss of a chain of drafts: the target's own choices, and its distribution over the tokens that are drafted."""
+"""Compute the loss of a chain of drafts, by the target's choices and its distribution over the draft vocabulary."""
 
 from typing import Any
 

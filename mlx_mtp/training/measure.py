@@ -1,4 +1,4 @@
-"""Measure on held-out documents how many drafts of a model's heads equal the target's own choices."""
+"""Measure, on held-out documents, the share of the heads' drafts that equal the target's own choices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The training step: clipped AdamW, or Muon for matrices; data parallel over CPU streams."""
+"""Make a training step: clipped AdamW, or Muon for matrices; data parallel over CPU streams."""
 
 import math
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from .texts import Text
 
 ROWS = 256  # rows of logits at a time
 LEAST = 16  # tokens of a document; shorter ones are skipped
-HELD_OUT = 16  # one text in so many measures the heads
+HELD_OUT = 16  # one text of this number measures the heads
 
 Progress = Callable[[str, int, int], None]
 

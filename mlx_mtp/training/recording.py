@@ -66,7 +66,7 @@ class Recording:
         return self.documents[-1].end if self.documents else 0
 
     def check_room(self, tokens: int) -> None:
-        """Raise ValueError if the disk has no room for a recording of so many tokens."""
+        """Raise ValueError if the disk has no room for a recording of this number of tokens."""
         check_free(self.path / ROWS, max(0, tokens - self.size) * bytes_per_token(self.width))
 
     def append(self, tokens: list[int], hidden: mx.array, choices: mx.array, answer: int, *, held: bool) -> None:

@@ -1,4 +1,4 @@
-"""The options of a tuning, and their limits."""
+"""Define the options of a tuning, and their limits."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 class Settings:
     """How heads are tuned.
 
-    tokens: to record. epochs: passes over them. new: make a new head. depths: drafts that a new head learns to chain.
-    draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head. rows: of a batch; None
-    chooses. dtype: in which heads are trained. rank: of low-rank updates of the heads' quantized matrices, which are
-    then trained alone. rate: the peak learning rate; None is 1e-3 for new heads, else 2e-4.
+    tokens: to record. epochs: passes over them. new: make a new head. depths: consecutive drafts that a new head is
+    trained for. draft_vocab: number of tokens that a new head drafts; None for all. bits: of a new head. rows: of a
+    batch; None chooses. dtype: in which heads are trained. rank: of low-rank updates of the heads' quantized weights,
+    which are then trained alone. rate: the peak learning rate; None is 1e-3 for new heads, else 2e-4.
     """
 
     tokens: int = 200_000

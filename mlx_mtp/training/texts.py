@@ -16,7 +16,7 @@ from ..machine.errors import one_line
 MARK = "\x02user\x02"  # a user's message that no template changes
 WAVE = 32  # answers written together
 PROMPT_TOKENS = 100  # maximum tokens of a prompt that the model writes
-GREEDY = 4  # of so many answers all but one are greedy
+GREEDY = 4  # all but one of this number of answers are greedy
 EMPTY = 8  # waves
 
 

@@ -22,7 +22,7 @@ from .recording import Recording
 
 MEASURES = 8  # during a training
 SAVE_SECONDS = 60.0
-NOISE = 0.1  # of the rows that the first head reads, so that it learns its texts by heart less
+NOISE = 0.1  # of the rows that the first head reads, against overfitting
 STATE = "training.safetensors"
 
 

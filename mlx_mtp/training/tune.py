@@ -25,7 +25,7 @@ from .train import Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
-WORK = ".work"  # the suffix of the folder with the recording and the state of the training, beside the sidecar
+WORK = ".work"  # the suffix of the folder with the recording and the training's state, next to the sidecar
 Progress = Callable[[str, int, int], None]
 Given = str | list[int] | list[dict[str, str]] | Path
 
@@ -71,7 +71,7 @@ def tune_heads(
 
     The model does not change: at the end it has the heads that it had before. Load it with `kernels="off"`. `out` is
     for `load(mtp_path=out)`. Ctrl-C keeps the best heads so far. An interrupted run is continued by the same call;
-    its recording and state are in a folder beside `out`, which a complete run deletes.
+    its recording and state are in a folder next to `out`, which a complete run deletes.
 
     texts: texts, token ids, messages, and paths of files, which the model reads; messages that end with the user's
     and prompts in *.jsonl files are answered by the model first. None: the model writes prompts and answers itself.

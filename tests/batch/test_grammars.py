@@ -152,7 +152,7 @@ def test_forced_drafts_keep_both_limits(tiny_models, monkeypatch, own, together)
 
 @pytest.mark.parametrize("p_min", [0.0, 1e-6])
 def test_samplers_see_only_allowed_tokens(tiny_models, p_min):
-    """In the row of the first draft, too, whose mask is written when the draft is read: the end is forbidden there."""
+    """In the row of the first draft, too, whose mask is written once the draft is read: it forbids the end."""
     model, _ = tiny_models(2)
     masked = []
 

@@ -255,6 +255,7 @@ def test_the_command_writes_the_result(tmp_path):
     assert result["options"]["max_tokens"] == 4
     assert all(word in done.stdout for word in ("accepted", "over", "spread", "k=2", "(-)"))
     assert "{" not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Next: mlx-mtp verify-lossless")
     (printed := tmp_path / "printed.txt").write_text("a table\n" + out.read_text())
     again = call("bench", "compare", out, printed)
     assert again.returncode == 0

@@ -243,6 +243,7 @@ def test_without_a_clang_kernels_are_not_checked_and_nothing_is_wrong(no_clang, 
     words = "kernels not checked: no clang 16 or newer: pip install -e '.[emulate]'"
     assert shown.returncode == 0
     assert shown.stdout.startswith(words)
+    assert "\nNext: mlx-mtp verify-lossless  checks" in shown.stdout
     written = (tmp_path / "d.md").read_text()
     assert "**No fault found:** " + words in written
     assert "\nK" + words[1:] in written

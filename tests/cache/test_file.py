@@ -136,8 +136,8 @@ def test_damage_anywhere_is_refused(model, saved, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("format"), r"of an older format \(1\), this version reads 2; make it again"),
-        (lambda s: s.update(format=3), r"of a newer format \(3\)"),
+        (lambda s: s.pop("format"), r"of an older format \(1\), this version reads 2 and 3; make it again"),
+        (lambda s: s.update(format=4), r"of a newer format \(4\)"),
         (lambda s: s.update(model="0" * 64), "made with another model"),
         (lambda s: s.update(model_heads="0" * 64), "made with other MTP heads"),
         (lambda s: s["layers"].pop(), "damaged"),

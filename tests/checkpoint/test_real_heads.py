@@ -17,7 +17,7 @@ PROMPTS = (
     "What is photosynthesis?",
     "Write a Python function that reverses a string.",
     "Write a short poem about the sea.",
-    "Anna has 12 apples and buys 7 more. How many apples does she have?",
+    "Anna has 12 apples and buys 7 more. What is their number now?",
 )
 TOKENS = 48
 

@@ -1,9 +1,11 @@
 """List the models on this machine, use their short names, and pull one from a hub on loopback."""
 
+import io
 import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -13,9 +15,10 @@ from hub import served_hub
 from portless import CONFIGS
 
 import mlx_mtp
-from mlx_mtp.checkpoint import library, pull
+from mlx_mtp.checkpoint import files, library, pull
 from mlx_mtp.checkpoint.convert import convert, extract_heads
 from mlx_mtp.checkpoint.cure import UNKNOWN, NeverDrafts, adding_heads
+from mlx_mtp.cli import progress
 from mlx_mtp.demo import demo_path
 
 
@@ -170,6 +173,28 @@ def test_an_unknown_repository_is_one_line(monkeypatch):
 
     monkeypatch.setattr(pull.HfApi, "model_info", model_info)
     assert "org/Other: " in one_line_error(call("pull", "org/Other"))
+
+
+def test_reading_the_headers_of_weight_files_is_reported(tmp_path, monkeypatch):
+    """The files may be more than a hundred, each with requests of its own."""
+    names = [f"model-{i}.safetensors" for i in range(3)]
+    api = SimpleNamespace(
+        model_info=lambda *_, **__: SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=name) for name in names], sha=""
+        ),
+        parse_safetensors_file_metadata=lambda *_, **__: SimpleNamespace(metadata={}, tensors={}),
+    )
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich: a terminal
+    with progress.watched(shown=True):
+        assert screen.getvalue() == ""  # until then huggingface_hub shows bars of its own
+        files._fetch(api, "org/Model", None, tmp_path)
+    assert "Reading headers of weight files, " in screen.getvalue()
+
+
+def test_a_directory_is_not_pulled(tmp_path):
+    assert one_line_error(call("pull", tmp_path)) == f"error: {tmp_path}: already on this machine; give it to --model"
 
 
 def test_smollm2_without_hub_and_package(machine, monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,26 +12,24 @@ import threading
 import time
 import urllib.request
 
+import click
 import pytest
-from command_line import call, one_line_error
+from command_line import call, free_port, one_line_error
 from sweep import sweep
 
 import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
+from mlx_mtp.demo import demo_path
 
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+serve = sys.modules["mlx_mtp.cli.serve"]
 
 
 class Running:
     """`mlx-mtp serve` in a process, with a directory of prefix files, until the block ends."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *more):
         self.port, self.log, self.prompts = free_port(), folder / "log", folder / "prompts"
         command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", str(self.port), "--log-file", self.log]
-        command += ["--alias", "*", "--prompt-cache-dir", self.prompts]
+        command += ["--alias", "*", "--prompt-cache-dir", self.prompts, *more]
         env = {**os.environ, "NO_COLOR": "1"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
@@ -47,8 +46,8 @@ class Running:
         self.process.wait()
         self.process.stderr.close()
 
-    def ask(self, question):
-        body = {"model": "anything", "messages": [{"role": "user", "content": question}], "max_tokens": 2}
+    def ask(self, question, model="anything"):
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 2}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
         )
@@ -112,9 +111,52 @@ def test_the_page_opens_once_the_server_answers(monkeypatch, host):
 
     monkeypatch.setattr("urllib.request.urlopen", answers)
     monkeypatch.setattr("webbrowser.open", lambda url: tried.append(url) or opened.set() or True)
-    sys.modules["mlx_mtp.cli.serve"]._loaded(
-        None, {"quiet": True, "opens": True, "host": host, "port": 81, "root_path": "/x"}
-    )
+    serve._loaded(None, {"quiet": True, "opens": True, "host": host, "port": 81, "root_path": "/x"})
     assert opened.wait(10)
     own = "[::1]" if host == "::" else "127.0.0.1"
     assert tried == [f"http://{own}:81/x/health"] * 3 + [f"http://{own}:81/x/"]
+
+
+def flags(**changes):
+    named = dict.fromkeys(("models_dir", "max_memory", *serve.OF_ONE))
+    return {**named, "models": (), "adapter_path": (), "trust_remote_code": False, "max_context": None, **changes}
+
+
+def test_one_model_or_several(tmp_path):
+    one = flags(models=("x",))
+    assert not serve._is_several(one)
+    assert one["model"] == "x"
+    assert serve._is_several(flags(models=("x", "y")))
+    assert serve._is_several(flags(models_dir=tmp_path))
+    for name, value in [("draft_model", "d"), ("mtp_path", "m"), ("draft_vocab", "v"), ("adapter_path", ("a",))]:
+        assert not serve._is_several(flags(**{name: value}))
+        with pytest.raises(click.UsageError, match=f"--{name.replace('_', '-')} belongs to one model"):
+            serve._is_several(flags(models=("x", "y"), **{name: value}))
+    with pytest.raises(click.UsageError, match="--max-memory: needs --models-dir"):
+        serve._is_several(flags(max_memory=1))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(click.UsageError, match="is a model itself"):
+        serve._is_several(flags(models_dir=tmp_path))
+
+
+def test_the_models_of_a_server(tmp_path, monkeypatch):
+    """Those of --model first; two of the same name are refused."""
+    for name in ("a/x", "b/x", "b/y"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    found = serve._find(flags(models=(str(tmp_path / "b/y"),), models_dir=tmp_path / "a"))
+    assert [offer.name for offer in found] == ["y", "x"]
+    with pytest.raises(click.UsageError, match="two models are named 'x'"):
+        serve._find(flags(models=(str(tmp_path / "a/x"), str(tmp_path / "b/x"))))
+
+
+@sweep
+def test_a_server_of_several_models(tmp_path):
+    """It lists them, loads the one that is named, and ends in order, also while it loads."""
+    for name in ("one", "two"):
+        shutil.copytree(demo_path(), tmp_path / "models" / name)
+    with Running(tmp_path, "--models-dir", tmp_path / "models", "--max-memory", "0.03") as server:
+        assert [server.ask("What does len do?", model=name)["model"] for name in ("two", "one", "two")]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.process.stderr.read()

@@ -15,8 +15,10 @@ from plans import Listed, follow
 from sweep import sampled
 
 import mlx_mtp
+from mlx_mtp.batch.control import Controls
 from mlx_mtp.cache.prompt_cache import PromptCache
 from mlx_mtp.checkpoint.block_drafter import set_drafter
+from mlx_mtp.decoding import replay as replay_module
 from mlx_mtp.tuning.plan import Plan
 
 # Longer than what heads with windows read of a prompt.
@@ -71,6 +73,14 @@ class Subject:
             assert tokens == self.alone[source][at][: len(tokens)], (source, at)
         for source in self.k:
             assert sum(name == source for name, *_ in found) >= least
+        self.forced.calls.clear()
+
+    def check_pool(self) -> None:
+        """Each draft of a pool's cycles equals that of its source alone, where that drafted at the position."""
+        for source, at, _, drafts in self.forced.calls:
+            for position, tokens in zip(at.tolist(), drafts.tokens.tolist(), strict=True):
+                assert tokens == self.alone[source].get(position, tokens)[: len(tokens)], (source, position)
+        assert {source for source, *_ in self.forced.calls} >= {*self.alone}
         self.forced.calls.clear()
 
 
@@ -267,9 +277,54 @@ def test_few_rows_wait_in_a_pool(subject, monkeypatch):
     assert found == [s.text[len(prompt) :][:52] for prompt in prompts]
     assert 8 < max(most[len(prompts) :]) <= 8 + 16  # without the prompts
     assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
-    for source, at, _, drafts in s.forced.calls:
-        for position, tokens in zip(at.tolist(), drafts.tokens.tolist(), strict=True):
-            assert tokens == s.alone[source].get(position, tokens)[: len(tokens)], (source, position)
+    s.check_pool()
+
+
+def test_recorded_steps_are_few(subject, monkeypatch):
+    """One per length of blocks, and two per length of heads: after heads and after blocks."""
+    s = subject("step3p5")
+    s.model.runtime.recorder = None
+    monkeypatch.setattr(replay_module, "OFTEN", 1)
+    plans = [HEADS, HEADS, BLOCK, BLOCK, PLAIN, HEADS, PLAIN, BLOCK]
+    follow(monkeypatch, Listed(planned(s, plans)))
+    assert ours(s.model, PROMPT, 15, 24, compile_cycles=True) == s.text[len(PROMPT) :][:24]
+    kinds = [kind for _, kind in s.model.runtime.recorder.cycles]
+    rows = sorted((kind.plan.source, kind.rows) for kind in kinds if kind.plan.k)
+    assert rows == [("block", 16), ("heads", 4), ("heads", 16)]
+    assert len(kinds) == 4
+
+
+@pytest.mark.parametrize("name", sampled(NAMES[:1], NAMES))
+@pytest.mark.parametrize("replay", [False, True])
+def test_both_draft_in_a_pool(subject, monkeypatch, name, replay):
+    s, first = subject(name), len(PROMPT)
+    control = Listed(planned(s, EVERY))
+    monkeypatch.setattr("mlx_mtp.batch.control.Controls.control", lambda *_: control)
+    prompts, lengths = [PROMPT, s.text[: first + 3], s.text[: first + 1]], [52, 40, 52]
+    batch, found = mlx_mtp.BatchGenerator(s.model, compile_cycles=replay), [[], [], []]
+    batch.insert(prompts, lengths)
+    while responses := batch.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    assert found == [s.text[len(prompt) :][:n] for prompt, n in zip(prompts, lengths, strict=True)]
+    assert {c.plan.source for c in control.cycles if c.verified} == {"heads", "block"}
+    assert len({(c.plan.source, c.accepted) for c in control.cycles if c.verified}) > 8
+    if not replay:
+        s.check_pool()
+
+
+def test_the_controller_of_a_pool_can_choose_both(subject):
+    s = subject("step3p5")
+    control = Controls(s.model, adaptive=True, p_min=True).control(2, 6)
+    assert {source: plans[-1].k for source, plans in control.own.items()} == {"block": 6, "heads": 3}
+    assert {*Controls(s.model, adaptive=True).control(2, 2).own} == {"block", "heads"}
+    assert Controls(s.model, adaptive=False).control(2, 6).plan().source == "block"
+    batch, found = mlx_mtp.BatchGenerator(s.model, num_draft_tokens=6, draft_p_min=0.1), [[], []]
+    batch.insert([PROMPT, s.text[: len(PROMPT) + 3]], [40, 40])
+    while responses := batch.next_generated():
+        for response in responses:
+            found[response.uid].append(response.token)
+    assert found == [s.text[len(PROMPT) :][:40], s.text[len(PROMPT) + 3 :][:40]]
 
 
 def test_the_controller_chooses_and_fixed_numbers_are_the_blocks(subject):

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from sweep import sampled
 
 import mlx_mtp
+from bench import which_model
 from mlx_mtp.cache.recurrent import RecurrentCache
 from mlx_mtp.decoding import graph_memory, memory_needs
 from mlx_mtp.decoding.memory_needs import Budget, needs, within
@@ -76,6 +77,13 @@ def test_the_estimate_equals_the_memory(built, name):
     for positions, rows in ((1, 1), (context, chunk), (5000, 1), (5000, 2048)):
         given = lazy, cache, positions, rows
         assert sum(memory_needs._caches_and_scratch(*given)) < memory_needs._upper_bound(*given), rows
+
+
+def test_a_released_recurrent_model_needs_more_memory_for_larger_chunks():
+    """A CPU's graph of a layer that loops over rows is extrapolated from few rows, which must not mislead."""
+    model = which_model.quantized("qwen3.5-0.8b", bits=4)
+    needed = [needs(model, 8000, chunk=chunk).scratch for chunk in (32, 2048)]
+    assert 0 < needed[0] < needed[1]
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS[::2], LAYOUTS))

@@ -113,6 +113,21 @@ def test_white_space(whitespace):
         assert made == grammar.json_schema(json.dumps(POINT))
 
 
+RANGE = {"minimum": -5, "maximum": 5}
+DIGITS = [  # a schema, a text that it accepts, and one that it does not
+    ({"type": "integer"}, "-" + "7" * 400, "7.5"),
+    ({"type": "integer", "maximum": 5}, "-" + "7" * 400, "7" * 400),
+    ({"type": "integer", **RANGE}, "-3", "-" + "7" * 400),
+    ({"type": "number", **RANGE}, "4." + "7" * 400, "7" * 400),
+    ({"type": "number", **RANGE, "multipleOf": 0.01}, "4.77", "4.777"),
+]
+
+
+@pytest.mark.parametrize(("schema", "taken", "refused"), DIGITS)
+def test_digits_have_the_limits_of_the_schema_only(schema, taken, refused):
+    assert [accepts(grammar.json_schema(schema), text) for text in (taken, refused)] == [True, False]
+
+
 def test_any_json_and_any_value():
     for made in (grammar.json(), grammar.json_schema({}), grammar.json_schema(True), grammar.json_schema("true")):
         assert all(accepts(made, text) for text in ('{"a": [1, null]}', '"x"', "3", "[]"))

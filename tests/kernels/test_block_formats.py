@@ -266,10 +266,10 @@ def test_relatives(op, mode, dtype, contraction, m):
         assert same_bits(y, run(x, *weights, order=order, traffic=False)[0])
     inside = [replace(each, w=shifted(each.w), scales=shifted(each.scales)) for each in weights]
     assert same_bits(y, run(shifted(x), *inside, traffic=False)[0])
-    beside = mx.moveaxis(x, axis, 0)
-    beside[1, ..., :200] = float("nan")
+    others = mx.moveaxis(x, axis, 0)
+    others[1, ..., :200] = float("nan")
     clean, found = (
-        mx.moveaxis(a, axis, 0) for a in (y, run(mx.moveaxis(beside, 0, axis), *weights, traffic=False)[0])
+        mx.moveaxis(a, axis, 0) for a in (y, run(mx.moveaxis(others, 0, axis), *weights, traffic=False)[0])
     )
     kept = mx.array([i for i in range(m) if i != 1])
     assert same_bits(found[kept], clean[kept])

@@ -1,15 +1,29 @@
 """Fixtures: the demo model, served once to clients in this process."""
 
 import sys
+from functools import partial
 
 import pytest
+import seeing
 from letters import Letters
-from served import serving
+from served import checkpoint, serving
 
 
 @pytest.fixture(scope="session")
 def served():
     with serving(raises=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def seeing_checkpoint(tmp_path_factory):
+    return seeing.build(tmp_path_factory.mktemp("seeing"))[0]
+
+
+@pytest.fixture(scope="session")
+def eyes(seeing_checkpoint):
+    """A client of a tiny model that reads pictures."""
+    with serving(partial(checkpoint, seeing_checkpoint), raises=False, names=("eyes",)) as client:
         yield client
 
 

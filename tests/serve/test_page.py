@@ -1,15 +1,13 @@
 """The chat page in a real browser: answers, conversations, settings, hostile text, and what a reader must see."""
 
-import asyncio
 import hashlib
 import json
 import re
-import threading
 
 import httpx
 import pytest
-import uvicorn
 from browser import CHROMIUM, Browser
+from served import listening
 
 from mlx_mtp.serve.app import PAGE, Service, application
 from mlx_mtp.serve.guard import Rules
@@ -23,14 +21,8 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machin
 def address(served):
     """The address of a real server with the same engine, which requires a key."""
     service = Service(served.service.engine, served.service.metrics, Rules("secret"), info=served.service.info)
-    server = uvicorn.Server(uvicorn.Config(application(service), port=0, log_level="error"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    while not server.started:
-        pass
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    with listening(application(service)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,13 @@ def one_line_error(result, code=1):
     assert len(lines) == 1
     assert result.stderr.splitlines()[-1] == lines[0]
     return lines[0]
+
+
+def free_port():
+    """Return a port of 127.0.0.1 that no process listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def command_of(words):

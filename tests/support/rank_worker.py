@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import picture_prompts
 import pytest
 from mlx.utils import tree_flatten
 from oracle import Oracle
@@ -145,6 +146,25 @@ def refused(path: str, group, ranks: list[int], op: str, how: str, rows: int | N
         for options, text in zip(cases, want, strict=True):
             found[str(options)] = generated(switched_on(plain), 10, **options) == text
     return {"same": found, "kernels": plain.report.kernels, "warned": len(caught)}
+
+
+def pictured(path: str, group, k: int) -> dict:
+    """Return a text after pictures whose features only rank 0 has, and the error of a picture that it lacks."""
+    model = mlx_mtp.load_model(path, tensor_group=group)
+    vision = model.runtime.vision = picture_prompts.Vision()
+    if group is not None and group.rank():
+        vision.features = None  # not called
+    parts, more = ([5, 6], picture_prompts.A, [7, 8, 9], picture_prompts.C, [10, 11]), {"num_draft_tokens": k}
+    more |= {"adaptive": False, "pictures": [picture_prompts.A, picture_prompts.C], "prefill_step_size": 3}
+    steps = mlx_mtp.generate_step(picture_prompts.tokens_of(*parts), model, max_tokens=12, **more)
+    text, error = [token for token, *_ in steps], ""
+    if group is None or group.rank() == 0:
+        vision.features = {}.__getitem__
+    try:
+        list(mlx_mtp.generate_step(picture_prompts.tokens_of(*parts), model, max_tokens=12, **more))
+    except (ValueError, KeyError) as e:
+        error = str(e)
+    return {"text": text, "error": error}
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 PROGRAMS = "git|python3?|pip|sudo|mlx-mtp"
 DEMO = "mlx_mtp/demo/checkpoint"
-MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "MODEL": DEMO, "NEW": "converted", "YOUR_CONVERSION": "converted"}
-INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e ."
+MODELS = {"zai-org/GLM-4.7-Flash": DEMO, "YOUR_CONVERSION": "converted"}
+INSTALL = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[serve]'"
 BASH = "/bin/bash"
+PORT = 18462  # of the server
 REMOVED = ("PYTHONPATH", "VIRTUAL_ENV", "MLX_MTP_CLANG")  # environment variables
 
 
@@ -46,20 +47,26 @@ RULES = {  # by regular expressions of whole commands
     r"git clone CLONE_URL .*": Rule(skipped="CLONE is one"),
     re.escape(INSTALL): Rule(skipped="run first, for all others"),
     r"python3 -m venv .* pip install -e '\.\[test\]' && pytest .*": Rule(skipped="a section of .ci/run"),
-    r"pip install -e '\.\[serve\]'": Rule(skipped="tests/serve has it; here `serve` is to lack it"),
     r"sudo sysctl .*": Rule(skipped="a setting of a Mac"),
     r"python bench/which_model\.py": Rule(shown=True),
     r"mlx-mtp chat.*": Rule(chats=True),
+    r"mlx-mtp models .*": Rule(),
+    r"mlx-mtp pull .*": Rule(code=1, prints=f"error: {DEMO}: already on this machine"),
     r"mlx-mtp inspect .*": Rule(prints="MTP heads  3 found"),
     r"mlx-mtp convert .* --mlx-path .*": Rule(prints="MTP heads  3"),
     r"mlx-mtp convert .* --mtp-only .*": Rule(
-        before="rm converted/mtp.safetensors", prints="converted/mtp.safetensors"
+        before=f"mlx-mtp convert --hf-path {DEMO} --mlx-path converted -q && rm converted/mtp.safetensors",
+        prints="converted/mtp.safetensors",
     ),
     r"mlx-mtp verify-lossless .*": Rule(
         more="--max-tokens 2 --draws 20 --num-draft-tokens 1 --no-diagnose", prints="lossless in float32: "
     ),
     r"mlx-mtp generate .*": Rule(prints="MTP: "),
-    r"mlx-mtp serve .*": Rule(code=1, prints="is missing: pip install -e '.[serve]'"),
+    r"mlx-mtp serve .*": Rule(
+        more=f"--port {PORT} & curl -s --retry 60 --retry-delay 1 --retry-connrefused 127.0.0.1:{PORT}/health"
+        " && kill $! && wait $!",
+        prints='{"status":"ok"}',
+    ),
     r"mlx-mtp bench decode .*": Rule(more="--rounds 1 --max-tokens 4", prints="tok/s over plain"),
 }
 NO_CLANG = "no clang 16 or newer: pip install -e '.[emulate]'"

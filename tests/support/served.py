@@ -1,19 +1,23 @@
 """Start services of the demo, each with its own engine thread."""
 
+import asyncio
+import threading
 import time
 from contextlib import contextmanager
 
 import mlx.core as mx
+import uvicorn
 from compile_mode import NO_FUSE, set_mode
 from starlette.testclient import TestClient
 
 import mlx_mtp
 from mlx_mtp.demo import demo_path
 from mlx_mtp.serve.app import Service, application
+from mlx_mtp.serve.catalog import offers
 from mlx_mtp.serve.engine import Engine, Limits
 from mlx_mtp.serve.guard import Rules
 from mlx_mtp.serve.metrics import Metrics
-from mlx_mtp.serve.server import Loaded, Settings, opened
+from mlx_mtp.serve.server import Loaded, Settings, models_of, opened
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -23,10 +27,19 @@ def settings(**changes):
     return Settings(**{**defaults, "sampling": {}, "template": {}, "cache_bytes": 1 << 28, **changes})
 
 
-def demo():
+def checkpoint(path):
+    """Load a checkpoint for a server."""
     set_mode(NO_FUSE)
     with mx.stream(mx.cpu):
-        return Loaded(*mlx_mtp.load(demo_path()), {}, {"kv_group_size": 32})
+        return Loaded(*mlx_mtp.load(path), {}, {"kv_group_size": 32})
+
+
+def demo():
+    return checkpoint(demo_path())
+
+
+def demo_at(offer):
+    return checkpoint(offer.path)
 
 
 def start(load=demo, limits=None, **changes):
@@ -35,6 +48,42 @@ def start(load=demo, limits=None, **changes):
     service = Service(engine, Metrics(engine), changes.get("rules", Rules()))
     engine.thread.start()
     return service, application(service)
+
+
+@contextmanager
+def serving_several(folder, load=demo_at, limits=None, **changes):
+    """Yield a client, with its `models`, of a server of all models in a folder; stop it at the end.
+
+    changes: of `settings`.
+    """
+    given = settings(**{"names": (), "limits": limits or Limits(), **changes})
+    models = models_of(lambda: offers([], folder), load, given)
+    service = Service(models, Metrics(models), given.rules)
+    models.thread.start()
+    try:
+        with TestClient(application(service), base_url="http://localhost") as client:
+            while models.state == "loading":
+                time.sleep(0.01)
+            client.models = models
+            yield client
+    finally:
+        models.stop(0)
+        models.thread.join()
+
+
+@contextmanager
+def listening(app):
+    """Yield the address of a real server of an application, on a free port, until the block ends."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def test_drafts_that_are_waited_for_have_their_own_counts(wrong):
         control.observe(Cycle(Plan("block", 3, stepwise=True), 3, counts.accepted, 0.01))
     right, seen = control.costs.counts["stepwise"][0]
     assert not control.costs.counts["block"]
-    assert right / seen > 0.8 if wrong == 1 else right / seen < 0.12  # 0.17 without forgetting
+    assert right / seen > 0.8 if wrong == 1 else right / seen < 0.12  # 0.17 if counts did not decay
 
 
 def test_counts_of_the_source_that_does_not_draft_decay():

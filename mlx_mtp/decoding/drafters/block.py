@@ -28,12 +28,12 @@ class Block(Drafter):
 
     source = "block"
     absorbs = True
-    row_counts = (MOST + 1,)  # its products read their weights once for all of these rows
 
     def __init__(self, net: BlockNetwork):
         self.net, shape = net, net.shape
         self.most, self.reads = min(MOST, shape.drafts), shape.taps
         self.usual = self.most  # the controller drafts fewer where that is faster
+        self.row_counts = {"": (MOST + 1,)}  # its products read their weights once for all of these rows
         self.windows = tuple(reach.before for reach in shape.reaches)
 
     @property

@@ -50,7 +50,7 @@ class Drafter(Protocol):
     no_kept: `frame.cache.kept` before the first row, without chained caches.
     reads_hidden: False for a drafter that reads only tokens, all of them.
     absorbs: it also reads prompts and pending rows while it does not draft, and skips none.
-    row_counts: ascending; recorded steps pad a run to the next of these numbers of rows, so that few are recorded.
+    row_counts: by name in plans, "" for other names: recorded steps pad a run to the next of these ascending numbers.
     reads:   numbers of target layers. A hidden row is the residual stream before the final norm (`Target.normed`
              applies that) and, along the same axis, the stream after each of these numbers of layers.
     """
@@ -66,7 +66,7 @@ class Drafter(Protocol):
     no_kept: tuple[mx.array, ...] = ()
     reads_hidden: bool = True
     absorbs: bool = False
-    row_counts: tuple[int, ...] = ()
+    row_counts: Mapping[str, tuple[int, ...]] = {}
     reads: tuple[int, ...] = ()
 
     def pending(self, hidden: mx.array) -> mx.array:
@@ -103,6 +103,7 @@ class Drafter(Protocol):
             hi = min(lo + step, end)
             self.read_rows(model, cache, rows[:, lo - first : hi - first], tokens[lo + 1 : hi + 1], lo)
             cache.primed, cache.backlog = hi, [rows[:, hi - first :]]
+        cache.place_rows()
 
     def skip_to(self, cache: StepCache, first: int, rows: int) -> None:
         """Empty the drafter's caches: they start at position `first`, from which `rows` rows are read next."""

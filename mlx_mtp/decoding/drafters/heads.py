@@ -13,6 +13,7 @@ import mlx.core as mx
 from ...cache.step_cache import StepCache
 from ...layers.target import Target
 from ..draft_sampling import Choice, Choosers, HeadOutput, joined
+from ..picture_rows import next_embeddings, place_head
 from ..run import Drafts, Run, rows_at
 from .drafter import Drafter, Frame
 
@@ -82,7 +83,8 @@ class Heads(Drafter):
             kv.seek(begin, begin)
             if begin < end:
                 rows = hidden[:, begin - base : end - base]
-                output = head(model.embed(tokens[:, begin - first :], depth), rows, kv)
+                place_head(model, cache, kv, begin, end)
+                output = head(next_embeddings(model, cache, tokens[:, begin - first :], begin + 1, depth), rows, kv)
                 feedback = head.feedback(output, rows)
             else:
                 feedback = hidden[:, :0]

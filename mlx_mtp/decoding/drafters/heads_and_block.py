@@ -33,7 +33,8 @@ class HeadsAndBlock(Drafter):
         self.most, self.usual = block.most, block.usual
         self.others, self.windows = {heads.source: usual_heads}, (*heads.windows, *block.windows)
         self.net, self.nets = block.net, (model.mtp[0], block.net)
-        self.row_counts = (1 + usual_heads, *block.row_counts)  # heads read few rows after their own drafts
+        # Heads read few rows after their own drafts; while blocks draft for one sequence they read none.
+        self.row_counts = {"": (1 + usual_heads, *block.row_counts[""]), block.source: block.row_counts[""]}
         self.spare = {block.source: len(heads.windows)}
         self._reach = window_reach(heads.windows)
 
@@ -84,7 +85,10 @@ class PartCache:
     """The part of a StepCache that one of the two drafters uses: the target's caches, its own `heads` and `kept`."""
 
     def __init__(self, whole: StepCache, heads: list[Any], kept: list[mx.array]):
-        self.layers, self.heads, self.kept = whole.layers, heads, kept
+        self.whole, self.layers, self.heads, self.kept = whole, whole.layers, heads, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)  # places and features of pictures
 
     def heads_follow(self) -> None:
         """Set the position of this drafter's caches to the target's."""

@@ -1,5 +1,5 @@
 "use strict";
-// Requests an answer from the server and reads its events.
+// Requests an answer from the server and reads its events; holds the models of the server, and the chosen one.
 
 const base = location.pathname.replace(/\/$/, "");
 const key = find("key");
@@ -10,11 +10,18 @@ const headers = () => ({"content-type": "application/json", ...(key.value ? {aut
 /** An error of a request that the server has refused before it answered. */
 class RefusedError extends Error {}
 
+/** Return a message's content as parts: its pictures, then its text. */
+function partsOf(content, pictures) {
+  const text = content ? [{type: "text", text: content}] : [];
+  return [...pictures.map(url => ({type: "image_url", image_url: {url}})), ...text];
+}
+
 /** Return the request's body for a conversation that ends with a question. */
 function bodyOf({messages, settings}) {
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
-  const sent = messages.map(({role, content}) => ({role, content}));
+  const sent = messages.map(({role, content, pictures}) => ({role, content: pictures ? partsOf(content, pictures) : content}));
   const body = {messages: [...system, ...sent], stream: true, stream_options: {include_usage: true}, return_progress: true};
+  if (served.length > 1) body.model = modelOf(settings).id;
   for (const name of NUMBERS) if (settings[name]) body[name] = Number(settings[name]);
   if (settings.thinking) body.chat_template_kwargs = {enable_thinking: settings.thinking === "on"};
   return body;
@@ -32,7 +39,8 @@ async function* events(response) {
 
 /** Yield the events of an answer; throw RefusedError if the server refuses the request, Error if the answer fails. */
 async function* answerEvents(body, signal) {
-  const response = await fetch(base + "/v1/chat/completions", {method: "POST", headers: headers(), body: JSON.stringify(body), signal});
+  const loaded = watchLoad();
+  const response = await fetch(base + "/v1/chat/completions", {method: "POST", headers: headers(), body: JSON.stringify(body), signal}).finally(loaded);
   if (response.status === 401) key.hidden = false;
   if (!response.ok) throw new RefusedError((await response.json().catch(() => ({}))).error?.message ?? `The server answers ${response.status}.`);
   for await (const event of events(response)) {
@@ -56,3 +64,32 @@ function addCalls(message, deltas) {
     message.calls[index].arguments += piece ?? "";
   }
 }
+
+// --- the model
+
+let served = [];  // {id, max_model_len, input_modalities}, the server's default first
+
+/** Show the models that the server lists; with several, a conversation keeps its choice in its settings. */
+function showModels(models) {
+  served = models;
+  const choice = find("choice");
+  choice.replaceChildren(...models.map(model => element("option", "", model.id)));
+  choice.hidden = models.length < 2;
+  find("model").hidden = models.length > 1;
+}
+
+/** Return the chosen model of a conversation, the default one if it has none or an unknown one. */
+const modelOf = settings => served.find(model => model.id === settings.model) ?? served[0];
+
+/** Show progress while the model of a request is loaded; return a function that ends this. */
+function watchLoad() {
+  if (served.length < 2) return () => {};
+  const timer = setInterval(async () => {
+    const health = await fetch(base + "/health", {headers: headers()}).then(response => response.json()).catch(() => ({}));
+    if (!ended && health.loading) find("notice").textContent = loadText(health.loading);
+  }, 500);
+  let ended = false;
+  return () => { ended = true; clearInterval(timer); find("notice").textContent = ""; };
+}
+
+const loadText = ({model, stage, done, total}) => `Loading ${model ?? "a model"}: ${stage}` + (total ? `, ${done.toLocaleString()} of ${total.toLocaleString()}` : "");

@@ -15,7 +15,7 @@ const remembered = {
 
 async function save() {
   current.time = Date.now();
-  current.title ||= messages[0]?.content.trim().split("\n")[0].slice(0, 60) ?? "";
+  current.title ||= titleOf(messages);
   if (messages.length) await keep(current);
   remembered.set(CURRENT, current.id);
   await list();
@@ -46,6 +46,7 @@ function draw() {
   for (const message of messages) showMessage(message, actionsOf(message));
   talk.scrollTop = talk.scrollHeight;
   fillSettings();
+  showChoice();
   text.focus();
 }
 
@@ -71,9 +72,9 @@ function count(usage) {
     `${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens reused` + (made.paused && `; ${made.paused}`);
 }
 
-/** Send a question; a refused one returns to the box. Returns whether there is an answer. */
-async function ask(question) {
-  const asked = current, began = {role: "user", content: question}, control = busy();
+/** Send a question with pictures; a refused one returns to the box. Returns whether there is an answer. */
+async function ask(question, shown = []) {
+  const asked = current, began = {role: "user", content: question, ...(shown.length && {pictures: shown})}, control = busy();
   asked.messages.push(began);
   const view = showMessage(began, actionsOf(began));
   talk.scrollTop = talk.scrollHeight;
@@ -82,6 +83,7 @@ async function ask(question) {
   asked.messages.splice(asked.messages.indexOf(began), 1);
   view.box.remove();
   if (!text.value) setText(question);
+  if (!pictures.length) setPictures(shown);
   await (asked.messages.length ? keep(asked) : forget(asked.id));
   await list();
   return false;
@@ -171,10 +173,10 @@ function edit(message) {
   area.setAttribute("aria-label", "Edit the message");
   const resend = async () => {
     const changed = area.value.trim();
-    if (!changed) return;
+    if (!changed && !message.pictures) return;
     const edited = current, removed = messages.splice(at);
     draw();
-    if (await ask(changed)) return;
+    if (await ask(changed, message.pictures)) return;
     edited.messages.push(...removed);  // nothing replaces them
     await keep(edited);
     if (current === edited) redraw();
@@ -185,7 +187,7 @@ function edit(message) {
   });
   const row = element("div", "actions");
   row.append(button("Send", resend), button("Cancel", draw));
-  box.replaceChildren(area, row);
+  box.replaceChildren(...box.querySelectorAll(".shown-pictures"), area, row);
   area.focus();
 }
 
@@ -228,7 +230,7 @@ async function importFile(file) {
   try {
     const found = parsedConversations(await file.text());
     for (const each of found) {
-      each.title ||= each.messages[0]?.content.slice(0, 60) ?? "";
+      each.title ||= titleOf(each.messages);
       await keep(each);
     }
     open(found.at(-1));
@@ -267,9 +269,9 @@ function closeSide() {
 find("form").addEventListener("submit", event => {
   event.preventDefault();
   const question = text.value.trim();
-  if (!question || !find("stop").hidden) return;
+  if (!(question || pictures.length) || !find("stop").hidden) return;
   setText("");
-  void ask(question);
+  void ask(question, takePictures());
 });
 text.addEventListener("input", () => remembered.set(DRAFT, text.value));
 text.addEventListener("keydown", event => {
@@ -294,12 +296,25 @@ async function greet() {
   const response = await fetch(base + "/v1/models", {headers: headers()}).catch(() => null);
   if (response && response.status === 401) key.hidden = false;
   if (response && response.ok) {
-    const model = (await response.json()).data[0];
-    find("model").textContent = model.id;
-    positions = model.max_model_len ?? 0;
+    showModels((await response.json()).data);
+    showChoice();
   } else if (!response || response.status === 503) setTimeout(greet, 1000);
 }
 key.addEventListener("change", greet);
+
+/** Show the model of the current conversation. */
+function showChoice() {
+  const model = modelOf(current.settings);
+  find("model").textContent = find("choice").value = model?.id ?? "mlx-mtp";
+  positions = model?.max_model_len ?? 0;
+  sees = model?.input_modalities?.includes("image") ?? true;
+  find("attach").hidden = !sees;
+}
+find("choice").addEventListener("change", () => {
+  current.settings.model = find("choice").value;
+  showChoice();
+  void save();
+});
 
 /** Open the conversation that was open before a reload, with the part of an answer that the reload cut. */
 async function start() {

@@ -1,6 +1,6 @@
 "use strict";
 // Keeps conversations in the browser (IndexedDB): {id, title, time, settings, messages}.
-// A message is {role, content}; an assistant's may also have reasoning, calls, figures and finish.
+// A message is {role, content}; a user's may also have pictures, an assistant's reasoning, calls, figures and finish.
 
 const KEPT = "mlx-mtp";
 const stored = {database: null, problem: ""};
@@ -71,9 +71,17 @@ function parsedConversations(text) {
   });
 }
 
+const isPicture = url => typeof url === "string" && /^data:image\/(png|jpeg|webp|gif);base64,/.test(url);
+
+/** Return the title of a conversation without one: the start of its first message. */
+function titleOf([first]) {
+  return first?.content.trim().split("\n")[0].slice(0, 60) || (first?.pictures ? "Picture" : "");
+}
+
 function isMessage(message) {
   return ["system", "user", "assistant"].includes(message?.role) && typeof message.content === "string" &&
     ["reasoning", "figures", "finish"].every(name => ["undefined", "string"].includes(typeof message[name])) &&
+    (message.pictures === undefined || Array.isArray(message.pictures) && message.pictures.every(isPicture)) &&
     (message.calls === undefined || Array.isArray(message.calls) && message.calls.every(call => typeof call?.name === "string" && typeof call.arguments === "string"));
 }
 

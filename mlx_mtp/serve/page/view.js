@@ -23,6 +23,14 @@ function follow() {
   if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 120) talk.scrollTop = talk.scrollHeight;
 }
 
+/** Return a picture's element. number: its index in the message. */
+function image(url, number) {
+  const made = element("img");
+  made.src = url;
+  made.alt = `Picture ${number + 1}`;
+  return made;
+}
+
 /** The article of a message; `add` appends what arrives. */
 class MessageView {
   constructor(role) {
@@ -61,6 +69,13 @@ class MessageView {
     this.thought.lastElementChild.textContent += piece;
   }
 
+  show(urls) {
+    const row = element("div", "shown-pictures");
+    row.append(...urls.map(image));
+    for (const each of row.children) each.addEventListener("load", () => { talk.scrollTop = talk.scrollHeight; });
+    this.box.append(row);
+  }
+
   call({name, arguments: given}) {
     const box = element("div", "call");
     box.append(element("b", "", `Tool call: ${name}`), element("pre", "", given));
@@ -84,6 +99,7 @@ function showMessage(message, actions) {
     view.add("thought", message.reasoning);
     view.thought.open = false;
   }
+  if (message.pictures) view.show(message.pictures);
   if (message.content) view.add("said", message.content);
   for (const call of message.calls ?? []) view.call(call);
   if (message.finish) view.add("figures", message.finish);

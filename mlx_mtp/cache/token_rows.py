@@ -1,0 +1,107 @@
+"""Hold the tokens of a prompt cache; their pictures shift the RoPE positions of later rows."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine.stream import in_turn
+from ..pictures.rows import Picture, Places, mark_ids, places_in, shift_at
+from .layer_cache import LayerCache
+
+
+class TokenRows:
+    """Mixin of PromptCache: its tokens, of which a row of a picture is a negative one, and `trim`.
+
+    places: of the pictures among the tokens; the last one may be incomplete.
+    pictures: those that prompts have named, by their words.
+    features: words and features [rows, H] of the picture that is being read, or None.
+    """
+
+    model: Any
+    caches: list[LayerCache]
+    backlog: list[mx.array]
+    primed: int
+    reach: int | None
+    prefix: Any
+    places: Places = ()
+    features: tuple[tuple[int, ...], mx.array] | None = None
+
+    def __init__(self):
+        self.pictures: dict[tuple[int, ...], Picture] = {}
+        self._tokens: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens held; assigning a list sets `places`, and the shift of all caches to that of the next row."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:
+        self._tokens, self.places = tokens, places_in(tokens)
+        self.place_rows()
+        self.name_pictures(())
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens held as the model's token ids: the id of the pictures' mark for each row of a picture."""
+        return mark_ids(self._tokens, self.model.vision.mark) if self.places else self._tokens
+
+    @property
+    def offset(self) -> int:
+        """Number of tokens held."""
+        return len(self._tokens)
+
+    @property
+    def next_shift(self) -> int:
+        """The number added to the row number of the next text row to get its RoPE position."""
+        return shift_at(self.places, self.offset) if getattr(self.model, "axes", ()) else 0
+
+    def place_rows(self) -> None:
+        """Set the shift of all caches to that of the next text row."""
+        shift = self.next_shift
+        for c in self.caches:
+            c.shift, c.axes = shift, None
+
+    def name_pictures(self, pictures: Iterable[Picture]) -> None:
+        """Add pictures to those whose features may be needed when a prompt is read; drop images of those read."""
+        known = {**self.pictures, **{picture.words: picture for picture in pictures}}
+        for words in {place.words for place in self.places if place.end <= self.offset} & known.keys():
+            known[words] = replace(known[words], image=None)
+        self.pictures = known
+
+    @property
+    def pending_rows(self) -> int:
+        """Number of rows, at the end of the backlog, that the heads must read before they draft."""
+        return min(self._pending, self.reach or self._pending)
+
+    @property
+    def _pending(self) -> int:
+        return sum(rows.shape[1] for rows in self.backlog)
+
+    def settle(self, tokens: list[int]) -> None:
+        """Rest the cache with these tokens held."""
+        ...
+
+    def is_trimmable(self) -> bool:
+        """Return whether `trim` can drop any tokens; False with a recurrent state or a ring that may have wrapped."""
+        return all(c.trims for c in self.caches)
+
+    @in_turn()
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens, or all if there are fewer; return the number dropped, 0 if not trimmable.
+
+        A picture is dropped as a whole, with more than n tokens if need be. A head may keep one row that it computed
+        with a dropped token; no token depends on it.
+        """
+        left = self.offset - min(n, self.offset)
+        if left == self.offset or not self.is_trimmable():
+            return 0
+        left = next((place.first for place in self.places if place.first < left < place.end), left)
+        dropped = self.offset - left
+        kept = max(0, self._pending - dropped)
+        self.backlog = [mx.concatenate(self.backlog, axis=1)[:, :kept]] if kept else []
+        self.primed, self.prefix = min(self.primed, left), None
+        self.settle(self.tokens[:left])
+        return dropped

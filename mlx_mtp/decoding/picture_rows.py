@@ -1,0 +1,156 @@
+"""Give prefill and heads the rows of a prompt's pictures: features, positions, and the ends of chunks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..cache.prompt_cache import PromptCache
+from ..layers.prompt_rows import PromptRows
+from ..layers.target import Target
+from ..machine.errors import first_line
+from ..pictures.rows import Picture, Place, edge_after, mark_ids, places_in, positions_of, shift_at
+from ..pictures.vision import vision_of
+
+
+def check_pictures(
+    model: Target, cache: PromptCache, tokens: Sequence[int], pictures: Sequence[Picture], *, whole: bool = True
+) -> None:
+    """Raise ValueError unless the pictures of a prompt that continues a cache can be read; note them in the cache.
+
+    pictures: those among the tokens, in any order; those that the cache has read, and others, may be among them.
+    whole: the last picture must be complete.
+    """
+    if pictures:
+        vision_of(model)
+    if min(tokens) >= 0:
+        return
+    cache.name_pictures(pictures)
+    places = places_in([*cache.tokens, *tokens])
+    for number, place in enumerate(places, 1):
+        if place.end > cache.offset and _named(cache, place) is None:
+            raise ValueError(f"pictures: picture {number} of the prompt is not among them; give every new picture")
+    if whole and places[-1].end > cache.offset + len(tokens):
+        raise ValueError(f"prompt: ends inside picture {len(places)}; append the rest of the picture's tokens")
+
+
+def up_to_edge(cache: PromptCache, tokens: list[int]) -> int:
+    """Return the number of the first of the next `tokens` that are all text, or all rows of one picture."""
+    if min(tokens) >= 0:
+        return len(tokens)
+    edge = edge_after(places_in(cache.tokens + tokens), cache.offset)
+    return len(tokens) if edge is None else min(len(tokens), edge - cache.offset)
+
+
+def read_rows(model: Target, cache: PromptCache, tokens: list[int]) -> mx.array:
+    """Append the next tokens, all text or all rows of one picture, to the target's caches; return hidden rows."""
+    if tokens[0] >= 0:
+        return model.hidden(mx.array(tokens)[None], cache.layers)
+    first, end = cache.offset, cache.offset + len(tokens)
+    places = places_in(cache.tokens + tokens)
+    features = features_of(model, cache, places[-1])[first - places[-1].first : end - places[-1].first]
+    positions = mx.array(positions_of(places, first, end)) if model.axes else None
+    ids = mx.array(mark_ids(tokens, model.vision.mark))[None]
+    return model.hidden(ids, cache.layers, PromptRows(features[None], positions))
+
+
+def features_of(model: Target, cache: PromptCache, place: Place) -> mx.array:
+    """Return the features [rows, H] of a picture that is read next, and hold them in the cache until it is read.
+
+    Encodes the picture if its features are not stored; of several ranks only rank 0 does. Raises ValueError, on all
+    ranks, if there is no image for it either.
+    """
+    if (found := _held(cache, place)) is None:
+        found = _of_rank_0(model, cache, place) if model.ranks else _encoded(model, cache, place)
+        cache.features = place.words, found
+    return found
+
+
+def _encoded(model: Target, cache: PromptCache, place: Place) -> mx.array:
+    if (picture := _named(cache, place)) is None:
+        raise ValueError(f"pictures: the picture at token {place.first} is not among them; give it again")
+    return model.vision.features(picture).astype(model.no_hidden().dtype)
+
+
+def _of_rank_0(model: Target, cache: PromptCache, place: Place) -> mx.array:
+    """Return rank 0's features of a picture on every rank; raise its error on every rank as ValueError."""
+    ranks, like, found, problem = model.ranks, model.no_hidden(), None, ""
+    assert ranks
+    if ranks.rank == 0:
+        try:
+            mx.eval(found := _encoded(model, cache, place))
+        except Exception as e:  # the other ranks wait for a message
+            problem = first_line(e)
+    if problem := ranks.broadcast(problem):
+        raise ValueError(problem)
+    return ranks.broadcast_array(found, (place.end - place.first, like.shape[-1]), like.dtype)
+
+
+def encoding(model: Target, cache: PromptCache, tokens: list[int]) -> Iterator[None]:
+    """Encode the picture whose rows are the next tokens; yield after each evaluated part of the work.
+
+    It yields nothing if the next token is text or the features are stored. Raises ValueError as `features_of`.
+    """
+    if tokens[0] >= 0:
+        return
+    place = places_in(cache.tokens + tokens[: up_to_edge(cache, tokens)])[-1]
+    if _stored(model, cache, place) is None and (picture := _named(cache, place)):
+        for rows in model.vision.stages(picture):  # noqa: B007 - the last
+            yield
+        cache.features = place.words, rows.astype(model.no_hidden().dtype)
+
+
+def drop_features(cache: PromptCache) -> None:
+    """Drop the features of a picture that has been read."""
+    if not cache.places or cache.places[-1].end <= cache.offset:
+        cache.features = None
+
+
+def next_embeddings(model: Target, cache: Any, ids: mx.array, first: int, depth: int) -> mx.array:
+    """Return what the head of `depth` reads of tokens, [1, n, H]: embeddings, of pictures features.
+
+    ids: token ids [1, n] from position `first` on. cache: a PromptCache. Of a picture whose features are not stored
+    the mark's embedding is returned.
+    """
+    found, end = model.embed(ids, depth), first + ids.shape[1]
+    for place in cache.places:
+        low, high = max(place.first, first), min(place.end, end)
+        if low < high and (features := _stored(model, cache, place)) is not None:
+            rows = features[None, low - place.first : high - place.first].astype(found.dtype)
+            found = mx.concatenate([found[:, : low - first], rows, found[:, high - first :]], axis=1)
+    return found
+
+
+def place_head(model: Target, cache: Any, kv: Any, first: int, end: int) -> None:
+    """Set the positions of the rows first..end-1 that a head's cache `kv` reads next: those of the target's rows."""
+    places = cache.places
+    if places and model.axes:
+        touched = any(place.first < end and place.end > first for place in places)
+        kv.axes = mx.array(positions_of(places, first, end)) if touched else None
+        kv.shift = shift_at(places, first)
+
+
+def _stored(model: Target, cache: PromptCache, place: Place) -> mx.array | None:
+    """Return a picture's features if they are held, or without ranks if they are stored; never encodes."""
+    if (found := _held(cache, place)) is not None or model.ranks:
+        return found
+    picture = _named(cache, place)
+    return None if picture is None else model.vision.stored(picture)
+
+
+def _held(cache: PromptCache, place: Place) -> mx.array | None:
+    """Return the features that a cache holds if they are this place's, by the words that are known of both."""
+    if cache.features is None:
+        return None
+    words, found = cache.features
+    known = min(len(words), len(place.words))
+    return found if words[:known] == place.words[:known] else None
+
+
+def _named(cache: PromptCache, place: Place) -> Picture | None:
+    """Return the picture of a place, whose first words must be known."""
+    found = cache.pictures.get(place.words)
+    if found or place.end <= place.first + len(place.words):
+        return found
+    alike = (picture for words, picture in cache.pictures.items() if words[: len(place.words)] == place.words)
+    return next(alike, None)

@@ -1,0 +1,31 @@
+"""Attention of all patches of a picture to each other, in pieces that need little memory and time."""
+
+import mlx.core as mx
+
+FUSED = (64, 80, 128)  # head sizes of MLX's fused attention; for others it stores all scores
+CPU_PAIRS = 1 << 21  # scores per head and piece on a CPU, where all scores of a piece are stored
+GPU_PAIRS = 1 << 28  # macOS ends a command that takes seconds
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    """Return the attention [1, heads, patches, D] of queries to keys, each [1, heads, patches, D], without a mask.
+
+    Pieces of more than one command are evaluated.
+    """
+    size = queries.shape[-1]
+    padded = next((fused for fused in FUSED if size <= fused), size)
+    queries, keys, values = (_padded(x, padded - size) for x in (queries, keys, values))
+    pairs = CPU_PAIRS if mx.default_device() == mx.cpu else GPU_PAIRS
+    step = max(1, pairs // keys.shape[2])
+    found = []
+    for begin in range(0, queries.shape[2], step):
+        piece = queries[:, :, begin : begin + step]
+        found.append(mx.fast.scaled_dot_product_attention(piece, keys, values, scale=size**-0.5)[..., :size])
+        if queries.shape[2] > step:
+            mx.eval(found[-1])
+    return mx.concatenate(found, axis=2) if len(found) > 1 else found[0]
+
+
+def _padded(x: mx.array, columns: int) -> mx.array:
+    """Return an array with this number of columns of zeros appended to its last axis."""
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x

@@ -1,0 +1,70 @@
+"""Read a picture's format and size from the first bytes of its file, without Pillow and without decoding it."""
+
+from typing import NamedTuple
+
+FORMATS = "PNG, JPEG, WEBP and GIF"
+STANDALONE = {0x01, *range(0xD0, 0xD9)}  # JPEG's markers that no length follows
+NO_FRAME = {0xC4, 0xC8, 0xCC}  # markers among SOF0 to SOF15 that begin no frame
+
+
+class Head(NamedTuple):
+    """A picture's format, by Pillow's name, and its size in pixels before a turn that EXIF data request."""
+
+    format: str
+    height: int
+    width: int
+
+
+def read_head(data: bytes) -> Head | None:
+    """Return the format and size that a PNG, JPEG, WEBP or GIF file states; None for other or too short data."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return _head("PNG", data[20:24], data[16:20], "big") if data[12:16] == b"IHDR" else None
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return _head("GIF", data[8:10], data[6:8])
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return _webp(data)
+    return _jpeg(data) if data.startswith(b"\xff\xd8\xff") else None
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return the (height, width) in pixels that a picture's file states; ValueError for an unknown format."""
+    head = read_head(data)
+    if head is None:
+        raise ValueError(f"no {FORMATS.replace('and', 'or')} picture")
+    return head.height, head.width
+
+
+def _head(name: str, height: bytes, width: bytes, order: str = "little") -> Head | None:
+    """Return the head with these two numbers, None if the data end before them."""
+    if not height:
+        return None
+    return Head(name, *(int.from_bytes(number, order) for number in (height, width)))  # type: ignore[arg-type]
+
+
+def _webp(data: bytes) -> Head | None:
+    """Return the head of a lossy, lossless or extended WEBP file."""
+    kind = data[12:16]
+    if kind == b"VP8X" and len(data) >= 30:
+        return Head("WEBP", *(1 + int.from_bytes(data[at : at + 3], "little") for at in (27, 24)))
+    if kind == b"VP8L" and len(data) >= 25 and data[20] == 0x2F:
+        bits = int.from_bytes(data[21:25], "little")
+        return Head("WEBP", (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
+    if kind == b"VP8 " and len(data) >= 30 and data[23:26] == b"\x9d\x01\x2a":
+        return Head("WEBP", *(int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (28, 26)))
+    return None
+
+
+def _jpeg(data: bytes) -> Head | None:
+    """Return the head of a JPEG file, by its first frame; the segments before it are skipped."""
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif marker in STANDALONE:
+            at += 2
+        elif 0xC0 <= marker <= 0xCF and marker not in NO_FRAME:
+            return _head("JPEG", data[at + 5 : at + 7], data[at + 7 : at + 9], "big")
+        else:
+            at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+    return None

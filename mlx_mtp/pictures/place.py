@@ -1,0 +1,35 @@
+"""Replace the marks of pictures in an encoded prompt by the pictures' tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .rows import Picture
+
+
+def place(tokens: Sequence[int], pictures: Sequence[Picture], mark: int) -> list[int]:
+    """Return a prompt's tokens, with each `mark` replaced by the tokens of the next picture.
+
+    Raises ValueError unless there are as many marks as pictures.
+    """
+    if (marks := tokens.count(mark)) != len(pictures):
+        raise ValueError(
+            f"the chat template writes {marks} marks of pictures for {len(pictures)} pictures; it must write one each"
+        )
+    rest = iter(pictures)
+    return [each for token in tokens for each in (next(rest).tokens if token == mark else (token,))]
+
+
+def row_of(index: int, tokens: Sequence[int], pictures: Sequence[Picture], mark: int) -> int:
+    """Return the index in `place(tokens, pictures, mark)` of the token at `index`."""
+    before = tokens[:index].count(mark)
+    return index + sum(picture.rows - 1 for picture in pictures[:before])
+
+
+def pictures_as_json(pictures: Sequence[Picture]) -> list[Any]:
+    """Return [digest in hexadecimal, grid] of each picture, values that JSON can express; images are left out."""
+    return [[picture.digest.hex(), list(picture.grid)] for picture in pictures]
+
+
+def pictures_from_json(content: Sequence[Any]) -> tuple[Picture, ...]:
+    """Return the pictures that `pictures_as_json` wrote, without images."""
+    return tuple(Picture(bytes.fromhex(digest), (grid[0], grid[1], grid[2])) for digest, grid in content)

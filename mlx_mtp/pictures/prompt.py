@@ -1,0 +1,83 @@
+"""Open the pictures that a caller gives with a prompt, and put them into it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .fit import fitted
+from .image import Image, open_image
+from .library import is_pillow
+from .place import pictures_as_json, pictures_from_json, place
+from .rows import Picture
+from .vision import Vision, vision_of
+
+
+def as_list(images: Any) -> list[Any]:
+    """Return pictures as a list: [] for None, [images] for one picture."""
+    if images is None:
+        return []
+    single: Any = (str, Path, bytes, bytearray, memoryview, Picture, Image)
+    return [images] if isinstance(images, single) or is_pillow(images) else list(images)
+
+
+def opened(model: Any, images: Any, resize_shape: Any = None) -> list[Picture]:
+    """Return the pictures of a prompt for a model.
+
+    images: one or several sources of `open_image`, opened ones, or `Picture`s, which are returned unchanged.
+    resize_shape: (width, height), or one number for both: each image is scaled to fit, with its ratio kept. Raises
+    ValueError for a model that reads no pictures, and for an image that cannot be opened. On several ranks, rank 0
+    opens them.
+    """
+    sources = as_list(images)
+    if not sources:
+        return []
+    vision, box = vision_of(model), _box(resize_shape)
+    return _from_rank_0(model.ranks, vision, sources, box) if model.ranks else _opened(vision, sources, box)
+
+
+def _from_rank_0(ranks: Any, vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> list[Picture]:
+    """Return on all ranks the pictures that rank 0 opens, on the others without images; all raise its ValueError."""
+    pictures, sent = [], None
+    if not ranks.rank:
+        try:
+            pictures = _opened(vision, sources, box)
+            sent = pictures_as_json(pictures)
+        except ValueError as e:
+            sent = str(e)
+    sent = ranks.broadcast(sent)
+    if isinstance(sent, str):
+        raise ValueError(sent)
+    return pictures or [*pictures_from_json(sent)]
+
+
+def _opened(vision: Vision, sources: list[Any], box: tuple[int, int] | None) -> list[Picture]:
+    found = []
+    for number, source in enumerate(sources, 1):
+        if not isinstance(source, Picture):
+            image = source if isinstance(source, Image) else open_image(source, vision.limits, number)
+            source = vision.picture(image if box is None else fitted(image, box, enlarge=True))
+        found.append(source)
+    return found
+
+
+def with_pictures(vision: Vision, tokens: Sequence[int], pictures: Sequence[Picture], start: int = 0) -> list[int]:
+    """Return a prompt's tokens in which each mark is replaced by the tokens of one picture.
+
+    Without a mark the pictures come first, after the first `start` tokens, each between the marks that the chat
+    template would write around it. Raises ValueError if the numbers of marks and pictures differ.
+    """
+    tokens = list(tokens)
+    if vision.mark not in tokens:
+        tokens[start:start] = [*vision.written] * len(pictures)
+    return place(tokens, pictures, vision.mark)
+
+
+def _box(resize_shape: Any) -> tuple[int, int] | None:
+    """Return (height, width) of a `resize_shape`, None without one; ValueError for any other value."""
+    if resize_shape is None:
+        return None
+    numbers = [resize_shape] * 2 if isinstance(resize_shape, int) else list(resize_shape)
+    numbers = numbers * 2 if len(numbers) == 1 else numbers
+    if len(numbers) != 2 or not all(type(number) is int and 1 <= number <= 1 << 16 for number in numbers):
+        raise ValueError(f"resize_shape={resize_shape!r}: expected a width and a height in pixels, from 1 to 65,536")
+    return numbers[1], numbers[0]

@@ -1,0 +1,140 @@
+"""Represent pictures as tokens of a prompt, and compute the positions of rows before, in and behind them.
+
+A row of a picture is a negative token, a word of the picture's digest, so two prompts have equal tokens only if they
+have equal pictures. The first row's word contains the grid: the places of all pictures follow from the tokens alone.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WORDS = 4  # digest words of a picture; row r has word r % WORDS
+MOST = 1 << 14  # maximum rows of a picture on each axis
+DIGEST = 28  # bytes of the words' digest: 35 bits in the first word, after the grid, and 63 bits in each other word
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a prompt, by the digest of everything that determines its features.
+
+    grid: (1, height, width) in rows of the prompt, each a merged block of patches. image: what is encoded if the
+    features are not stored (`Image`); it is no part of the picture's identity, and None once it is not needed.
+    """
+
+    digest: bytes
+    grid: tuple[int, int, int]
+    image: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        assert self.grid[0] == 1, "video is not supported"
+        assert all(1 <= side <= MOST for side in self.grid[1:]), self.grid
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens of the picture in a prompt."""
+        return self.grid[1] * self.grid[2]
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """WORDS negative integers of at least -2**63, of which row r has number r % WORDS.
+
+        A picture of fewer rows has only the first ones.
+        """
+        _, height, width = self.grid
+        content = repr(self.grid).encode() + self.digest
+        bits = int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST).digest())
+        values = [((height - 1) << 14 | (width - 1)) << 35 | bits & ((1 << 35) - 1)]
+        values += [bits >> (35 + 63 * i) & ((1 << 63) - 1) for i in range(WORDS - 1)]
+        return tuple(-1 - value for value in values)[: self.rows]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The picture's tokens in a prompt, one per row."""
+        return list(islice(cycle(self.words), self.rows))
+
+
+class Place(NamedTuple):
+    """The place of a picture in a sequence of tokens: its first row, its height and width in rows, and its words.
+
+    words: as `Picture.words`; fewer if the tokens end before.
+    """
+
+    first: int
+    height: int
+    width: int
+    words: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The first row behind the picture."""
+        return self.first + self.height * self.width
+
+    @property
+    def shift(self) -> int:
+        """The number added to the positions of later rows: a picture takes as many positions as its longer side."""
+        return max(self.height, self.width) - self.height * self.width
+
+
+Places = tuple[Place, ...]
+
+
+def places_in(tokens: Sequence[int]) -> Places:
+    """Return the places of the pictures in a sequence of tokens, whose last picture may be incomplete.
+
+    Raises ValueError for negative tokens that are no picture's.
+    """
+    if min(tokens, default=0) >= 0:
+        return ()
+    found, row, count = [], 0, len(tokens)
+    while row < count:
+        if tokens[row] >= 0:
+            row += 1
+            continue
+        sides = (-1 - tokens[row]) >> 35
+        height, width = (sides >> 14) + 1, sides % MOST + 1
+        present = list(tokens[row : row + height * width])
+        words = tuple(present[:WORDS])
+        if height > MOST or (row + len(present) < count and len(present) < height * width):
+            raise ValueError(f"tokens: the picture at token {row} is incomplete")
+        if present != list(islice(cycle(words), len(present))) or max(words) >= 0:
+            raise ValueError(f"tokens: the picture at token {row} is not followed by its own rows")
+        found.append(Place(row, height, width, words))
+        row += len(present)
+    return tuple(found)
+
+
+def mark_ids(tokens: Iterable[int], mark: int) -> list[int]:
+    """Return tokens in which each row of a picture is replaced by `mark`, the id of the mark in the chat template."""
+    return [token if token >= 0 else mark for token in tokens]
+
+
+def shift_at(places: Places, row: int) -> int:
+    """Return the difference between the position of a text row and its number: 0 or less."""
+    return sum(place.shift for place in places if place.end <= row)
+
+
+def edge_after(places: Places, row: int) -> int | None:
+    """Return the first row after `row` at which a picture begins or ends; None if there is none."""
+    return next((edge for place in places for edge in (place.first, place.end) if edge > row), None)
+
+
+def positions_of(places: Places, begin: int, end: int) -> np.ndarray:
+    """Return the positions of rows begin..end-1 on the three axes, int32 [3, end - begin].
+
+    A text row has one position on all axes. Row (y, x) of a picture that begins at position p has (p, p + y, p + x);
+    the next row has p plus the picture's longer side.
+    """
+    found = np.tile(np.arange(begin, end, dtype=np.int32), (3, 1))
+    for place in places:
+        found[:, max(place.end - begin, 0) :] += place.shift
+        low, high = max(place.first, begin), min(place.end, end)
+        if low < high:
+            offset, start = np.arange(low, high) - place.first, place.first + shift_at(places, place.first)
+            axes = np.stack([np.zeros_like(offset), offset // place.width, offset % place.width])
+            found[:, low - begin : high - begin] = start + axes
+    return found

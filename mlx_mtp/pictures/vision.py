@@ -1,0 +1,141 @@
+"""Encode the pictures of prompts for one model, and store their features."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..machine.memory import check_room
+from .features import LIMIT, Features
+from .image import LIMITS, Image, Limits
+from .rows import Picture
+
+Grid = tuple[int, int, int]
+
+
+class Tower(Protocol):
+    """The module that encodes pictures (`models.vision`)."""
+
+    def scratch(self, grid: Grid) -> int: ...
+
+    def stages(self, patches: Any, grid: Grid) -> Iterator[mx.array]: ...
+
+
+class Pixels(Protocol):
+    """What prepares pictures for a tower (`models.vision`)."""
+
+    def grid(self, height: int, width: int, most: int | None = None) -> Grid: ...
+
+    def patches(self, pixels: np.ndarray, grid: Grid) -> Any: ...
+
+
+class Vision:
+    """What a model needs to read pictures; the tower's weights are read when the first picture is encoded.
+
+    mark: the token that stands for a picture in a rendered chat template. written: all tokens that the template
+    writes for a picture. limits: of pictures, for `open_image`. nbytes: bytes of the tower's weights. summary: the
+    tower, for the report.
+    """
+
+    def __init__(
+        self,
+        mark: int,
+        nbytes: int,
+        summary: str,
+        *,
+        open_pixels: Callable[[], Pixels],
+        read: Callable[[], Tower],
+        fingerprint: Callable[[], str],
+        written: tuple[int, ...] = (),
+        limits: Limits = LIMITS,
+        stored: int = LIMIT,
+    ):
+        """Read nothing yet: `open_pixels`, `read` and `fingerprint` are called once, when they are first needed.
+
+        stored: maximum bytes of features that are kept.
+        """
+        self.mark, self.nbytes, self.summary, self.limits = mark, nbytes, summary, limits
+        self.written = written or (mark,)
+        self._open_pixels, self._read, self._fingerprint = open_pixels, read, fingerprint
+        self._store = Features(stored)
+
+    @cached_property
+    def _pixels(self) -> Pixels:
+        return self._open_pixels()
+
+    @cached_property
+    def _tower(self) -> Tower:
+        return self._read()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the tower and of the processor's settings, on which the features of a picture depend."""
+        return self._fingerprint()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tower's weights are in memory."""
+        return "_tower" in vars(self)
+
+    def grid(self, height: int, width: int, most: int | None = None) -> Grid:
+        """Return (1, h, w): the size, in rows of the prompt, of a picture with this size in pixels.
+
+        most: maximum number of pixels after resizing, if that is less than the processor's own.
+        """
+        return self._pixels.grid(height, width, most)
+
+    def picture(self, image: Image, most: int | None = None) -> Picture:
+        """Return the picture that an opened image is in a prompt. most: as in `grid`. Nothing is encoded."""
+        digest = hashlib.blake2b(image.digest + self.fingerprint.encode(), digest_size=32).digest()
+        return Picture(digest, self.grid(*image.size, most), image)
+
+    def stored(self, picture: Picture) -> mx.array | None:
+        """Return the features [rows, H] of a picture if they are stored, else None."""
+        return self._store.get(picture)
+
+    def features(self, picture: Picture) -> mx.array:
+        """Return the features [rows, H] of a picture, in the tower's type: stored ones, else they are encoded.
+
+        ValueError if they are not stored and the picture has no image.
+        """
+        rows = self.stored(picture)
+        if rows is None:
+            for rows in self.stages(picture):  # noqa: B007 - the last
+                pass
+        assert rows is not None
+        return rows
+
+    def stages(self, picture: Picture) -> Iterator[mx.array]:
+        """Encode a picture, and yield after each evaluated part of the work; the last array is the features.
+
+        The features are then stored. ValueError as in `features`, for damaged weights, and if memory is too small.
+        """
+        if picture.image is None:
+            raise ValueError("a picture's features are no longer stored, and its image is not there; give it again")
+        _, height, width = picture.grid
+        check_room(f"a picture of {width} x {height} rows:", self._tower.scratch(picture.grid), ignore=False)
+        patches = self._pixels.patches(picture.image.pixels, picture.grid)
+        for rows in self._tower.stages(patches, picture.grid):
+            mx.eval(rows)
+            yield rows
+        assert rows.shape[0] == picture.rows, (rows.shape, picture.grid)
+        self._store.put(Picture(picture.digest, picture.grid), rows)
+
+    def keep_at_most(self, nbytes: int) -> None:
+        """Set the maximum bytes of stored features."""
+        self._store.limit = nbytes
+
+    def pinned(self, pictures: Iterable[Picture]) -> AbstractContextManager[None]:
+        """Return a context in which the features of these pictures stay stored."""
+        return self._store.pinned(Picture(picture.digest, picture.grid) for picture in pictures)
+
+
+def vision_of(model: Any) -> Vision:
+    """Return what encodes pictures for a model; ValueError, with the reason, if it reads none."""
+    if model.vision is None:
+        raise ValueError(model.runtime.blind)
+    return model.vision

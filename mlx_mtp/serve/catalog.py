@@ -1,0 +1,109 @@
+"""List the models that a server for several models offers, from their files' headers."""
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checkpoint.gguf.cached import is_gguf
+from ..checkpoint.gguf.inspect import inspect_gguf
+from ..checkpoint.inspect import Inspection, inspect_checkpoint
+from ..checkpoint.library import Place, below
+from ..decoding.memory_needs import LONGEST, UNCHECKED
+from ..machine.errors import first_line
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that a server offers, known without a load.
+
+    name: in requests. path: its directory or GGUF file. problem: why it cannot be served, else "". The other fields
+    are unknown (0, "") if there is a problem.
+    context: maximum tokens of prompt and answer together. needed: bytes of memory that a load and UNCHECKED tokens
+    need. size: bytes of the weights in memory. family: model_type of config.json. stored: the weights' formats.
+    created: time of the last change in seconds since 1970. sees: it reads pictures.
+    digest: 64 hex digits, which differ between models.
+    """
+
+    name: str
+    path: Path = Path()
+    problem: str = ""
+    context: int = 0
+    needed: int = 0
+    size: int = 0
+    family: str = ""
+    stored: str = ""
+    created: int = 0
+    sees: bool = False
+
+    def called(self, name: str) -> "Offer":
+        """Return the same model under another name."""
+        return replace(self, name=name)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr((str(self.path), self.size, self.created)).encode()).hexdigest()
+
+
+def offers(models: Iterable[tuple[str, Path]], folder: Path | None, limit: int | None = None) -> list[Offer]:
+    """Return the given models, then those in a folder and up to four levels below, each once.
+
+    models: pairs of name and path. A model of the folder has the name of its directory or file, or its path in the
+    folder if the former is another model's too. limit: maximum of the contexts.
+    """
+    given = [*models]
+    known = {path.resolve() for _, path in given}
+    found = [place for place in below(folder, names=1) if place.path.resolve() not in known] if folder else []
+    times = Counter([*(name for name, _ in given), *(place.name for place in found)])
+    given += [(place.name if times[place.name] == 1 else _within(place, folder), place.path) for place in found]
+    return [offer(name, path, limit) for name, path in given]
+
+
+def _within(place: Place, folder: Path | None) -> str:
+    assert folder
+    return place.path.relative_to(folder).as_posix()
+
+
+def offer(name: str, path: Path, limit: int | None = None) -> Offer:
+    """Describe a model by its headers and config.json; an error becomes its `problem`. limit: of the context."""
+    try:
+        facts = inspect_gguf(path)[1] if is_gguf(path) else inspect_checkpoint(path, values=False)
+        problem = next(_problems(path, facts), "")
+    except Exception as e:
+        facts, problem = None, first_line(e)
+    if problem or facts is None or facts.memory is None or facts.report is None:
+        return Offer(name, path, problem or f"{path}: its memory cannot be estimated")
+    report, memory = facts.report, facts.memory
+    per_token = (memory.kv + memory.head_kv) // 1000
+    longest = facts.longest or _of_tokenizer(path)
+    longest = min(longest, limit or longest)
+    return Offer(
+        name,
+        path,
+        context=longest,
+        needed=memory.least + per_token * min(longest, UNCHECKED),
+        size=report.target_bytes + report.head_bytes,
+        family=report.family,
+        stored=report.target_quantization,
+        created=int(path.stat().st_mtime),
+        sees=bool(facts.vision.tensors),
+    )
+
+
+def _of_tokenizer(path: Path) -> int:
+    """Return the maximum length that tokenizer_config.json states; UNCHECKED without one."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = json.loads((path / "tokenizer_config.json").read_text("utf-8")).get("model_max_length")
+        return found if type(found) is int and 0 < found <= LONGEST else UNCHECKED
+    return UNCHECKED
+
+
+def _problems(path: Path, facts: Inspection) -> Iterator[str]:
+    yield from facts.problems
+    if not is_gguf(path) and not any((path / file).is_file() for file in TOKENIZERS):
+        yield f"{path}: no tokenizer; it needs one of {', '.join(TOKENIZERS)}"

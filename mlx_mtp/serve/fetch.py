@@ -1,0 +1,115 @@
+"""Fetch a picture from an allowed host: no redirects, no private addresses, limited in time and bytes."""
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+SECONDS = 10.0  # for all pictures of a request together
+PORTS = {"http": 80, "https": 443}
+CHUNK = 1 << 16
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that end with an IPv4 address
+
+
+def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
+    """Return the body at an http(s) URL.
+
+    hosts: allowed "host" or "host:port", without a port the scheme's. most: maximum bytes. until: in the time of
+    `time.monotonic`. Raises ValueError for a URL of another host, an address that is not public, a status other than
+    200, too many bytes, and any failure of the connection.
+    """
+    parts, port = _checked(url, hosts)
+    host = parts.hostname or ""
+    try:
+        address = _address(host, port)
+        plain = socket.create_connection((address, port), max(0.01, until - time.monotonic()))
+        with plain, _ended(plain, until), contextlib.closing(_connection(parts, port, plain)) as connection:
+            return _body(connection, parts, most, until)
+    except (OSError, http.client.HTTPException) as e:
+        late = time.monotonic() >= until or isinstance(e, TimeoutError)
+        why = f"did not end within {SECONDS:.0f} seconds" if late else f"failed ({type(e).__name__})"
+        raise ValueError(f"the download from {host} {why}") from None
+
+
+def _checked(url: str, hosts: tuple[str, ...]) -> tuple[SplitResult, int]:
+    """Return the parts of a URL and its port; raises ValueError unless its host is one of `hosts`."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+    except (ValueError, KeyError):
+        raise ValueError("the URL is invalid") from None
+    allowed = f"{host}:{port}" in hosts or (host in hosts and port == PORTS[parts.scheme])
+    if not allowed or parts.username is not None or not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError(
+            f"URLs of {host[:80] or 'no host'!r} are not fetched; send a data: URL, or start the server with "
+            "--fetch-images and the name of the host"
+        )
+    return parts, port
+
+
+def _address(host: str, port: int) -> str:
+    """Return an IP address of a host; raises ValueError unless all its addresses are public."""
+    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if not all(_is_public(address) for address in found):
+        raise ValueError(f"host {host[:80]!r} has an address that is not public; it is not fetched")
+    return found[0]
+
+
+def _is_public(address: str) -> bool:
+    """Return whether an IP address, and an IPv4 address that it contains, are reachable from all of the internet."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    inner: Any = None
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in NAT64 else inner
+    return all(each.is_global and not each.is_multicast for each in (found, inner or found))
+
+
+@contextlib.contextmanager
+def _ended(connected: socket.socket, until: float) -> Iterator[None]:
+    """Shut a connection down at the time `until`; its own timeout would start again with each received byte."""
+    twin = connected.dup()  # TLS detaches the socket itself
+    timer = threading.Timer(max(0.01, until - time.monotonic()), _shut_down, [twin])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _connection(parts: SplitResult, port: int, plain: socket.socket) -> http.client.HTTPConnection:
+    """Return an HTTP connection over a connected socket, so that the host is not looked up again."""
+    connection = http.client.HTTPConnection(parts.hostname or "", port)
+    if parts.scheme == "https":
+        connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)
+    else:
+        connection.sock = plain
+    return connection
+
+
+def _body(connection: http.client.HTTPConnection, parts: SplitResult, most: int, until: float) -> bytes:
+    connection.request("GET", f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}")
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ValueError(f"its host answers with status {response.status}; redirects are not followed")
+    found = bytearray()
+    while piece := response.read1(CHUNK):
+        found += piece
+        if len(found) > most:
+            raise ValueError(f"larger than {most / 1e6:.0f} MB")
+    if time.monotonic() >= until:
+        raise TimeoutError
+    return bytes(found)

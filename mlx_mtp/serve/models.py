@@ -1,0 +1,358 @@
+"""Run several models on one thread: load each on demand, and unload the least recently used for room."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from ..machine import memory
+from ..machine.errors import with_type
+from ..machine.memory import in_gb
+from ..machine.progress import watcher
+from ..machine.stream import in_turn
+from .catalog import Offer
+from .engine import ENDING, QUIET, TIMED_OUT, Engine
+from .failures import dropped
+from .fields import LATEST, ModelInfo, Refused, text, unknown_model
+from .job import Failed, Job, Served
+from .limits import Limits, QueueFull
+from .slot import Ready, Slot, Ticket
+
+log = logging.getLogger("mlx_mtp.serve")
+
+
+@dataclass
+class Models:
+    """The thread that runs several models, with the queue of requests that wait for one; the caller starts `thread`.
+
+    It has the interface of `Engine` that the server and the metrics use. One model is loaded at a time, on a thread
+    of its own, and loaded models continue meanwhile. A request for a loaded model never waits for another model,
+    unless its model has to be unloaded for that one: then those that came first are answered first.
+
+    find: lists the models; called on that thread at its start. load: loads one, with its facts for requests.
+    most: maximum bytes that MLX may have allocated when a load ends; None: what is available at the start.
+    aliases: other names of the first model; "*" allows any.
+    state: "loading" until the models are listed, then "ready"; "failed" if the thread has ended.
+    """
+
+    find: Callable[[], list[Offer]]
+    load: Callable[[Offer], Ready]
+    limits: Limits = field(default_factory=Limits)
+    ready: Callable[[], None] = lambda: None
+    store: Callable[[Served], None] = lambda served: None
+    most: int | None = None
+    aliases: tuple[str, ...] = ()
+    state: str = "loading"
+    error: BaseException | None = None
+    slots: dict[str, Slot] = field(default_factory=dict)
+    skipped: list[Offer] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.signal, self.lock = threading.Event(), threading.Lock()
+        self._tickets: list[Ticket] = []
+        self._claimed: set[Slot] = set()  # get no new requests: they are unloaded once their answers have ended
+        self._loading: Slot | None = None
+        self._loaded: list[tuple[Slot, Ready | Failed]] = []  # results of the loading thread
+        self._stopping: float | None = None
+        self.limit = memory.available().bytes + mx.get_active_memory() if self.most is None else self.most
+        self.thread = threading.Thread(target=self._run, name="mlx-mtp engine", daemon=True)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the loaded models."""
+        return [slot.engine for slot in self._ready]
+
+    @property
+    def _ready(self) -> list[Slot]:
+        return [slot for slot in [*self.slots.values()] if slot.ready]
+
+    @property
+    def running(self) -> list[Any]:
+        """The active jobs of all models."""
+        return [each for engine in self.engines for each in engine.running]
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that wait for a model, and of jobs that were submitted and have not begun."""
+        return len(self._tickets) + sum(engine.queued for engine in self.engines)
+
+    @property
+    def loading(self) -> Slot | None:
+        """The model that is being loaded."""
+        return self._loading
+
+    def named(self, body: dict[str, Any]) -> Slot:
+        """Return the model that a request names, by default the first.
+
+        Raises Refused: 503 before the models are listed, 404 for an unknown name, 400 for a value that is no text.
+        """
+        if not self.slots:
+            raise Refused("the models are still being listed; repeat the request later", status=503)
+        first = next(iter(self.slots.values()))
+        if body.get("model") is None:
+            return first
+        name = text(body, "model")
+        for known in (name, name.removesuffix(LATEST)):
+            if found := self.slots.get(known) or (first if known in self.aliases else None):
+                return found
+        if "*" in self.aliases:
+            return first
+        problem = next((f" ({each.problem})" for each in self.skipped if each.name == name), "")
+        raise unknown_model(name, self.names, problem)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may use: those of the models, then the aliases of the first one without "*"."""
+        return [*self.slots, *(alias for alias in self.aliases if alias != "*")]
+
+    def offer_of(self, name: str) -> Offer:
+        """Return the model with one of `names`, under that name; if it is loaded, with the context of its load."""
+        slot = self.named({"model": name})
+        context = slot.ready.info.positions if slot.ready else slot.offer.context
+        return replace(slot.offer, name=name, context=context)
+
+    async def take(self, slot: Slot, until: float) -> ModelInfo:
+        """Return a model's facts for requests, once it is loaded; the caller calls `give_back` afterwards.
+
+        Raises Refused if the model cannot be loaded, or not until `until` (of time.monotonic()), and QueueFull.
+        """
+        if slot.offer.needed > self.limit:
+            needs = f"needs {in_gb(slot.offer.needed)} GB, and --max-memory allows {in_gb(self.limit)} GB"
+            raise Refused(f"model={slot.offer.name!r} {needs}; choose a smaller model", param="model")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Failed | None] = loop.create_future()
+        ticket = Ticket(slot, partial(_answer, loop, done))
+        with self.lock:
+            if self._stopping is not None or self.queued >= self.limits.queued:
+                raise QueueFull
+            self._tickets.append(ticket)
+        self.signal.set()
+        try:
+            async with asyncio.timeout(None if until == float("inf") else until - time.monotonic()):
+                failed = await done
+        except BaseException as e:
+            self._leave(ticket)
+            if isinstance(e, TimeoutError):
+                raise Refused(TIMED_OUT.message, status=TIMED_OUT.status) from None
+            raise
+        if failed:
+            raise Refused(failed.message, status=failed.status)
+        assert slot.ready
+        return slot.ready.info
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Take a request that no longer waits off the queue, or give its model back if it has it already."""
+        with self.lock:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            ticket.slot.pins -= ticket.granted
+
+    def give_back(self, slot: Slot) -> None:
+        """End the use of a model that `take` has granted; its queued and active jobs keep it loaded."""
+        with self.lock:
+            slot.pins -= 1
+        self.signal.set()
+
+    def submit(self, engine: Engine, jobs: list[Job]) -> None:
+        """Queue all jobs of a request at their model's engine or none; raises QueueFull as `Engine.submit`."""
+        with self.lock:
+            if self._stopping is not None or self.queued + len(jobs) > self.limits.queued:
+                raise QueueFull
+            engine.submit(jobs)
+
+    def stop(self, grace: float) -> None:
+        """As `Engine.stop`."""
+        with self.lock:
+            self._stopping = time.monotonic() + grace
+        self.signal.set()
+
+    def _run(self) -> None:
+        try:
+            self._list()
+            while self._turn_or_log():
+                pass
+        except BaseException as e:
+            self.state, self.error = "failed", e
+            log.exception("the engine ended")
+        finally:
+            with self.lock:
+                self._stopping = self._stopping or 0.0
+                waiting, self._tickets = self._tickets, []
+            for ticket in waiting:
+                ticket.resolve(ENDING)
+            for slot in self._ready:
+                slot.ready = None
+                slot.engine.close()
+
+    def _list(self) -> None:
+        """List the models, and log those that are left out."""
+        unused: Any = None
+        offers, slots = self.find(), {}
+        self.skipped = [offer for offer in offers if offer.problem]
+        for offer in self.skipped:
+            log.warning("%s is not served: %s", offer.name, offer.problem)
+        for offer in offers:
+            if not offer.problem:
+                engine = Engine(unused, self.limits, store=self.store, state="unloaded", signal=self.signal)
+                slots[offer.name] = Slot(offer, engine)
+        if not slots:
+            problems = "; ".join(offer.problem for offer in offers)
+            raise ValueError(f"no model can be served: {problems or 'none was found'}")
+        self.slots = slots
+        self.state = "ready"
+        with dropped("the start was not reported"):
+            self.ready()
+
+    def _turn_or_log(self) -> bool:
+        """Return `_turn`; an exception that nothing else caught is logged and ends one turn only."""
+        try:
+            return self._turn()
+        except BaseException as e:
+            with contextlib.suppress(BaseException):
+                log.error("a turn of the engine failed", exc_info=e)
+                time.sleep(QUIET)  # a failure in each turn must not fill the log
+        return True
+
+    def _turn(self) -> bool:
+        """Grant models, begin queued jobs and advance each active job by a chunk or a cycle; else background work.
+
+        Returns False to end, after `stop`.
+        """
+        ending = self._stopping is not None
+        if ending and (not self.running or time.monotonic() > (self._stopping or 0)):
+            return False
+        self._end_load()
+        self._grant()
+        for engine in self.engines:
+            engine.end_due()
+        while (waiting := [e for e in self.engines if e.queued]) and len(self.running) < self.limits.active:
+            min(waiting, key=lambda engine: engine.oldest).begin()
+        for slot in self._ready:
+            if slot.is_busy:
+                slot.used = time.monotonic()
+                slot.engine.advance()
+        if not any(engine.is_busy for engine in self.engines) and not ending:
+            self._idle()
+        return True
+
+    def _grant(self) -> None:
+        """Grant loaded models to the requests that wait for them, and start the next load once there is room."""
+        with self.lock:
+            target = next((ticket.slot for ticket in self._tickets if not ticket.slot.ready), None)
+            if target is None:
+                self._claimed.clear()  # the requests for which models were claimed have left
+            ready = [ticket for ticket in self._tickets if ticket.slot.ready and ticket.slot not in self._claimed]
+            self._resolve(ready, None)
+        if target and not self._loading and self._make_room(target):
+            self._loading, target.engine.state = target, "loading"
+            name = f"mlx-mtp load of {target.offer.name}"
+            threading.Thread(target=self._load, args=(target,), name=name, daemon=True).start()
+
+    def _resolve(self, tickets: list[Ticket], failed: Failed | None) -> None:
+        """Take requests off the queue, with their model or with a failure; the lock must be held."""
+        for ticket in tickets:
+            self._tickets.remove(ticket)
+            if failed is None:
+                ticket.granted = True
+                ticket.slot.pins += 1
+                ticket.slot.used = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it the connection
+                ticket.resolve(failed)
+
+    def _make_room(self, target: Slot) -> bool:
+        """Unload models without requests, the least recently used first, until `target` fits; return whether it does.
+
+        If these do not suffice, claim models with requests, so that they are unloaded once their answers have ended.
+        """
+        if self._claimed and all(slot.is_busy for slot in self._ready):
+            return False  # memory is measured again once a model can be unloaded
+        self._claimed.clear()
+        for slot in sorted(self._ready, key=lambda slot: slot.used):
+            if self._lacking(target) <= 0:
+                return True
+            self._unload(slot)
+        if (lacking := self._lacking(target)) <= 0 or not self._ready:
+            return True  # without another model the load itself checks the memory
+        for slot in sorted(self._ready, key=lambda slot: slot.used):
+            if lacking > 0:
+                self._claimed.add(slot)
+                lacking -= slot.nbytes
+        return False
+
+    def _lacking(self, target: Slot) -> int:
+        """Return the bytes that a load needs in addition to those that are free, at most 0 if it fits."""
+        lacking = target.offer.needed - (self.limit - mx.get_active_memory())
+        return lacking if lacking > 0 else target.offer.needed - memory.available().bytes
+
+    def _unload(self, slot: Slot) -> None:
+        """Unload a model unless a request uses it."""
+        with self.lock:
+            if slot.is_busy:
+                return
+            slot.ready, slot.engine.idle_unload = None, self.limits.idle_unload
+        slot.engine.unload()
+        log.info("%s: unloaded; %s GB are in use", slot.offer.name, in_gb(mx.get_active_memory()))
+
+    def _load(self, slot: Slot) -> None:
+        """Load a model, on a thread of its own; `_end_load` receives the result.
+
+        Of an exception only the text is kept: its traceback would keep the weights that were read.
+        """
+        watcher.set(slot.show)
+        try:
+            with in_turn():
+                found: Ready | Failed = self.load(slot.offer)
+        except BaseException as e:
+            with dropped("an error has no text"):
+                log.error("%s was not loaded", slot.offer.name, exc_info=None if isinstance(e, ValueError) else e)
+            found = Failed(503, f"model={slot.offer.name!r} cannot be loaded: {with_type(e)}")
+        self._loaded.append((slot, found))
+        self.signal.set()
+
+    def _end_load(self) -> None:
+        """Take the result of the loading thread, if it has ended, and answer the requests that wait for the model."""
+        if not self._loaded:
+            return
+        slot, found = self._loaded.pop()
+        self._loading = slot.progress = None
+        slot.error = "" if isinstance(found, Ready) else found.message
+        if isinstance(found, Ready):
+            slot.engine.open(found.served)
+            slot.ready, slot.loads = found, slot.loads + 1
+            log.info("%s: loaded; %s GB are in use", slot.offer.name, in_gb(mx.get_active_memory()))
+        else:
+            slot.engine.state = "unloaded"
+            gc.collect()
+        with self.lock:
+            waiting = [ticket for ticket in self._tickets if ticket.slot is slot]
+            self._resolve(waiting, None if isinstance(found, Ready) else found)
+
+    def _idle(self) -> None:
+        """Unload models that have been idle long enough, else do a step of background work; without either wait.
+
+        Of several models the least recently used is also unloaded if they have grown beyond the limit.
+        """
+        slots = sorted(self._ready, key=lambda slot: slot.used)
+        left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
+        idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
+        if not (idle or self._loading) and mx.get_active_memory() > self.limit:
+            idle = slots[:-1][:1]
+        for slot in idle:
+            self._unload(slot)
+        if not idle and not any(engine.background() for engine in self.engines):
+            waits = self._tickets and not self._loading  # for a model that a request holds without a job
+            self.signal.wait(QUIET if waits else min([*left, threading.TIMEOUT_MAX]))
+            self.signal.clear()
+
+
+def _answer(loop: asyncio.AbstractEventLoop, done: asyncio.Future, failed: Failed | None) -> None:
+    """Set the result of a future of another thread's event loop, unless the future is done."""
+    loop.call_soon_threadsafe(lambda: done.done() or done.set_result(failed))

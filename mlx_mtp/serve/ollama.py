@@ -1,0 +1,182 @@
+"""Serve Ollama's API for text: `POST /api/chat` and `/api/generate`, streamed as one JSON object per line."""
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from ..generate import encoded
+from .answer import Part, TextPart, ToolCall, calls_of, text_of
+from .api_request import Answer, ApiRequest, chat_decode_requests
+from .chat import functions_of, messages_of
+from .fields import ModelInfo, boolean, items, stops, text
+from .history import parsed
+from .job import Begun, DecodeRequest, End, Failed
+from .ollama_fields import as_openai, chat_messages, generate_messages, idle_seconds, most_predicted
+from .output_format import output_of
+from .prompts import Prompt
+from .sampling_fields import decode_requests
+from .structured import constraint_of
+from .thinking import template_of
+from .tool_choice import openai_choice
+
+
+class OllamaRequest(ApiRequest):
+    """Base class of Ollama's two requests; without a prompt or messages they only load or unload the model."""
+
+    api = "chat"  # of the fields that Ollama's are converted to
+    media_type, waiting = "application/x-ndjson", ""
+
+    def __init__(self, body: dict[str, Any], info: ModelInfo):
+        warnings: list[str] = []
+        given = as_openai(body, warnings)
+        super().__init__(given, info)
+        self.warnings += warnings
+        self.idle = idle_seconds(body)
+        self.requests = self.decode_requests(body, given, info)
+        self.keep_alive = self._line(self.piece(TextPart("")), done=False)
+        self._calls = 0
+
+    def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
+        """Return the request of the one choice, none if there is nothing to answer. given: the converted fields."""
+        raise NotImplementedError
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        """Return the fields of a line with one part of the answer."""
+        raise NotImplementedError
+
+    def chat_requests(
+        self, info: ModelInfo, body: dict[str, Any], given: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> list[DecodeRequest]:
+        """Return the request of the one choice for a conversation in OpenAI's form."""
+        tools = functions_of(items(body, "tools"), self.warnings)
+        return chat_decode_requests(
+            info,
+            given,
+            messages_of(messages, self.warnings),
+            openai_choice({}, tools, ()),
+            template_of(given, info, self.warnings),
+            self.warnings,
+            self.call_ids,
+            most=most_predicted(body),
+            stops=stops(given, "stop"),
+            output=output_of("ollama", body),
+        )
+
+    def begin(self, begun: Begun) -> Iterable[str]:
+        return ()
+
+    def part(self, choice: int, part: Part) -> Iterable[str]:
+        yield self._line(self.piece(part), done=False)
+
+    def finish(self, choice: int, end: End) -> Iterable[str]:
+        yield self._line(self.piece(TextPart("")), done=True, **self._figures(end))
+
+    def close(self) -> Iterable[str]:
+        return ()
+
+    def failed(self, failed: Failed) -> str:
+        return json.dumps(ollama_error(failed.message)) + "\n"
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        if not answers:
+            reason = "unload" if self.idle == 0 else "load"
+            return self._body(self.piece(TextPart("")), done=True, done_reason=reason)
+        ((parts, end),) = answers
+        return self._body(self.answer(parts), done=True, **self._figures(end))
+
+    def answer(self, parts: list[Part]) -> dict[str, Any]:
+        """Return the fields of a whole answer."""
+        raise NotImplementedError
+
+    def call(self, call: ToolCall) -> dict[str, Any]:
+        """Return the next tool call in Ollama's form; arguments that are no JSON object become {}.
+
+        It has no id, which older clients refuse; a result names its tool.
+        """
+        index, self._calls = self._calls, self._calls + 1
+        arguments = parsed(call.arguments)
+        arguments = arguments if isinstance(arguments, dict) else {}
+        return {"function": {"index": index, "name": call.name, "arguments": arguments}}
+
+    def _line(self, *fields: dict[str, Any], **more: Any) -> str:
+        return json.dumps(self._body(*fields, **more), separators=(",", ":")) + "\n"
+
+    def _body(self, fields: dict[str, Any], **more: Any) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        return {"model": self.model, "created_at": now, **fields, **more}
+
+    def _figures(self, end: End) -> dict[str, Any]:
+        """Return the reason of the end, token counts, and times in nanoseconds, of which the last three add up.
+
+        The time of the prompt lasts from the load's end to the first token, with the wait for a place.
+        """
+        total = time.monotonic() - self.begun
+        first = end.first_token or total
+        return {
+            "done_reason": "length" if end.reason == "length" else "stop",
+            "total_duration": _ns(total),
+            "load_duration": _ns(self.load_seconds),
+            "prompt_eval_count": len(self.requests[0].prompt),
+            "prompt_eval_duration": _ns(first - self.load_seconds),
+            "eval_count": end.stats.generation_tokens,
+            "eval_duration": _ns(total - first),
+        }
+
+
+class OllamaChat(OllamaRequest):
+    """A request of `/api/chat`."""
+
+    def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
+        messages = chat_messages(body)
+        return self.chat_requests(info, body, given, messages) if messages else []
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **self._content(part)}}
+
+    def _content(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, ToolCall):
+            return {"content": "", "tool_calls": [self.call(part)]}
+        return {"content": "", "thinking": part.text} if part.reasoning else {"content": part.text}
+
+    def answer(self, parts: list[Part]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(parts)}
+        if thinking := text_of(parts, reasoning=True):
+            message["thinking"] = thinking
+        if calls := [self.call(call) for call in calls_of(parts)]:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class OllamaGenerate(OllamaRequest):
+    """A request of `/api/generate`: one prompt, with the chat template or, with `raw`, without."""
+
+    def decode_requests(self, body: dict[str, Any], given: dict[str, Any], info: ModelInfo) -> list[DecodeRequest]:
+        if not (prompt := text(body, "prompt")) and not body.get("images"):
+            return []
+        if not boolean(body, "raw"):
+            return self.chat_requests(info, {**body, "tools": None}, given, generate_messages(body))
+        output, more = output_of("ollama", body), {}
+        if output:
+            more["grammar"] = constraint_of(info, output)
+        given = {**given, "prompt": prompt}
+        tokens = Prompt(encoded(info.tokenizer, prompt))
+        return decode_requests(info, tokens, given, most=most_predicted(body), stops=stops(given, "stop"), **more)
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        assert isinstance(part, TextPart)
+        return {"response": "", "thinking": part.text} if part.reasoning else {"response": part.text}
+
+    def answer(self, parts: list[Part]) -> dict[str, Any]:
+        thinking = text_of(parts, reasoning=True)
+        return {"response": text_of(parts), **({"thinking": thinking} if thinking else {})}
+
+
+def ollama_error(message: str) -> dict[str, str]:
+    """Return an error body in Ollama's form."""
+    return {"error": message}
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

@@ -1,0 +1,132 @@
+"""Convert request fields of Ollama's API to those of OpenAI's chat completions."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .fields import Refused, field_of, fields_of, items, text
+from .forms import Message
+from .sampling_fields import LARGE
+
+FIELDS = ("model", "messages", "prompt", "system", "tools", "format", "options", "stream", "think", "keep_alive")
+FIELDS += ("images", "raw", "template", "suffix", "truncate", "shift", "context")  # the last three are ignored
+REFUSED = {
+    "template": "the model's own chat template is used; leave it out",
+    "suffix": "text is not inserted before a suffix; leave it out",
+}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repeat_penalty", "repeat_last_n")
+SAMPLING += ("presence_penalty", "frequency_penalty", "typical_p", "tfs_z", "num_ctx", "num_keep")
+SAMPLING += ("mirostat", "mirostat_tau", "mirostat_eta")
+SYSTEM = ("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "vocab_only", "use_mmap", "use_mlock")
+SYSTEM += ("f16_kv", "logits_all", "penalize_newline", "draft_num_predict")  # of another engine; ignored
+NAMES = {"num_keep": "n_keep"}
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
+PIECE = re.compile(r"(\d+(?:\.\d+)?)([a-zµ]+)")
+KINDS = {"/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by the first letters of a picture in Base64
+
+
+def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    """Return a body of `/api/chat` or `/api/generate` with the fields of chat completions, without messages.
+
+    warnings: appended to, for fields that are unknown. Raises Refused for fields that are not supported.
+    """
+    for name, reason in REFUSED.items():
+        if body.get(name):
+            raise Refused(f"{name}: {reason}", param=name)
+    options = fields_of(body, "options")
+    for kind, names, known in (("field", body, FIELDS), ("option", options, ("num_predict", *SAMPLING, *SYSTEM))):
+        warnings += [f"unknown {kind} {name[:80]!r} is ignored" for name in names if name not in known]
+    found = {NAMES.get(name, name): options[name] for name in SAMPLING if options.get(name) is not None}
+    found |= {name: body[name] for name in ("model", "think") if body.get(name) is not None}
+    return {**found, "stream": body.get("stream") is None or body["stream"]}
+
+
+def most_predicted(body: dict[str, Any]) -> int | None:
+    """Return the maximum number of tokens in options.num_predict, None without it; -1 for -1 and -2, no limit."""
+    allowed = "an integer of 1 or more, or -1 for no limit"
+    fits = _is_count
+    found = field_of(fields_of(body, "options"), "num_predict", allowed, fits)
+    return -1 if found == -2 else found
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and (value in (-1, -2) or 1 <= value < LARGE)
+
+
+def idle_seconds(body: dict[str, Any]) -> float | None:
+    """Return the seconds of `keep_alive`, None without it; infinite for a negative one. Raises Refused.
+
+    They are a number, or a text such as "90", "5m" or "1h30m".
+    """
+    value = body.get("keep_alive")
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and DURATION.fullmatch(value):
+        pieces = PIECE.findall(value)
+        size = sum(float(number) * UNITS[unit] for number, unit in pieces) if pieces else abs(float(value))
+        value = -size if value.startswith("-") else size
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Refused(f"keep_alive={repr(value)[:80]}: allowed are seconds, or a text like 5m", param="keep_alive")
+    return float("inf") if value < 0 else float(value)
+
+
+def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of `/api/chat` in OpenAI's form, before the checks of `messages_of`. Raises Refused.
+
+    Calls get ids, and a result without an id that of the first call that has none yet, of its tool's name if it
+    states one.
+    """
+    found: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
+    for given in items(body, "messages"):
+        message = {name: given[name] for name in ("role", "content", "tool_call_id") if given.get(name) is not None}
+        if thought := text(given, "thinking"):
+            message["reasoning_content"] = thought
+        if given.get("images"):
+            message["content"] = _with_pictures(text(given, "content"), given)
+        if calls := items(given, "tool_calls"):
+            number = sum(len(each.get("tool_calls", ())) for each in found)
+            calls = [{"id": f"call_{number + i}", **call} for i, call in enumerate(calls)]
+            message["tool_calls"], pending = calls, [*calls]
+        if given.get("role") == "tool":
+            _link(message, text(given, "tool_name") or text(given, "name"), pending)
+        found.append(message)
+    return found
+
+
+def _link(result: Message, name: str, pending: list[dict[str, Any]]) -> None:
+    """Add the name to a tool result, and the id of its call, which is removed from `pending`, unless it has one."""
+    if name:
+        result["name"] = name
+    given = result.get("tool_call_id")
+    fits = [call for call in pending if given in (None, call["id"]) and (given or name in ("", _name(call)))]
+    if fits:
+        pending.remove(fits[0])
+        result.setdefault("tool_call_id", fits[0]["id"])
+
+
+def _name(call: dict[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def generate_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of `/api/generate` in OpenAI's form: `system`, if there is one, and `prompt`."""
+    system, content = text(body, "system"), _with_pictures(text(body, "prompt"), body)
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": content}]
+
+
+def _with_pictures(content: str, body: dict[str, Any]) -> Any:
+    """Return a content as OpenAI's list of parts with the pictures in `images`, or as it is without any."""
+    allowed = "a list of pictures in Base64"
+    pictures = field_of(body, "images", allowed, lambda v: isinstance(v, list) and all(isinstance(p, str) for p in v))
+    if not pictures:
+        return content
+    return [{"type": "text", "text": content}, *_parts(pictures)]
+
+
+def _parts(pictures: list[str]) -> Iterator[dict[str, Any]]:
+    for picture in pictures:
+        kind = next((kind for begin, kind in KINDS.items() if picture.startswith(begin)), "png")
+        yield {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{picture}"}}

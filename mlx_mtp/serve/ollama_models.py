@@ -1,0 +1,101 @@
+"""Serve Ollama's routes about models: `GET /api/tags`, `/api/ps` and `/api/version`, and `POST /api/show`."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .._version import __version__
+from .catalog import Offer
+from .fields import Refused, text
+from .guard import read_body
+from .listing import offer_of
+from .service import Service
+
+THINKS = ("enable_thinking", "<think>", "reasoning_content", "<|channel>")  # in chat templates
+YEAR = 365 * 86400.0  # seconds
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+
+async def listed(request: Request) -> Response:
+    """List all models under each of their names."""
+    return JSONResponse({"models": [_tag(offer) for offer in request.app.state.service.offers()]})
+
+
+async def running(request: Request) -> Response:
+    """List the loaded models."""
+    service: Service = request.app.state.service
+    if models := service.models:
+        slots = [slot for slot in [*models.slots.values()] if slot.ready]
+        loaded = [(models.offer_of(slot.offer.name), slot.engine.idle_unload, slot.used) for slot in slots]
+    else:
+        engine: Any = service.engine
+        now = time.monotonic()
+        loaded = [(service.offers()[0], engine.idle_unload, now)] if engine.state == "ready" else []
+    return JSONResponse({"models": [{**_tag(offer), **_in_use(offer, *times)} for offer, *times in loaded]})
+
+
+async def version(request: Request) -> Response:
+    """Return the version of mlx_mtp."""
+    return JSONResponse({"version": __version__})
+
+
+async def show(request: Request) -> Response:
+    """Describe a model without loading it. Raises Refused, 404 for an unknown name."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.rules.body)
+    name = text(body, "model") or text(body, "name")
+    if not name:
+        raise Refused("model: missing; GET /api/tags lists the names", param="model")
+    offer = offer_of(service, name)
+    template = _template(service, offer)
+    has = {"thinking": any(mark in template for mark in THINKS), "vision": offer.sees}
+    capabilities = ["completion", "tools", *(name for name in has if has[name])]
+    architecture = offer.family or "unknown"
+    info = {"general.architecture": architecture, f"{architecture}.context_length": offer.context}
+    parameters = f"num_ctx {offer.context}"  # Continue reads the context here
+    more = {"modelfile": "", "parameters": parameters, "license": "", "capabilities": capabilities}
+    return JSONResponse(
+        {**more, "template": template, "details": _details(offer), "model_info": info, **_time(offer)}
+    )
+
+
+def _in_use(offer: Offer, idle_unload: float, used: float) -> dict[str, Any]:
+    """Return the fields of a loaded model. used: when a job last ran, of time.monotonic()."""
+    left = used + idle_unload - time.monotonic()
+    expires = _utc(time.time() + left) if left < YEAR else "9999-12-31T23:59:59Z"
+    return {"expires_at": expires, "size_vram": offer.size, "context_length": offer.context}
+
+
+def _tag(offer: Offer) -> dict[str, Any]:
+    names = {"name": offer.name, "model": offer.name, "size": offer.size, "digest": offer.digest}
+    return {**names, **_time(offer), "details": _details(offer)}
+
+
+def _time(offer: Offer) -> dict[str, str]:
+    return {"modified_at": _utc(offer.created)}
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _details(offer: Offer) -> dict[str, Any]:
+    """Return a model's family and formats; the number of its parameters is not known from the packed weights."""
+    family = {"family": offer.family, "families": [offer.family] if offer.family else []}
+    kind = "gguf" if offer.path.suffix == ".gguf" else "safetensors"
+    return {"parent_model": "", "format": kind, **family, "parameter_size": "", "quantization_level": offer.stored}
+
+
+def _template(service: Service, offer: Offer) -> str:
+    """Return a model's chat template: the tokenizer's of the one model, the text of the files of one of several."""
+    if service.models is None:
+        found = getattr(service.ready().tokenizer, "chat_template", None)
+        return found if isinstance(found, str) else ""
+    for name in TEMPLATES:
+        with suppress(OSError, UnicodeDecodeError):
+            return (Path(offer.path) / name).read_text("utf-8")
+    return ""

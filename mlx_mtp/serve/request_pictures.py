@@ -1,0 +1,145 @@
+"""Read the pictures of a request: base64 data, `data:` URLs, and URLs of allowed hosts. Never a path."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ..pictures.header import image_size
+from ..pictures.image import LIMITS, from_base64, from_data_url, open_image
+from ..pictures.rows import Picture
+from .fetch import SECONDS, fetched
+from .fields import NO_PICTURES, ModelInfo, Refused, fields_of, text
+
+MOST_PICTURES = 20  # of a request
+LOW = 512 * 512  # maximum pixels of a picture of detail "low", which is shrunk to them
+DETAILS = ("auto", "high", "low", "original")
+DECODING = threading.BoundedSemaphore(2)  # pictures decoded at once: one of 50 million pixels takes 150 MB
+
+
+class Source(NamedTuple):
+    """A picture as a client sent it, and the part of a message that it becomes.
+
+    number: of the picture in the request, from 1 on. data: base64, or a URL. field: of the request, for errors.
+    most: maximum pixels, to which a larger picture is shrunk; None: the tower's.
+    """
+
+    number: int
+    part: dict[str, Any]
+    data: str
+    is_url: bool
+    most: int | None
+    field: str
+
+
+class RequestPictures:
+    """The pictures of one request: `add` collects them, then `open` or `count` completes their parts.
+
+    readable: whether the model reads pictures. Without `info` it reads none.
+    """
+
+    def __init__(self, info: ModelInfo | None = None):
+        self._info, self._sources = info, list[Source]()
+        self.readable = info is not None and info.vision is not None
+
+    def add(self, given: dict[str, Any], field: str) -> dict[str, Any]:
+        """Return the part of a message for a picture of any API; its "picture" is set later, by `open` or `count`.
+
+        field: the request's field, for errors. Raises Refused for an invalid part, for more than MOST_PICTURES, and
+        if the model reads no pictures.
+        """
+        if not self.readable:
+            why = self._info.blind if self._info else ""
+            what = f"a picture ({given.get('type')})"
+            raise Refused(f"{field}: {what}, but {NO_PICTURES}{why and ': '}{why}", param=field)
+        number, part = len(self._sources) + 1, {"type": "image"}
+        if number > MOST_PICTURES:
+            raise Refused(f"{field}: more than {MOST_PICTURES} pictures in a request", param=field)
+        data, is_url, detail = _given(given, f"{field}: picture {number}", field)
+        self._sources.append(Source(number, part, data, is_url, LOW if detail == "low" else None, field))
+        return part
+
+    def open(self) -> None:
+        """Decode all pictures; set "picture" in each part to the `Picture` of the model's vision tower.
+
+        Raises Refused for a picture that cannot be read, before any is decoded if a header shows it, and if the rows
+        of all are more than the model's positions.
+        """
+        if not self._sources:
+            return
+        assert self._info
+        files = self._files()
+        rows = sum(self._counted(source, file).rows for source, file in files)
+        if rows >= self._info.positions:
+            numbers = f"{rows} tokens of pictures > {self._info.positions - 1} maximum"
+            raise Refused(f"prompt is too long: {numbers}", code="context_length_exceeded", param=files[0][0].field)
+        for source, file in files:
+            with DECODING, _refusing(source):
+                image = open_image(file, number=source.number)
+                source.part["picture"] = self._info.vision.picture(image, most=source.most)
+
+    def count(self) -> None:
+        """Set "picture" in each part to a `Picture` of the right number of rows, from the file's header alone."""
+        for source, file in self._files():
+            source.part["picture"] = self._counted(source, file)
+
+    def _files(self) -> list[tuple[Source, bytes]]:
+        until = time.monotonic() + SECONDS
+        return [(source, self._file(source, until)) for source in self._sources]
+
+    def _file(self, source: Source, until: float) -> bytes:
+        """Return the bytes of an encoded picture. until: the time by which a URL must have been fetched."""
+        with _refusing(source):
+            if not source.is_url:
+                return from_base64(source.data)
+            assert self._info
+            if source.data[:8].lower().startswith(("http://", "https://")):
+                return fetched(source.data, self._info.fetch, LIMITS.nbytes, until)
+            return from_data_url(source.data)
+
+    def _counted(self, source: Source, file: bytes) -> Picture:
+        """Return a `Picture` without a digest, which has the number of rows of an encoded picture."""
+        assert self._info
+        with _refusing(source):
+            height, width = image_size(file)
+            LIMITS.check(height, width)
+            return Picture(b"", self._info.vision.grid(height, width, most=source.most))
+
+
+@contextmanager
+def _refusing(source: Source) -> Iterator[None]:
+    """Raise Refused, which names the picture's number, for a ValueError."""
+    try:
+        yield
+    except ValueError as e:
+        before = f"picture {source.number}: "
+        raise Refused(before + str(e).removeprefix(before), param=source.field) from None
+
+
+def _given(given: dict[str, Any], where: str, field: str) -> tuple[str, bool, str | None]:
+    """Return a picture's base64 data or URL, whether it is a URL, and its detail, from a part of any API.
+
+    where: names field and picture in errors. Raises Refused.
+    """
+    source = fields_of(given, "source") if given.get("type") == "image" else {}
+    if given.get("file_id") or source.get("type") == "file" or source.get("file_id"):
+        raise Refused(f"{where}: file_id is not supported, as the server stores no files; send the data", param=field)
+    if given.get("type") == "image":
+        name = {"base64": "data", "url": "url"}.get(str(source.get("type")))
+        if name is None:
+            raise Refused(f"{where}: source needs type base64 or url", param=field)
+        return _nonempty(source, name, where, field), name == "url", None
+    url: Any = given.get("image_url")
+    nested = url if isinstance(url, dict) else {"url": url}
+    detail = nested.get("detail", given.get("detail"))
+    if detail is not None and detail not in DETAILS:
+        allowed = ", ".join(DETAILS)
+        raise Refused(f"{where}: detail={repr(detail)[:80]}: allowed are {allowed}", param=field)
+    return _nonempty(nested, "url", where, field), True, detail
+
+
+def _nonempty(part: dict[str, Any], name: str, where: str, field: str) -> str:
+    if not (found := text(part, name)):
+        raise Refused(f"{where}: {name} is missing", param=field)
+    return found

@@ -1,0 +1,317 @@
+"""Several models on one thread: each is loaded on demand and unloaded for room, never while it answers."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from sweep import sampled
+
+from mlx_mtp.decoding.buffer_count import Buffers
+from mlx_mtp.machine.stream import pass_turn
+from mlx_mtp.serve.catalog import Offer
+from mlx_mtp.serve.fields import Refused
+from mlx_mtp.serve.job import DecodeRequest, Job
+from mlx_mtp.serve.limits import Limits, QueueFull
+from mlx_mtp.serve.models import Models
+from mlx_mtp.serve.slot import Ready
+
+SIZE = 4 << 20  # bytes that each model counts
+
+
+class Loaded(SimpleNamespace):
+    """A loaded model, to which weak references can be made."""
+
+
+class World:
+    """Models that count SIZE bytes each while anything refers to them, with jobs of one step per prompt token."""
+
+    def __init__(self, monkeypatch):
+        self.order, self.hold, self.loads, self.most = [], threading.Event(), [], 0
+        self.gates, self.fails = {}, {}
+        self.hold.set()
+        monkeypatch.setattr("mlx_mtp.serve.engine.answer", self.answer)
+        self.bytes, self.made = 0, []
+        counted = SimpleNamespace(get_active_memory=lambda: self.bytes, clear_cache=lambda: None)
+        monkeypatch.setattr("mlx_mtp.serve.models.mx", counted)
+
+    def answer(self, served, job, crowded):
+        while not self.hold.is_set():
+            yield
+        for _ in job.request.prompt:
+            self.order.append(served.name)
+            yield
+        job.send(served.name)
+
+    def load(self, offer):
+        self.loads.append(offer.name)
+        while (gate := self.gates.get(offer.name)) and not gate.is_set():
+            pass_turn()  # as a load does after each piece of weights
+            time.sleep(0.001)
+        if error := self.fails.pop(offer.name, None):
+            raise error
+        tree = SimpleNamespace(decoded=False, nbytes=0)
+        served = Loaded(name=offer.name, tree=tree, ranks=None, batch=None, files=None)
+        self.grow(SIZE)
+        weakref.finalize(served, self.grow, -SIZE)
+        self.most = max(self.most, self.bytes)
+        return Ready(served, SimpleNamespace(name=offer.name), Buffers())
+
+    def grow(self, size):
+        self.bytes += size
+
+    def models(self, names="abc", fit=2, find=None, **limits):
+        """Return running models of which `fit` fit at once."""
+        offers = [Offer(name, needed=SIZE, size=SIZE) for name in names]
+        most = fit * SIZE + SIZE // 2
+        made = Models(find or (lambda: offers), self.load, Limits(**limits), most=most)
+        self.made.append(made)
+        made.thread.start()
+        while made.state == "loading":
+            time.sleep(0.001)
+        return made
+
+    def close(self):
+        self.hold.set()
+        for gate in self.gates.values():
+            gate.set()
+        for models in self.made:
+            models.stop(0)
+            models.thread.join(5)
+            assert not models.thread.is_alive()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    with contextlib.closing(World(monkeypatch)) as made:
+        yield made
+
+
+async def ask(models, name, steps=1, until=float("inf")):
+    """Return the name of the model that answered, or the failure."""
+    slot, loop = models.named({"model": name}), asyncio.get_running_loop()
+    done = loop.create_future()
+    info = await models.take(slot, until)
+    assert info.name == slot.offer.name
+    try:
+        emit = lambda event: loop.call_soon_threadsafe(done.set_result, event)  # noqa: E731
+        models.submit(slot.engine, [Job(DecodeRequest([1] * steps), emit)])
+    finally:
+        models.give_back(slot)
+    return await asyncio.wait_for(done, 20)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def gather(*coroutines):
+    return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+async def until(found):
+    end = time.monotonic() + 10
+    while not found():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("fit", sampled([1, 2], [1, 2, 3]))
+def test_hundreds_of_mixed_requests(world, fit):
+    """Each is answered by its model; at no time more models are in memory than fit, and at the end none is."""
+    models, draw = world.models(fit=fit, queued=1000), random.Random(fit)
+    names = [draw.choice("abc") for _ in range(300)]
+
+    async def client(name):
+        await asyncio.sleep(draw.random() / 10)
+        return await ask(models, name, draw.randint(1, 6))
+
+    assert run(gather(*map(client, names))) == names
+    assert world.most == fit * SIZE
+    assert len(world.loads) < 100  # requests of one model share a load
+    assert {slot.pins for slot in models.slots.values()} == {0}
+    models.stop(0)
+    models.thread.join(5)
+    assert world.bytes == 0
+
+
+def test_the_least_recently_used_model_is_unloaded(world):
+    models = world.models(fit=2)
+    for name in "abacbca":
+        assert run(ask(models, name)) == name
+    assert world.loads == [*"abc", "b", "a"]  # c replaces b, b replaces a, a replaces b
+    assert {name for name, slot in models.slots.items() if slot.ready} == {"a", "c"}
+    assert world.bytes == 2 * SIZE
+
+
+def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world):
+    models = world.models("ab", fit=1)
+
+    async def requests():
+        world.hold.clear()
+        first = asyncio.create_task(ask(models, "a", 3))
+        await until(lambda: models.running)
+        other = asyncio.create_task(ask(models, "b"))
+        await until(lambda: models._claimed)
+        later = asyncio.create_task(ask(models, "a"))
+        await asyncio.sleep(0.05)
+        assert world.loads == ["a"]
+        world.hold.set()
+        return await gather(first, other, later)
+
+    assert run(requests()) == ["a", "b", "a"]
+    assert world.order == [*"aaa", "b", "a"]
+    assert world.loads == [*"aba"]
+
+
+def test_a_claim_ends_with_the_request_that_needs_it(world):
+    models = world.models("ab", fit=1)
+
+    async def requests():
+        world.hold.clear()
+        first = asyncio.create_task(ask(models, "a"))
+        await until(lambda: models.running)
+        other = asyncio.create_task(ask(models, "b"))
+        await until(lambda: models._claimed)
+        later = asyncio.create_task(ask(models, "a"))
+        await until(lambda: models.queued == 2)
+        other.cancel()
+        await until(lambda: len(models.running) == 2)
+        world.hold.set()
+        return await gather(first, later)
+
+    assert run(requests()) == ["a", "a"]
+    assert world.loads == ["a"]
+
+
+def test_a_loaded_model_answers_during_a_load(world):
+    models, world.gates["b"] = world.models("ab"), threading.Event()
+
+    async def requests():
+        assert await ask(models, "a") == "a"
+        waiting = asyncio.create_task(ask(models, "b"))
+        await until(lambda: models.loading)
+        assert [await ask(models, "a") for _ in range(3)] == ["a"] * 3
+        assert models.loading.offer.name == "b"
+        world.gates["b"].set()
+        return await waiting
+
+    assert run(requests()) == "b"
+
+
+def test_failed_loads_fail_the_requests_that_wait_and_the_next_one_tries_again(world):
+    models = world.models("ab")
+    world.fails = {"a": ValueError("damaged\nmore"), "b": RuntimeError("broken")}
+    answers = run(gather(ask(models, "a"), ask(models, "a"), ask(models, "b"), ask(models, "b")))
+    assert [error.status for error in answers] == [503] * 4
+    assert str(answers[0]) == "model='a' cannot be loaded: ValueError: damaged"
+    assert models.slots["a"].error == str(answers[0])
+    assert {slot.state for slot in models.slots.values()} == {"unloaded"}
+    assert run(ask(models, "a")) == "a"
+    assert models.slots["a"].error == ""
+
+
+def test_a_model_that_does_not_fit_alone_is_refused_before_a_load(world):
+    models = world.models("a", find=lambda: [Offer("a", needed=5 * SIZE), Offer("b", needed=SIZE)])
+    with pytest.raises(Refused, match=r"needs 0\.021 GB, and --max-memory allows") as error:
+        run(ask(models, "a"))
+    assert (error.value.status, world.loads) == (400, [])
+    assert run(ask(models, "b")) == "b"
+
+
+def test_requests_that_leave_the_queue(world):
+    """By their time limit, by a disconnected client, and as the server ends; none keeps a model in use."""
+    models, world.gates["a"] = world.models("ab", queued=3), threading.Event()
+
+    async def requests():
+        late = asyncio.create_task(ask(models, "a", until=time.monotonic() + 0.02))
+        gone, stays = asyncio.create_task(ask(models, "a")), asyncio.create_task(ask(models, "a"))
+        await until(lambda: models.queued == 3)
+        with pytest.raises(QueueFull):
+            await ask(models, "b")
+        gone.cancel()
+        with pytest.raises(Refused, match="--timeout") as error:
+            await late
+        assert error.value.status == 504
+        await until(lambda: models.queued == 1)
+        world.gates["a"].set()
+        assert await stays == "a"
+        world.gates["b"] = threading.Event()
+        last = asyncio.create_task(ask(models, "b"))
+        await until(lambda: models.loading)
+        assert {slot.pins for slot in models.slots.values()} == {0}
+        models.stop(0)
+        with pytest.raises(Refused, match="shutting down"):
+            await last
+        with pytest.raises(QueueFull):
+            await ask(models, "a")
+
+    run(requests())
+
+
+def test_active_jobs_of_all_models_count_together(world):
+    models = world.models("ab", active=1)
+
+    async def requests():
+        await gather(ask(models, "a"), ask(models, "b"))
+        del world.order[:]
+        return await gather(*(ask(models, name, 3) for name in "abab"))
+
+    assert run(requests()) == [*"abab"]
+    assert "".join(world.order) in ("aaabbbaaabbb", "bbbaaabbbaaa")
+
+
+def test_idle_models_are_unloaded(world):
+    models = world.models("ab", idle_unload=0.02)
+
+    async def requests():
+        assert await gather(ask(models, "a"), ask(models, "b")) == ["a", "b"]
+        await until(lambda: not models.engines)
+
+    run(requests())
+    assert world.bytes == 0
+
+
+def test_models_that_have_grown_beyond_the_limit_are_unloaded_in_idle_time(world):
+    models = world.models("ab")
+
+    async def requests():
+        assert await gather(ask(models, "a"), ask(models, "b")) == ["a", "b"]
+        assert len(models.engines) == 2
+        world.grow(SIZE)
+        models.signal.set()
+        await until(lambda: len(models.engines) == 1)
+        world.grow(2 * SIZE)
+        models.signal.set()
+        await asyncio.sleep(0.02)
+        assert len(models.engines) == 1  # the last one stays
+
+    run(requests())
+
+
+def test_the_models_that_a_request_can_name(world):
+    models = world.models(find=lambda: [Offer("a"), Offer("c", problem="c: damaged"), Offer("b")])
+    models.aliases = ("x",)
+    names = {"a": "a", "b": "b", "x": "a", None: "a", "b:latest": "b", "x:latest": "a"}
+    assert {name: models.named({"model": name}).offer.name for name in names} == names
+    for name, problem in (("", ""), ("A", ""), ("a:b", ""), ("c", " (c: damaged)"), ("*", "")):
+        with pytest.raises(Refused) as error:
+            models.named({"model": name})
+        assert str(error.value) == f"model={name!r}{problem}: allowed is 'a', 'b', 'x'"
+        assert (error.value.status, error.value.code) == (404, "model_not_found")
+    with pytest.raises(Refused, match="a text"):
+        models.named({"model": 1})
+    models.aliases = ("*",)
+    assert models.named({"model": "anything"}).offer.name == "a"
+
+
+@pytest.mark.parametrize("offers", [[], [Offer("a", problem="a: damaged")]])
+def test_without_any_model_the_server_ends(world, offers):
+    models = world.models(find=lambda: offers)
+    models.thread.join(5)
+    assert (models.state, type(models.error)) == ("failed", ValueError)
+    assert ("a: damaged" if offers else "none was found") in str(models.error)

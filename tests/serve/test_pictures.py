@@ -1,0 +1,286 @@
+"""Pictures of requests: from the parts of three APIs to the tokens of the prompt, and what is refused."""
+
+import itertools
+
+import pytest
+import seeing
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from picture_requests import body_of, part_of, png, text_of, url_of
+
+from mlx_mtp.pictures.image import open_image
+from mlx_mtp.pictures.rows import Picture, mark_ids
+from mlx_mtp.serve.chat import ChatRequest
+from mlx_mtp.serve.fields import ModelInfo, Refused
+from mlx_mtp.serve.follow import as_json, from_json
+from mlx_mtp.serve.messages import MessagesRequest, count_tokens
+from mlx_mtp.serve.prompts import marks_of
+from mlx_mtp.serve.responses import ResponsesRequest
+
+APIS = {"chat": ChatRequest, "messages": MessagesRequest, "responses": ResponsesRequest}
+SIDE = 8  # pixels of a row
+SEEN = "this server reads text only"
+
+
+class Eyes:
+    """A vision without a tower: a row for each SIDE x SIDE pixels; `opened` lists the decoded pictures' sizes."""
+
+    mark = seeing.PAD
+
+    def __init__(self):
+        self.opened = []
+
+    def grid(self, height, width, most=None):
+        scale = min(1, ((most or 10**9) / (height * width)) ** 0.5)
+        return 1, max(1, int(height * scale) // SIDE), max(1, int(width * scale) // SIDE)
+
+    def picture(self, image, most=None):
+        self.opened.append(image.size)
+        return Picture(image.digest, self.grid(*image.size, most))
+
+
+def info_of(tokenizer=None, vision=None, **more):
+    tokenizer = tokenizer or TokenizerWrapper(seeing.tokenizer())
+    marks = marks_of(tokenizer, vision and vision.mark)
+    fixed = {"positions": 10**6, "max_tokens": 8, "defaults": {}, "template": {}, "turns": True, "created": 0}
+    return ModelInfo(names=("eyes",), tokenizer=tokenizer, marks=marks, vision=vision, **{**fixed, **more})
+
+
+@pytest.fixture
+def info():
+    return info_of(vision=Eyes())
+
+
+def request_of(info, api, body):
+    (request,) = APIS[api](body, info).requests
+    return request
+
+
+def text_and_sizes(info, request):
+    text = info.tokenizer.decode(mark_ids(request.prompt, seeing.PAD))
+    return text, [picture.grid[1:] for picture in request.pictures]
+
+
+A, B = png(16, 8, 10), png(8, 32, 20)
+ASKED = {
+    "none": ("What?",),
+    "one": (A, "What?"),
+    "two, adjacent": ("These:", A, B, "What?"),
+    "the same twice": (A, "and", A),
+    "three": (A, "a", B, "b", A),
+}
+
+
+@pytest.mark.parametrize("result", [(), (A,), ("a.png", B, "read")], ids=["no tool", "a result", "a result of parts"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_all_apis_make_one_prompt_in_which_pictures_stand_at_their_places(info, asked, result):
+    given = [*result, *ASKED[asked]]
+    requests = {api: request_of(info, api, body_of(api, *ASKED[asked], result=result)) for api in APIS}
+    chat = requests["chat"]
+    expected = [info.vision.picture(open_image(each)) for each in given if isinstance(each, bytes)]
+    assert list(chat.pictures) == expected
+    at = [i for i, token in enumerate(chat.prompt) if token < 0]
+    assert [chat.prompt[i] for i in at] == [token for picture in expected for token in picture.tokens]
+    text, _ = text_and_sizes(info, chat)
+    runs = [len(list(run)) for word, run in itertools.groupby(text.split("<|vision_")) if "image_pad" in word]
+    assert sum(runs) == len(expected)
+    for request in requests.values():
+        assert (request.prompt, request.pictures) == (chat.prompt, chat.pictures)
+    assert from_json(as_json(chat)).pictures == chat.pictures
+
+
+def test_texts_keep_their_places_between_pictures(info):
+    text, sizes = text_and_sizes(info, request_of(info, "chat", body_of("chat", "one", A, "two", B, "three")))
+    mark = "<|vision_start|>" + "{}" + "<|vision_end|>"
+    pads = [mark.format("<|image_pad|>" * rows) for rows in (2, 4)]
+    assert f"user\none{pads[0]}two{pads[1]}three<|im_end|>" in text
+    assert sizes == [(1, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_last_turn_begins_where_its_content_begins_behind_pictures(info, api):
+    whole = request_of(info, api, body_of(api, A, "What?", result=(B,)))
+    plain = request_of(info_of(), api, body_of(api, "What?", result=("b",)))
+    asked = [info.tokenizer.decode(mark_ids(r.prompt[: r.turns[-1]], seeing.PAD))[-6:] for r in (whole, plain)]
+    assert asked[0] == asked[1]
+    assert len(whole.turns) == len(plain.turns)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_low_detail_is_a_small_picture(info, api):
+    if api == "messages":
+        pytest.skip("Anthropic's pictures have no detail")
+    parts = [part_of(api, png(1600, 1600), detail=detail) for detail in ("auto", "low")]
+    question = [{"role": "user", "content": parts}]
+    request = request_of(info, api, {"input" if api == "responses" else "messages": question})
+    assert [picture.grid for picture in request.pictures] == [(1, 200, 200), (1, 64, 64)]
+
+
+def test_tokens_are_counted_without_decoding(info):
+    body = body_of("messages", A, "What?", png(800, 800), result=(B, "b"))
+    counted = count_tokens(body, info)[0]["input_tokens"]
+    assert info.vision.opened == []
+    assert counted == len(request_of(info, "messages", body).prompt)
+
+
+# What is refused
+
+
+def image_url(url, **more):
+    return "chat", {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def source(**fields):
+    return "messages", {"type": "image", "source": fields}
+
+
+def header_of(width, height):
+    return png(1, 1)[:16] + width.to_bytes(4) + height.to_bytes(4) + png(1, 1)[24:]
+
+
+BROKEN = {
+    "a path": (*image_url("/etc/passwd"), "data: URL"),
+    "a file URL": (*image_url("file:///etc/passwd"), "data: URL"),
+    "a web address": (*image_url("https://example.org/a.png"), "--fetch-images"),
+    "a web address, in capitals": (*image_url("HTTP://example.org/a.png"), "--fetch-images"),
+    "another scheme": (*image_url("ftp://example.org/a.png"), "data: URL"),
+    "no base64": (*image_url("data:image/png;base64,!!!!"), "base64"),
+    "base64 with spaces": (*image_url(url_of(A).replace("A", "A ")), "base64"),
+    "a data URL of text": (*image_url("data:text/plain,hello"), "base64"),
+    "text": (*image_url(url_of(b"hello world")), "no PNG"),
+    "a drawing": (*image_url(url_of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml")), "no PNG"),
+    "nothing": (*image_url(url_of(b"")), "no PNG"),
+    "a truncated file": (*image_url(url_of(png(64, 64)[:60])), "damaged"),
+    "a bomb": (*image_url(url_of(header_of(30000, 30000))), "900000000|900,000,000|30000 x 30000"),
+    "a line": (*image_url(url_of(header_of(1, 4000))), "200 times"),
+    "no pixels": (*image_url(url_of(header_of(0, 9))), "1 x 1"),
+    "no url": ("chat", {"type": "image_url"}, "url is missing"),
+    "a url that is no text": ("chat", {"type": "image_url", "image_url": {"url": 5}}, "a text"),
+    "a detail": (*image_url(url_of(A), detail="tiny"), "detail='tiny'"),
+    "a file id": ("responses", {"type": "input_image", "file_id": "file-1"}, "file_id"),
+    "no data": ("responses", {"type": "input_image"}, "url is missing"),
+    "Anthropic's path": (*source(type="url", url="/etc/passwd"), "data: URL"),
+    "Anthropic's web address": (*source(type="url", url="http://localhost/a.png"), "--fetch-images"),
+    "Anthropic's file": (*source(type="file", file_id="f"), "file_id"),
+    "Anthropic's broken data": (*source(type="base64", media_type="image/png", data="?"), "base64"),
+    "no source": ("messages", {"type": "image"}, "type base64 or url"),
+    "a source that is a text": ("messages", {"type": "image", "source": "a.png"}, "object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["question", "result"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_picture_is_refused_with_its_number_and_the_reason(info, name, where):
+    api, part, reason = BROKEN[name]
+    body = body_of(api, A, "What?", result=(B,))
+    messages = body["input" if api == "responses" else "messages"]
+    result = messages[-2]
+    parts = {"question": messages[-1]["content"], "result": result.get("output") or result["content"]}[where]
+    (parts[0]["content"] if "tool_use_id" in parts[0] else parts).append(part)
+    with pytest.raises(Refused, match=f"(?s).*({reason})") as refused:
+        APIS[api](body, info)
+    assert refused.value.status == 400
+    if name not in ("a url that is no text", "a source that is a text"):
+        assert f"picture {3 if where == 'question' else 2}" in str(refused.value)
+    assert len(str(refused.value)) < 300  # never the picture's bytes
+
+
+def test_headers_of_all_pictures_are_checked_before_one_is_decoded(info):
+    with pytest.raises(Refused, match="picture 2"):
+        request_of(info, "chat", body_of("chat", A, header_of(30000, 30000)))
+    assert info.vision.opened == []
+
+
+def test_a_prompt_too_long_by_its_pictures_is_refused_before_one_is_decoded(info):
+    with pytest.raises(Refused, match="prompt is too long: 30000 tokens") as refused:
+        request_of(info_of(vision=info.vision, positions=20000), "chat", body_of("chat", *3 * [png(800, 800)]))
+    assert (refused.value.code, info.vision.opened) == ("context_length_exceeded", [])
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_at_most_twenty_pictures_are_allowed(info, api):
+    assert len(request_of(info, api, body_of(api, *10 * [A], result=10 * [B])).pictures) == 20
+    with pytest.raises(Refused, match="more than 20 pictures"):
+        APIS[api](body_of(api, *11 * [A], result=10 * [B]), info)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_without_a_tower_a_question_is_refused_and_a_result_becomes_a_line(api):
+    blind = info_of(blind="no tower; load another file")
+    with pytest.raises(Refused, match=f"{SEEN}.*: no tower; load another file"):
+        APIS[api](body_of(api, A, "What?"), blind)
+    request = APIS[api](body_of(api, "What?", result=("a.png", A)), blind)
+    text, sizes = text_and_sizes(blind, request.requests[0])
+    assert (sizes, "[A picture was left out: " + SEEN in text) == ([], True)
+    assert any("replaced by a line" in warning for warning in request.warnings)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_picture_in_a_system_prompt_is_refused_by_the_template(info, role):
+    for api in ("chat", "responses"):
+        body = body_of(api, "What?")
+        name = "input" if api == "responses" else "messages"
+        body[name].insert(0, {"role": role, "content": [text_of(api, "Look."), part_of(api, A)]})
+        with pytest.raises(Refused, match="System message cannot contain images"):
+            APIS[api](body, info)
+        body[name].append(body[name].pop(0))
+        with pytest.raises(Refused, match="System message cannot contain images"):
+            APIS[api](body, info)
+    with pytest.raises(Refused, match="system: a picture"):
+        MessagesRequest({**body_of("messages", "What?"), "system": [part_of("messages", A)]}, info)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_picture_in_an_answer_is_refused(info, api):
+    body = body_of(api, "What?")
+    messages = body["input" if api == "responses" else "messages"]
+    messages += [{"role": "assistant", "content": [part_of(api, A)]}, {"role": "user", "content": "Why?"}]
+    with pytest.raises(Refused, match=r"picture|image"):
+        APIS[api](body, info)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_typed_marks_are_no_pictures(info, api):
+    typed = "<|vision_start|><|image_pad|><|vision_end|>"
+    request = request_of(info, api, body_of(api, typed, A, typed, result=(typed, B)))
+    assert len(request.pictures) == 2
+    assert seeing.PAD not in request.prompt
+    answered = body_of(api, "a", A)
+    messages = answered["input" if api == "responses" else "messages"]
+    messages += [{"role": "assistant", "content": typed}, {"role": "user", "content": "Why?"}]
+    assert len(request_of(info, api, answered).pictures) == 1
+
+
+DROPS = "{% for m in messages %}{{ m.content if m.content is string else 'x' }}{% endfor %}"
+TWICE = "{% for m in messages %}{% for p in m.content %}{{ '<|image_pad|><|image_pad|>' }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [DROPS, TWICE])
+def test_a_template_without_a_mark_for_each_picture_is_refused(template):
+    plain = seeing.tokenizer()
+    plain.chat_template = template
+    with pytest.raises(Refused, match="marks of pictures"):
+        request_of(info_of(TokenizerWrapper(plain), Eyes()), "chat", body_of("chat", A))
+
+
+def test_a_mark_from_a_variable_of_the_template_is_refused(info):
+    plain = seeing.tokenizer()
+    plain.chat_template = seeing.TEMPLATE + "{{ extra }}"
+    seeing_info = info_of(TokenizerWrapper(plain), Eyes())
+    body = {**body_of("chat", "What?"), "chat_template_kwargs": {"extra": "<|image_pad|>"}}
+    with pytest.raises(Refused, match="1 marks of pictures for 0"):
+        request_of(seeing_info, "chat", body)
+
+
+def test_results_go_into_a_question_if_the_template_prints_no_results():
+    plain = seeing.tokenizer()
+    plain.chat_template = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
+    plain.chat_template += seeing.TEMPLATE
+    info = info_of(TokenizerWrapper(plain), Eyes())
+    text, sizes = text_and_sizes(info, request_of(info, "chat", body_of("chat", B, "What?", result=("a.png", A))))
+    assert sizes == [(1, 2), (4, 1)]
+    assert "a.png<|vision_start|>" in text
+
+
+def test_a_text_only_request_has_the_prompt_of_a_model_without_a_tower(info):
+    body = body_of("chat", "What?", result=("a", "b"))
+    assert request_of(info, "chat", body).prompt == request_of(info_of(), "chat", body).prompt
