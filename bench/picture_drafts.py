@@ -36,7 +36,7 @@ def accepted(demo: tuple[Any, Any], *, count: int, features: bool, seed: int = 0
     features: the heads read features at the rows of pictures; otherwise the embedding of the mark.
     """
     model, tokenizer = demo
-    rng, stats, texts = random.Random(seed), mlx_mtp.Stats(), []
+    rng, drafted, right, texts = random.Random(seed), 0, 0, []
     known = picture_rows._stored if features else lambda model, cache, place: None
     for _ in range(count):
         scene = scenes.draw_scene(rng)
@@ -45,9 +45,11 @@ def accepted(demo: tuple[Any, Any], *, count: int, features: bool, seed: int = 0
         parts = [{"type": "image"}, {"type": "text", "text": question}]
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
         with mock.patch.object(picture_rows, "_stored", known):
+            stats = mlx_mtp.Stats()
             options = {"num_draft_tokens": 1, "adaptive": False, "prompt_lookup": False, "stats": stats}
             texts.append(mlx_mtp.generate(model, tokenizer, prompt, images=[image], max_tokens=60, **options))
-    return Accepted(sum(stats.drafted), sum(stats.accepted), texts)
+        drafted, right = drafted + sum(stats.drafted), right + sum(stats.accepted)
+    return Accepted(drafted, right, texts)
 
 
 @click.command()
