@@ -107,5 +107,5 @@ def _metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a *.safetensors file; {} if it cannot be read or has none."""
     with suppress(OSError, ValueError, KeyError, AttributeError, struct.error), file.expanduser().open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
-        return dict(json.loads(f.read(min(size, 1 << 26)))["__metadata__"])
+        return json.loads(f.read(min(size, 1 << 26)))["__metadata__"] or {}  # MLX writes null without metadata
     return {}
