@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import families
+import lora
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from drafters import HEADLESS
 
 import mlx_mtp
 from mlx_mtp.checkpoint import tuned as sidecars
+from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
 from mlx_mtp.training import train as training
 from mlx_mtp.training import tune
@@ -72,6 +74,15 @@ def test_a_new_head_drafts_for_the_target_it_was_made_for(form, headless, tmp_pa
     drafted = mlx_mtp.generate_step(prompt, model, max_tokens=40, num_draft_tokens=2, adaptive=False)
     assert [int(t) for t, *_ in drafted] == plain
     assert not list(tmp_path.glob("*.work"))
+
+
+def test_a_new_head_of_an_adapted_target_has_plain_modules(headless, tmp_path):
+    model = load(headless)
+    load_adapters(model, lora.save(tmp_path / "adapter", model, seed=1))
+    found = tuned(model, tmp_path / "new.safetensors", **{**NEW, "epochs": 1})
+    assert found.file
+    assert not [name for name in mx.load(str(found.file)) if "lora" in name]
+    load(headless, mtp_path=found.file)
 
 
 def test_existing_heads_become_better_and_the_model_keeps_its_own(recycled, tmp_path):
