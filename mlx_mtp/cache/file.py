@@ -99,7 +99,7 @@ def load_prompt_cache(file: str | Path, model: CachedModel, *, check_memory: boo
             )
         if model.head_windows() and state.get("heads") and state.get("model_heads") != fingerprint(model, heads=True):
             raise ValueError(f"{file}: made with other MTP heads or another drafter; load those, or make it again")
-        if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint.hex()):
+        if state.get("pictures") and (model.vision is None or state.get("vision") != model.vision.fingerprint):
             raise ValueError(f"{file}: made with pictures and another vision tower; load that one, or make it again")
         check_room(f"{file}:", os.fstat(f.fileno()).st_size, ignore=not check_memory)
         f.seek(0)
@@ -151,7 +151,7 @@ def _state(cache: PromptCache) -> dict[str, Any]:
 
 def _pictures(cache: PromptCache) -> dict[str, Any]:
     """Return the first row, height and width of each picture among a cache's tokens, and the tower they depend on."""
-    return {"pictures": [list(place[:3]) for place in cache.places], "vision": cache.model.vision.fingerprint.hex()}
+    return {"pictures": [list(place[:3]) for place in cache.places], "vision": cache.model.vision.fingerprint}
 
 
 def _own_file(file: str | Path, model: Any) -> Path:

@@ -169,7 +169,7 @@ def adding_tower(path: Path) -> str:
 
 
 def _no_family(config: dict) -> str:
-    return f"model_type {config['model_type']!r} reads no pictures here; supported are {', '.join(tower_names())}"
+    return f"model_type {config.get('model_type')!r} reads no pictures here; supported are {', '.join(tower_names())}"
 
 
 def _absent(path: Path, config: dict) -> str:

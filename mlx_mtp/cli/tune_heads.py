@@ -8,7 +8,6 @@ import click
 from click import Choice, FloatRange, IntRange
 
 from .options import check_place, checkpoint_options, checkpoint_path
-from .progress import loading, shows_progress, stages
 from .text_files import text_files
 
 
@@ -38,7 +37,7 @@ from .text_files import text_files
 @click.option("--quiet", is_flag=True, help="Print no estimate and no progress.")
 @click.argument("texts", nargs=-1, metavar="[TEXTS]...", type=click.Path(exists=True, path_type=Path))
 def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tuple[Path, ...], **given: Any) -> None:
-    """Train a model's MTP heads on what the model itself would write.
+    """Train MTP heads on what the model itself would write.
 
     The model reads TEXTS and --data, and writes answers to prompts in --data; without both it writes prompts and
     answers itself. Its hidden rows and its most likely next tokens are recorded in a folder next to --out, and the
@@ -52,6 +51,7 @@ def tune_heads(model: str | None, trust_remote_code: bool, out: Path, texts: tup
     from ..checkpoint.load import load
     from ..training.settings import Settings
     from ..training.tune import tune_heads as tune
+    from .progress import loading, shows_progress, stages
 
     quiet, names = given.pop("quiet"), [*texts, *([data] if (data := given.pop("data")) else [])]
     adapters, mtp_path = list(given.pop("adapter_path")) or None, given.pop("mtp_path")

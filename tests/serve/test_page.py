@@ -298,7 +298,7 @@ def test_only_the_servers_own_files_are_loaded(served, address):
     assert "script-src 'self'" in policy
     assert "default-src 'none'" in policy
     files = re.findall(r'(?:src|href)="([^"]+)"', response.text)
-    assert len(files) == 8
+    assert len(files) == 9
     with httpx.Client(base_url=address) as client:
         assert [client.get(file).status_code for file in files] == [200] * len(files)
         assert client.get("/page/../app.py").status_code in (401, 404)

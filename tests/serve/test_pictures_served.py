@@ -123,9 +123,9 @@ def test_damaged_pictures_are_answered_or_refused_beside_other_answers(eyes):
     draw, body = random.Random(7), {**body_of("chat", noise(31), "Write."), "temperature": 0, "max_tokens": 60}
     expected = eyes.post(PATHS["chat"], json=body).json()["choices"]
     statuses = []
-    with ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(1) as pool:
         for round in range(12):
-            other = other.submit(eyes.post, PATHS["chat"], json=body)
+            other = pool.submit(eyes.post, PATHS["chat"], json=body)
             for kind in ("PNG", "JPEG", "WEBP", "GIF"):
                 api = draw.choice([*PATHS])
                 asked = {**body_of(api, damaged(draw, kind), "What?"), "stream": bool(round % 2)}

@@ -21,7 +21,7 @@ TWIN = Picture(b"twin", A.grid)  # of A's size, so that only its words differ
 class Vision:
     """Random features by picture instead of a tower's; `encoded` lists the pictures whose features were computed."""
 
-    mark, fingerprint = seeing.PAD, b"random"
+    mark, fingerprint = seeing.PAD, "random"
 
     def __init__(self):
         self.known, self.encoded = {}, []
