@@ -60,7 +60,7 @@ def refuse_upload(_ctx: click.Context, _param: click.Parameter, value: str | Non
 @option("--upload-repo", callback=refuse_upload, expose_value=False, hidden=True)
 @option("--trust-remote-code", is_flag=True, hidden=True)  # downloads the code; none is run
 def convert(**flags: Any) -> None:
-    """Convert a checkpoint for MLX with its MTP heads and its tower.
+    """Convert a checkpoint for MLX with its MTP heads.
 
     A vision tower is copied unchanged, to vision.safetensors.
     The heads have their own quantization, because few bits in a head cost accepted drafts. A conversion needs memory

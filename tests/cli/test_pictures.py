@@ -104,8 +104,8 @@ def test_a_model_without_a_tower_refuses_pictures_in_one_line(place):
 
 def test_a_saved_prompt_needs_its_pictures_no_more(place, model, tmp_path):
     file = tmp_path / "cache.safetensors"
-    shown("cache-prompt", place, "--image", place / "a.png", "-p", "This is a picture: ", "--prompt-cache-file", file)
-    expected = of_session(model, "This is a picture: what is it?", A)
+    shown("cache-prompt", place, "--image", place / "a.png", "-p", "See this: ", "--prompt-cache-file", file)
+    expected = of_session(model, "See this: what is it?", A)
     again = ["--prompt-cache-file", file, "-p", "what is it?", "-m", 5]
     assert shown("generate", place, *again) == expected + "\n"
     lines = call("chat", "--model", place / "model", "--quiet", "-m", 5, *again[:2], stdin="what is it?\n")
