@@ -24,7 +24,7 @@ TOWERS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen", "step3p7": "step"}
 
 def find_tower(config: dict) -> ModuleType | None:
     """Return the module for the vision tower of a config.json's model_type; None if the family has none here."""
-    family: str = config.get("model_type")
+    family = str(config.get("model_type"))
     name = TOWERS.get(REMAPPED.get(family) or family)
     return None if name is None else importlib.import_module(f".{name}", __package__)
 
