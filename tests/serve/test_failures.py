@@ -132,6 +132,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(engines, "compare_rows", compare)
     monkeypatch.setattr(engines, "answer", answer)
     monkeypatch.setattr(engines, "QUIET", 0.0002)
+    monkeypatch.setattr(engines, "gc", SimpleNamespace(collect=int))  # each unload's takes seconds in a suite's heap
     batch = SimpleNamespace(step=lambda: None, close=lambda: None)
     return lambda: SimpleNamespace(ranks=OtherRanks(), batch=batch, tree=SimpleNamespace(decoded=None))
 
@@ -165,6 +166,7 @@ def real(tiny_models, monkeypatch):
         requests.append(DecodeRequest(prompt, max_tokens=3, follows=lambda _, f=follows: f, **more))
         texts.append(Letters().decode(text))
     monkeypatch.setattr(engines, "QUIET", 0.0002)
+    monkeypatch.setattr(engines, "gc", SimpleNamespace(collect=int))
 
     def load():
         tree = PrefixTree(mlx_mtp.make_prompt_cache(model, num_draft_tokens=2), Chunking(4), 1 << 30)
