@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
 import time
@@ -52,13 +53,14 @@ class World:
         while (gate := self.gates.get(offer.name)) and not gate.is_set():
             pass_turn()  # as a load does after each piece of weights
             time.sleep(0.001)
-        if error := self.fails.pop(offer.name, None):
-            raise error
         tree = SimpleNamespace(decoded=False, nbytes=0)
         served = Loaded(name=offer.name, tree=tree, ranks=None, batch=None, files=None)
         self.grow(SIZE)
         weakref.finalize(served, self.grow, -SIZE)
         self.most = max(self.most, self.bytes)
+        if error := self.fails.pop(offer.name, None):
+            served.itself = served  # as parts of a model refer to each other
+            raise error
         return Ready(served, SimpleNamespace(name=offer.name), Buffers())
 
     def grow(self, size):
@@ -215,6 +217,18 @@ def test_failed_loads_fail_the_requests_that_wait_and_the_next_one_tries_again(w
     assert models.slots["a"].error == ""
 
 
+def test_a_failed_load_leaves_no_memory_in_use(world):
+    models = world.models("a")
+    world.fails = {"a": ValueError("damaged")}
+    gc.collect()
+    gc.disable()
+    try:
+        run(gather(ask(models, "a")))
+        assert (world.loads, world.bytes) == (["a"], 0)
+    finally:
+        gc.enable()
+
+
 def test_a_model_that_does_not_fit_alone_is_refused_before_a_load(world):
     models = world.models("a", find=lambda: [Offer("a", needed=5 * SIZE), Offer("b", needed=SIZE)])
     with pytest.raises(Refused, match=r"needs 0\.021 GB, and --max-memory allows") as error:
@@ -263,6 +277,69 @@ def test_active_jobs_of_all_models_count_together(world):
 
     assert run(requests()) == [*"abab"]
     assert "".join(world.order) in ("aaabbbaaabbb", "bbbaaabbbaaa")
+
+
+async def granted(models, name):
+    """Return the slot of a model, and a task that takes the model; it has the model, and its event loop is late."""
+    slot = models.named({"model": name})
+    task = asyncio.create_task(models.take(slot, float("inf")))
+    await asyncio.sleep(0)
+    end = time.monotonic() + 10
+    while not slot.pins and time.monotonic() < end:
+        time.sleep(0.001)
+    return slot, task
+
+
+def test_a_request_that_leaves_with_its_model_returns_it(world):
+    models = world.models("a", idle_unload=0.02)
+
+    async def requests():
+        slot, task = await granted(models, "a")
+        time.sleep(0.05)  # longer than the model may be idle
+        assert (slot.pins, slot.state) == (1, "ready")
+        task.cancel()
+        await gather(task)
+        assert slot.pins == 0
+        await until(lambda: not models.engines)
+
+    run(requests())
+
+
+def test_a_request_that_has_its_model_as_the_server_ends_is_refused(world):
+    models = world.models("a")
+
+    async def requests():
+        _, task = await granted(models, "a")
+        models.stop(0)
+        models.thread.join(5)
+        with pytest.raises(Refused, match="shutting down"):
+            await task
+
+    run(requests())
+
+
+@pytest.mark.parametrize("grown", [0, SIZE])
+def test_models_in_use_without_a_job_are_not_unloaded_and_cost_no_turns(world, monkeypatch, grown):
+    """Whether their idle seconds have passed, or they have grown beyond the limit."""
+    models, turns = world.models("ab"), []
+
+    async def requests():
+        slots = [models.named({"model": name}) for name in "ab"]
+        for slot in slots:
+            await models.take(slot, float("inf"))
+            slot.engine.idle_unload = float("inf") if grown else 0
+        world.grow(grown)
+        monkeypatch.setattr(models, "_turn", lambda: turns.append(1) or Models._turn(models))
+        models.signal.set()
+        await asyncio.sleep(0.05)
+        assert len(turns) < 5
+        assert models.engines == [slot.engine for slot in slots]
+        models.give_back(slots[0])
+        await until(lambda: models.engines == [slots[1].engine])
+        models.give_back(slots[1])
+        await until(lambda: len(models.engines) == bool(grown))
+
+    run(requests())
 
 
 def test_idle_models_are_unloaded(world):
