@@ -39,6 +39,8 @@ class World:
         self.bytes, self.made = 0, []
         counted = SimpleNamespace(get_active_memory=lambda: self.bytes, clear_cache=lambda: None)
         monkeypatch.setattr("mlx_mtp.serve.models.mx", counted)
+        self.free, self.measured = 1 << 60, 0
+        monkeypatch.setattr("mlx_mtp.serve.models.memory", SimpleNamespace(available=self.available))
 
     def answer(self, served, job, crowded):
         while not self.hold.is_set():
@@ -47,6 +49,10 @@ class World:
             self.order.append(served.name)
             yield
         job.send(served.name)
+
+    def available(self):
+        self.measured += 1
+        return SimpleNamespace(bytes=self.free)
 
     def load(self, offer):
         self.loads.append(offer.name)
@@ -160,14 +166,53 @@ def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world)
         other = asyncio.create_task(ask(models, "b"))
         await until(lambda: models._claimed)
         later = asyncio.create_task(ask(models, "a"))
+        used, measured = models.slots["a"].used, world.measured
         await asyncio.sleep(0.05)
         assert world.loads == ["a"]
+        assert models.slots["a"].used > used  # idle seconds begin after the answer
+        assert world.measured == measured  # which takes a process on a Mac, too long for each turn
         world.hold.set()
         return await gather(first, other, later)
 
     assert run(requests()) == ["a", "b", "a"]
     assert world.order == [*"aaa", "b", "a"]
     assert world.loads == [*"aba"]
+
+
+def test_memory_that_other_programs_use_is_no_room(world):
+    models = world.models(fit=2)
+    assert run(ask(models, "a")) == "a"
+    world.free = SIZE - 1
+    assert run(ask(models, "b")) == "b"
+    assert world.most == world.bytes == SIZE
+
+
+def test_jobs_of_all_models_count_for_the_queue_and_are_refused_at_the_end(world):
+    models = world.models("ab", queued=2, active=1)
+
+    async def requests():
+        slots = [models.named({"model": name}) for name in "ab"]
+        for slot in slots:
+            await models.take(slot, float("inf"))
+        add = lambda slot: models.submit(slot.engine, [Job(DecodeRequest([1]), lambda event: None)])  # noqa: E731
+        world.hold.clear()
+        add(slots[0])
+        await until(lambda: models.running)
+        add(slots[0])
+        add(slots[1])
+        with pytest.raises(QueueFull):
+            add(slots[1])
+        world.hold.set()
+        await until(lambda: not models.queued and not models.running)
+        world.hold.clear()
+        add(slots[0])
+        await until(lambda: models.running)
+        models.stop(10)
+        with pytest.raises(QueueFull):
+            add(slots[1])
+        world.hold.set()
+
+    run(requests())
 
 
 def test_a_claim_ends_with_the_request_that_needs_it(world):
@@ -338,6 +383,7 @@ def test_models_in_use_without_a_job_are_not_unloaded_and_cost_no_turns(world, m
         await until(lambda: models.engines == [slots[1].engine])
         models.give_back(slots[1])
         await until(lambda: len(models.engines) == bool(grown))
+        assert [slot.engine.idle_unload for slot in slots] == [float("inf")] * 2  # 0 was of the last request only
 
     run(requests())
 
