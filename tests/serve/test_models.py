@@ -156,13 +156,16 @@ def test_the_least_recently_used_model_is_unloaded(world):
     assert world.bytes == 2 * SIZE
 
 
-def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world):
-    models = world.models("ab", fit=1)
+@pytest.mark.parametrize(("fit", "free"), [(1, 1 << 60), (2, 0)])
+def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world, fit, free):
+    """Whether the limit or other programs leave no room for another model."""
+    models = world.models("ab", fit=fit)
 
     async def requests():
         world.hold.clear()
         first = asyncio.create_task(ask(models, "a", 3))
         await until(lambda: models.running)
+        world.free = free
         other = asyncio.create_task(ask(models, "b"))
         await until(lambda: models._claimed)
         later = asyncio.create_task(ask(models, "a"))

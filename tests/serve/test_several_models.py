@@ -49,8 +49,21 @@ def several(folder, tmp_path_factory):
         yield client
 
 
+def unload(client):
+    """Unload all models by requests, and wait until their memory is returned."""
+    for name in ("one", "two"):
+        if client.models.slots[name].ready:
+            body = client.post("/api/generate", json={"model": name, "keep_alive": 0}).json()
+            assert (body["done"], body["done_reason"], body["response"]) == (True, "unload", "")
+    end = time.monotonic() + 20
+    while (rest := mx.get_active_memory() - client.base) >= SIZE // 10 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert rest < SIZE // 10
+    assert not client.models.engines
+
+
 def ask(client, name, **more):
-    """Return the answer to a question by `name`, through the API that fits the name's number of letters."""
+    """Return the answer to a question by `name`, through the API of chat completions."""
     body = {"model": name, "messages": QUESTION, "max_tokens": 30, **more}
     found = client.post("/v1/chat/completions", json=body)
     assert found.status_code == 200, found.text
@@ -74,20 +87,22 @@ def count(client, name):
 
 def test_two_models_are_swapped_under_load_and_their_memory_is_returned(several):
     """Requests of all APIs at once; the bytes that MLX has allocated stay those of one model."""
-    loads, long = [], {"model": "one", "prompt": "read this " * 100, "max_tokens": 1}
+    unload(several)
+    slots = several.models.slots
+    sizes, long, loads = [], {"model": "one", "prompt": "read this " * 100, "max_tokens": 1}, slots["one"].loads
     assert several.post("/v1/completions", json=long).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     for name in ("one", "two"):
         assert ask(several, name) == ANSWER
-        assert several.models.slots[name].loads == 1
-        loads.append(mx.get_active_memory() - several.base)
-    assert max(loads) < SIZE * 3 // 2
+        sizes.append(mx.get_active_memory() - several.base)
+    assert slots["one"].loads == loads + 1
+    assert max(sizes) < SIZE * 3 // 2
     apis = (ask, ask_anthropic, ask_ollama, count)
     cases = [(api, name) for api in apis for name in ("one", "two")]
     with ThreadPoolExecutor(len(cases)) as pool:
         found = [*pool.map(lambda case: case[0](several, case[1]), cases)]
     assert found == [ANSWER] * len(cases)
     assert mx.get_active_memory() - several.base < SIZE * 3 // 2
-    assert sum(slot.ready is not None for slot in several.models.slots.values()) == 1
+    assert sum(slot.ready is not None for slot in slots.values()) == 1
     again = several.post("/v1/completions", json=long).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64  # stored in a file at an unload
 
@@ -163,15 +178,8 @@ def test_health_and_metrics(several):
 
 
 def test_keep_alive_unloads(several):
-    body = several.post("/api/generate", json={"model": "two", "keep_alive": 0}).json()
-    assert (body["done"], body["done_reason"], body["response"]) == (True, "unload", "")
-    if several.models.slots["one"].ready:
-        several.post("/api/generate", json={"model": "one", "keep_alive": 0})
-    end = time.monotonic() + 60
-    while several.models.engines and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not several.models.engines
-    assert mx.get_active_memory() - several.base < SIZE // 10
+    ask(several, "two")
+    unload(several)
 
 
 def test_names_of_models_in_a_folder(tmp_path):
