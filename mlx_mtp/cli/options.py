@@ -17,9 +17,9 @@ from ..checkpoint.chat_template import RESERVED_KEYS
 from ..demo import demo_path
 from .gguf import gguf_options, transcoded
 from .grammar_options import grammar_of, grammar_options
+from .sizes import SIZE
 from .together import check_prompt, group, own_file
 
-MOST_GB = 2**20
 BITS = Choice(["2", "3", "4", "5", "6", "8"])
 KERNELS = Choice(["off", "exact", "fast"])
 SHARE, POSITIONS = FloatRange(0, 1), IntRange(1, 2**30)
@@ -70,13 +70,6 @@ def _check_max_tokens(_ctx: click.Context, _param: click.Parameter, value: int) 
     if value == 0:
         raise click.BadParameter("0: allowed is 1 or more, or -1 for no limit")
     return value
-
-
-def gb_in_bytes(_ctx: click.Context, _param: click.Parameter, value: float | None) -> int | None:
-    """Return a number of GB in bytes, None without one; raise BadParameter if it is negative or too large."""
-    if value is not None and not 0 <= value <= MOST_GB:  # also refuses NaN, which click accepts
-        raise click.BadParameter(f"{value}: allowed is 0 to {MOST_GB} GB")
-    return None if value is None else int(value * 1e9)
 
 
 def _wired_limit(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
@@ -259,7 +252,7 @@ cache_options = options(
     typed("--quantized-kv-start", IntRange(0), 5000, "With --kv-bits: first quantized position."),
     typed("--max-context", POSITIONS, None, "Maximum tokens of prompt and answer together."),
     option("--ignore-memory", is_flag=True, help="Load and generate even if memory is too small."),
-    option("--cache-limit", type=float, callback=gb_in_bytes, help="Maximum GB of freed memory that MLX keeps."),
+    option("--cache-limit", type=SIZE, help="Maximum GB of freed memory that MLX keeps."),
 )
 saved_cache_option = option(
     "--prompt-cache-file",

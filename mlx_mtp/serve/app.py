@@ -162,15 +162,16 @@ async def respond(request: Request, api: type[ApiRequest]) -> Response:
         api_request = await run_in_threadpool(api, body, info)
         api_request.begun, api_request.load_seconds = begun, loaded - begun
         warned = _warned(request, api_request.warnings)
-        engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
-        if not api_request.requests:
-            return JSONResponse(api_request.whole([]), headers=warned)
         active = ActiveRequest(service, api_request, request.url.path, begun)
         if len(api_request.requests) > (limit := engine.limits.queued):
             raise Refused(
                 f"n: at most {limit} choices are allowed, of all prompts (--queue plus --parallel)", param="n"
             )
         service.submit(engine, active.jobs)
+        engine.idle_unload = engine.limits.idle_unload if api_request.idle is None else api_request.idle
+        engine.signal.set()  # the engine may wait for the seconds of an earlier request
+    if not active.jobs:
+        return JSONResponse(api_request.whole([]), headers=warned)
     try:
         if api_request.stream:
             first = await active.next(PATIENCE)

@@ -181,8 +181,7 @@ class Engine:
         log.error("the model was not loaded again", exc_info=error)
         failed = Failed(503, f"the model cannot be loaded: {with_type(error)}")
         for _ in range(len(self._queue)):  # for a later request the model is loaded again
-            self._end(self._queue[0], None, failed)
-            del self._queue[0]
+            self._end(self._queue.popleft(), None, failed)
 
     def _turn(self) -> bool:
         """Begin queued jobs and advance each active job by a chunk or a cycle; without jobs do background work.
@@ -314,7 +313,8 @@ class Engine:
 
     def _idle(self) -> None:
         """Do a step of background work; if none is left, wait for a request, and unload the model after the limit."""
-        if not self.background() and self._stays_idle(self.idle_unload) and self.served:
+        seconds = self.idle_unload if self.served else threading.TIMEOUT_MAX
+        if not self.background() and self._stays_idle(seconds) and self.served:
             self.unload()
 
     def unload(self) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -143,10 +142,11 @@ class Models:
             if isinstance(e, TimeoutError):
                 raise Refused(TIMED_OUT.message, status=TIMED_OUT.status) from None
             raise
-        if failed:
+        ready = slot.ready
+        if failed or ready is None:  # the server may have ended since the model was granted
+            failed = failed or ENDING
             raise Refused(failed.message, status=failed.status)
-        assert slot.ready
-        return slot.ready.info
+        return ready.info
 
     def _leave(self, ticket: Ticket) -> None:
         """Take a request that no longer waits off the queue, or give its model back if it has it already."""
@@ -154,6 +154,7 @@ class Models:
             if ticket in self._tickets:
                 self._tickets.remove(ticket)
             ticket.slot.pins -= ticket.granted
+        self.signal.set()
 
     def give_back(self, slot: Slot) -> None:
         """End the use of a model that `take` has granted; its queued and active jobs keep it loaded."""
@@ -329,8 +330,7 @@ class Models:
             slot.ready, slot.loads = found, slot.loads + 1
             log.info("%s: loaded; %s GB are in use", slot.offer.name, in_gb(mx.get_active_memory()))
         else:
-            slot.engine.state = "unloaded"
-            gc.collect()
+            slot.engine.unload()  # frees what the failed load has read
         with self.lock:
             waiting = [ticket for ticket in self._tickets if ticket.slot is slot]
             self._resolve(waiting, None if isinstance(found, Ready) else found)
@@ -338,13 +338,14 @@ class Models:
     def _idle(self) -> None:
         """Unload models that have been idle long enough, else do a step of background work; without either wait.
 
-        Of several models the least recently used is also unloaded if they have grown beyond the limit.
+        Of several models the least recently used is also unloaded if they have grown beyond the limit. A model that a
+        request has been granted is not idle; `signal` ends the wait once the request returns the model.
         """
-        slots = sorted(self._ready, key=lambda slot: slot.used)
+        slots = sorted((slot for slot in self._ready if not slot.pins), key=lambda slot: slot.used)
         left = [slot.used + slot.engine.idle_unload - time.monotonic() for slot in slots]
         idle = [slot for slot, seconds in zip(slots, left, strict=True) if seconds <= 0]
-        if not (idle or self._loading) and mx.get_active_memory() > self.limit:
-            idle = slots[:-1][:1]
+        if not (idle or self._loading) and len(self._ready) > 1 and mx.get_active_memory() > self.limit:
+            idle = slots[:1]
         for slot in idle:
             self._unload(slot)
         if not idle and not any(engine.background() for engine in self.engines):

@@ -33,7 +33,7 @@ esac
 SYSTEMCTL = '#!/bin/sh\necho "$@" >> "$CALLS"\n'
 NEVER_FILES = {  # options of `serve` whose value is any text, and never a file
     *("alias", "allow_host", "api_key", "chat_template_config", "cors_origin", "extra_eos_token", "host"),
-    *("fetch_images", "regex", "root_path", "vision_cache", "wired_limit"),
+    *("fetch_images", "regex", "root_path", "wired_limit"),
 }
 
 

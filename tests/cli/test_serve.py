@@ -18,6 +18,7 @@ from command_line import call, free_port, one_line_error
 from sweep import sweep
 
 import mlx_mtp.cli.serve  # noqa: F401 - `mlx_mtp.cli.serve` is also the command
+from mlx_mtp.cli.sizes import SIZE
 from mlx_mtp.demo import demo_path
 
 serve = sys.modules["mlx_mtp.cli.serve"]
@@ -137,6 +138,20 @@ def test_one_model_or_several(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(click.UsageError, match="is a model itself"):
         serve._is_several(flags(models_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MB", 512 * 10**6), ("2 gb", 2 * 10**9), ("0.5", 5 * 10**8), ("0", 0), ("1048576GB", 2**20 * 10**9)],
+)
+def test_a_size_is_in_gb_or_has_a_unit(text, size):
+    assert SIZE.convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5KB", "5 M", "-1MB", "nan", "inf", "1048577"])
+def test_another_size_is_refused(text):
+    with pytest.raises(click.BadParameter, match=r"expected a size such as|allowed is 0 to 1048576 GB"):
+        SIZE.convert(text, None, None)
 
 
 def test_the_models_of_a_server(tmp_path, monkeypatch):

@@ -178,6 +178,22 @@ def test_an_idle_model_is_unloaded_and_loaded_again(engine, steps):
     assert steps.order == [1, 2]
 
 
+def test_an_unloaded_model_waits_for_a_request_without_turns(engine, steps, monkeypatch):
+    """Also after `keep_alive` 0, whose wait would end at once."""
+    one, turns = engine(), []
+    wait(submit(one, [1]))
+    monkeypatch.setattr(one, "_turn", lambda: turns.append(1) or Engine._turn(one))
+    one.idle_unload = 0
+    one.signal.set()
+    until = time.monotonic() + 5
+    while one.state != "unloaded" and time.monotonic() < until:
+        time.sleep(0.001)
+    del turns[:]
+    time.sleep(0.05)
+    assert len(turns) < 5
+    wait(submit(one, [2]))
+
+
 def refuse(*_):
     raise ValueError("the chat template refuses this conversation\nbecause")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import threading
 import time
@@ -38,6 +39,8 @@ class World:
         self.bytes, self.made = 0, []
         counted = SimpleNamespace(get_active_memory=lambda: self.bytes, clear_cache=lambda: None)
         monkeypatch.setattr("mlx_mtp.serve.models.mx", counted)
+        self.free, self.measured = 1 << 60, 0
+        monkeypatch.setattr("mlx_mtp.serve.models.memory", SimpleNamespace(available=self.available))
 
     def answer(self, served, job, crowded):
         while not self.hold.is_set():
@@ -47,18 +50,23 @@ class World:
             yield
         job.send(served.name)
 
+    def available(self):
+        self.measured += 1
+        return SimpleNamespace(bytes=self.free)
+
     def load(self, offer):
         self.loads.append(offer.name)
         while (gate := self.gates.get(offer.name)) and not gate.is_set():
             pass_turn()  # as a load does after each piece of weights
             time.sleep(0.001)
-        if error := self.fails.pop(offer.name, None):
-            raise error
         tree = SimpleNamespace(decoded=False, nbytes=0)
         served = Loaded(name=offer.name, tree=tree, ranks=None, batch=None, files=None)
         self.grow(SIZE)
         weakref.finalize(served, self.grow, -SIZE)
         self.most = max(self.most, self.bytes)
+        if error := self.fails.pop(offer.name, None):
+            served.itself = served  # as parts of a model refer to each other
+            raise error
         return Ready(served, SimpleNamespace(name=offer.name), Buffers())
 
     def grow(self, size):
@@ -148,24 +156,66 @@ def test_the_least_recently_used_model_is_unloaded(world):
     assert world.bytes == 2 * SIZE
 
 
-def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world):
-    models = world.models("ab", fit=1)
+@pytest.mark.parametrize(("fit", "free"), [(1, 1 << 60), (2, 0)])
+def test_a_model_that_answers_is_not_unloaded_and_its_later_requests_wait(world, fit, free):
+    """Whether the limit or other programs leave no room for another model."""
+    models = world.models("ab", fit=fit)
 
     async def requests():
         world.hold.clear()
         first = asyncio.create_task(ask(models, "a", 3))
         await until(lambda: models.running)
+        world.free = free
         other = asyncio.create_task(ask(models, "b"))
         await until(lambda: models._claimed)
         later = asyncio.create_task(ask(models, "a"))
+        used, measured = models.slots["a"].used, world.measured
         await asyncio.sleep(0.05)
         assert world.loads == ["a"]
+        assert models.slots["a"].used > used  # idle seconds begin after the answer
+        assert world.measured == measured  # which takes a process on a Mac, too long for each turn
         world.hold.set()
         return await gather(first, other, later)
 
     assert run(requests()) == ["a", "b", "a"]
     assert world.order == [*"aaa", "b", "a"]
     assert world.loads == [*"aba"]
+
+
+def test_memory_that_other_programs_use_is_no_room(world):
+    models = world.models(fit=2)
+    assert run(ask(models, "a")) == "a"
+    world.free = SIZE - 1
+    assert run(ask(models, "b")) == "b"
+    assert world.most == world.bytes == SIZE
+
+
+def test_jobs_of_all_models_count_for_the_queue_and_are_refused_at_the_end(world):
+    models = world.models("ab", queued=2, active=1)
+
+    async def requests():
+        slots = [models.named({"model": name}) for name in "ab"]
+        for slot in slots:
+            await models.take(slot, float("inf"))
+        add = lambda slot: models.submit(slot.engine, [Job(DecodeRequest([1]), lambda event: None)])  # noqa: E731
+        world.hold.clear()
+        add(slots[0])
+        await until(lambda: models.running)
+        add(slots[0])
+        add(slots[1])
+        with pytest.raises(QueueFull):
+            add(slots[1])
+        world.hold.set()
+        await until(lambda: not models.queued and not models.running)
+        world.hold.clear()
+        add(slots[0])
+        await until(lambda: models.running)
+        models.stop(10)
+        with pytest.raises(QueueFull):
+            add(slots[1])
+        world.hold.set()
+
+    run(requests())
 
 
 def test_a_claim_ends_with_the_request_that_needs_it(world):
@@ -213,6 +263,18 @@ def test_failed_loads_fail_the_requests_that_wait_and_the_next_one_tries_again(w
     assert {slot.state for slot in models.slots.values()} == {"unloaded"}
     assert run(ask(models, "a")) == "a"
     assert models.slots["a"].error == ""
+
+
+def test_a_failed_load_leaves_no_memory_in_use(world):
+    models = world.models("a")
+    world.fails = {"a": ValueError("damaged")}
+    gc.collect()
+    gc.disable()
+    try:
+        run(gather(ask(models, "a")))
+        assert (world.loads, world.bytes) == (["a"], 0)
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_does_not_fit_alone_is_refused_before_a_load(world):
@@ -263,6 +325,70 @@ def test_active_jobs_of_all_models_count_together(world):
 
     assert run(requests()) == [*"abab"]
     assert "".join(world.order) in ("aaabbbaaabbb", "bbbaaabbbaaa")
+
+
+async def granted(models, name):
+    """Return the slot of a model, and a task that takes the model; it has the model, and its event loop is late."""
+    slot = models.named({"model": name})
+    task = asyncio.create_task(models.take(slot, float("inf")))
+    await asyncio.sleep(0)
+    end = time.monotonic() + 10
+    while not slot.pins and time.monotonic() < end:
+        time.sleep(0.001)
+    return slot, task
+
+
+def test_a_request_that_leaves_with_its_model_returns_it(world):
+    models = world.models("a", idle_unload=0.02)
+
+    async def requests():
+        slot, task = await granted(models, "a")
+        time.sleep(0.05)  # longer than the model may be idle
+        assert (slot.pins, slot.state) == (1, "ready")
+        task.cancel()
+        await gather(task)
+        assert slot.pins == 0
+        await until(lambda: not models.engines)
+
+    run(requests())
+
+
+def test_a_request_that_has_its_model_as_the_server_ends_is_refused(world):
+    models = world.models("a")
+
+    async def requests():
+        _, task = await granted(models, "a")
+        models.stop(0)
+        models.thread.join(5)
+        with pytest.raises(Refused, match="shutting down"):
+            await task
+
+    run(requests())
+
+
+@pytest.mark.parametrize("grown", [0, SIZE])
+def test_models_in_use_without_a_job_are_not_unloaded_and_cost_no_turns(world, monkeypatch, grown):
+    """Whether their idle seconds have passed, or they have grown beyond the limit."""
+    models, turns = world.models("ab"), []
+
+    async def requests():
+        slots = [models.named({"model": name}) for name in "ab"]
+        for slot in slots:
+            await models.take(slot, float("inf"))
+            slot.engine.idle_unload = float("inf") if grown else 0
+        world.grow(grown)
+        monkeypatch.setattr(models, "_turn", lambda: turns.append(1) or Models._turn(models))
+        models.signal.set()
+        await asyncio.sleep(0.05)
+        assert len(turns) < 5
+        assert models.engines == [slot.engine for slot in slots]
+        models.give_back(slots[0])
+        await until(lambda: models.engines == [slots[1].engine])
+        models.give_back(slots[1])
+        await until(lambda: len(models.engines) == bool(grown))
+        assert [slot.engine.idle_unload for slot in slots] == [float("inf")] * 2  # 0 was of the last request only
+
+    run(requests())
 
 
 def test_idle_models_are_unloaded(world):

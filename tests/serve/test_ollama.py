@@ -67,11 +67,14 @@ def test_generate_uses_the_chat_template_unless_raw(served, stream):
 
 
 @pytest.mark.parametrize("post", [chat, generate])
-def test_an_empty_request_loads_the_model(served, post):
-    empty = {"messages": []} if post is chat else {"prompt": ""}
-    for keep in (None, "5m"):
+def test_an_empty_request_loads_the_model(served, post, monkeypatch):
+    """It also ends the engine's wait for the seconds of an earlier request."""
+    empty, engine, woken = {"messages": []} if post is chat else {"prompt": ""}, served.service.engine, []
+    wake = engine.signal.set
+    monkeypatch.setattr(engine.signal, "set", lambda: woken.append(engine.idle_unload) or wake())
+    for keep, seconds in (("5m", 300), (None, float("inf"))):
         body = post(served, keep_alive=keep, **empty).json()
-        assert (body["done"], body["done_reason"]) == (True, "load")
+        assert (body["done"], body["done_reason"], woken[-1]) == (True, "load", seconds)
     request = (OllamaChat if post is chat else OllamaGenerate)({**empty, "keep_alive": 0}, served.service.info)
     assert (request.idle, request.whole([])["done_reason"]) == (0, "unload")
     assert post(served, options={"num_predict": 1}, keep_alive=-1, stream=False).json()["done"]

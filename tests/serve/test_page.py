@@ -130,8 +130,8 @@ def test_conversations_are_kept(page):
 
 def test_an_answer_that_a_reload_cuts_is_kept(page):
     page.run("find('clear').click()")
-    page.run("current.messages.push({role: 'user', content: 'q'}); void save()")
-    page.run("partial(current, {role: 'assistant', content: 'begun'}, true)")
+    page.run("current.messages.push({role: 'user', content: 'q'}), save()")
+    page.run("partialAt = 0; partial(current, {role: 'assistant', content: 'begun'}, true)")
     reload(page)
     page.wait("messages.length === 2")
     assert "begun" in page.run("talk.lastElementChild.textContent")

@@ -58,7 +58,7 @@ def serving_several(folder, load=demo_at, limits=None, **changes):
     """
     given = settings(**{"names": (), "limits": limits or Limits(), **changes})
     models = models_of(lambda: offers([], folder), load, given)
-    service = Service(models, Metrics(models), given.rules)
+    service = Service(models, Metrics(models), given.rules, given.timeout)
     models.thread.start()
     try:
         with TestClient(application(service), base_url="http://localhost") as client:
