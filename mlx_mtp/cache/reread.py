@@ -5,11 +5,12 @@ from .prompt_cache import PromptCache
 
 
 def empty_like(cache: PromptCache) -> PromptCache:
-    """Return an empty cache that equals this one after it has read the same tokens.
+    """Return an empty cache that equals this one after it has read the same tokens, with the same pictures.
 
     Layers that were quantized during the sequence are unquantized again, to be quantized at the same position.
     """
     new = cache.like_new()
+    new.pictures = cache.pictures
     if cache.quantized:
         stored = "bits", "group_size"
         configs = [{name: v for name, v in c.empty_config.items() if name not in stored} for c in cache.layers]

@@ -83,9 +83,15 @@ def read_chunk(
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
-    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H]."""
+    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H].
+
+    Raises ValueError if the features of one of its pictures are no longer stored: images are dropped once read.
+    """
     fresh = empty_like(cache)
-    hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
+    try:
+        hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
+    except ValueError as e:
+        raise ValueError(f"a kernel failed, the caches are lost, and the prompt cannot be read again: {e}") from e
     adopt(cache, fresh)
     return hidden
 

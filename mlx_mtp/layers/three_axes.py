@@ -24,7 +24,6 @@ class ThreeAxes:
     """
 
     sections: tuple[int, ...]
-    plain: type
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate x [1, heads, L, D] by rows on the batch axis, so that equal axes have the bits of text rows."""
@@ -43,7 +42,7 @@ class ThreeAxes:
 @cache
 def three_axes(kind: type, sections: tuple[int, ...]) -> type:
     """Return the class of RoPE modules of `kind` that also take three axes."""
-    return type(kind.__name__, (ThreeAxes, kind), {"plain": kind, "sections": sections})
+    return type(kind.__name__, (ThreeAxes, kind), {"sections": sections})
 
 
 def add_axes(model: nn.Module, sections: tuple[int, ...]) -> None:

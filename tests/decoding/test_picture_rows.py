@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_of
+from stand_in import standing_in, switched_on
 
 import mlx_mtp
 from mlx_mtp.decoding.drafters.lookup import continued
@@ -155,6 +156,30 @@ def test_images_are_held_until_their_rows_are_read(model):
     next(steps)
     assert [picture.image for picture in cache.pictures.values()] == [None] * 2
     assert cache.features is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_failed_graph_loses_no_picture_whose_features_are_stored(model, stored, monkeypatch):
+    """The prompt is read again into new caches; without stored features the message states why that fails."""
+    launches = iter(range(10**6))
+    other, text = switched_on(pictured.__wrapped__().model), generated(model, PROMPT, 2)
+    monkeypatch.setattr(other.vision, "known", dict(model.vision.known))
+    features = type(other.vision).features
+
+    def read(picture):
+        if picture.image is None and not stored:
+            raise ValueError("its features are no longer stored")
+        return features(other.vision, picture)
+
+    monkeypatch.setattr(other.vision, "features", read)
+    parts = [replace(part, image="pixels") if isinstance(part, Picture) else part for part in PROMPT]
+    failing = standing_in(lambda op, _: "evaluate" if op == "add_norm" and next(launches) == 60 else None)
+    with failing, pytest.warns(UserWarning, match="it is built again"):
+        if stored:
+            assert generated(other, parts, 2) == text
+        else:
+            with pytest.raises(ValueError, match=r"the prompt cannot be read again: its features are no longer"):
+                generated(other, parts, 2)
 
 
 def test_others_decode_while_a_picture_is_encoded(model, monkeypatch):
