@@ -35,16 +35,19 @@ def whole_pass(model, tokens):
     return rows, embeddings, positions, cache
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 2048])
-def test_heads_read_the_next_rows_feature_at_the_targets_position(model, chunk):
+@pytest.mark.parametrize(("chunk", "late"), [(1, False), (4, False), (2048, False), (2, True)])
+def test_heads_read_the_next_rows_feature_at_the_targets_position(model, chunk, late):
+    """late: the heads begin after the prompt, in chunks of their own."""
     tokens = tokens_of(*PROMPT)
     rows, embeddings, positions, whole = whole_pass(model, tokens)
     (head,), (kv,), n = model.mtp, whole.heads, len(tokens) - 1
     kv.axes = positions[:, :n]
     head(embeddings[:, 1:], model.capture(rows[:, :n]), kv)
     cache = mlx_mtp.make_prompt_cache(model)
-    generated(model, PROMPT, 1, n=1, prompt_cache=cache, prefill_step_size=chunk)
-    assert cache.primed == n
+    first = generated(model, PROMPT, 0 if late else 1, n=1, prompt_cache=cache, prefill_step_size=chunk)
+    assert cache.primed == (0 if late else n)
+    if late:
+        generated(model, (first,), 1, n=2, prompt_cache=cache, prefill_step_size=chunk)
     for found, expected in zip(cache.heads[0].parts, kv.parts, strict=True):
         assert mx.allclose(found[:, :, :n], expected[:, :, :n], atol=1e-5)
     for found, expected in zip(cache.layers[3].parts, whole.layers[3].parts, strict=True):

@@ -70,7 +70,7 @@ def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
     assert recorded == [True, True, False, False, False]  # once without a shift, and once for all shifts
 
 
-def batched(model, prompts, limits=N, **options):
+def batched(model, prompts, **options):
     batch = mlx_mtp.BatchGenerator(model, adaptive=False, **options)
     pictures = [[part for part in parts if isinstance(part, Picture)] for parts in prompts]
     uids = batch.insert([tokens_of(*parts) for parts in prompts], [N] * len(prompts), pictures=pictures)
@@ -89,6 +89,19 @@ def test_sequences_of_a_batch_have_their_own_shifts(models, options):
     names = ["two", "text", "adjacent"]
     found = batched(model, [PROMPTS[name] for name in names], prefill_step_size=4, **options)
     assert found == [texts[name] for name in names]
+
+
+def test_pools_with_a_shift_and_without_have_recorded_cycles_of_their_own(models, monkeypatch):
+    """MLX would record a second cycle for an input more, and its memory would not be counted."""
+    model, _, texts = models
+    set_mode(ENABLED)
+    monkeypatch.setattr(model.runtime, "recorder", None)
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    plain, recorded = [7] * len(tokens_of(*PROMPTS["two"])), []
+    for parts in ((plain,), PROMPTS["two"], (plain,)):
+        batched(model, [parts] * 2, num_draft_tokens=0, compile_cycles=True)
+        recorded.append(len(model.runtime.recorder.cycles))
+    assert recorded[1:] == [2 * recorded[0]] * 2
 
 
 TURNS = [([5, 6], A, [7]), ([8], B, TWIN, [9, 10]), ([11, 12],)]
