@@ -1,7 +1,24 @@
 """Rebuild a cache whose arrays are lost, by reading its tokens again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..machine.errors import one_line
 from .kinds import from_configs
 from .prompt_cache import PromptCache
+
+
+@contextmanager
+def rebuilt(cache: PromptCache) -> Iterator[PromptCache]:
+    """Context that yields an empty cache, into which the tokens of `cache` are read; `cache` has its contents then.
+
+    A ValueError states that the tokens cannot be read again: the images of pictures are dropped once they are read, so
+    their features must still be stored.
+    """
+    fresh = empty_like(cache)
+    with one_line("a kernel failed, the caches are lost, and the prompt cannot be read again", (ValueError,)):
+        yield fresh
+    adopt(cache, fresh)
 
 
 def empty_like(cache: PromptCache) -> PromptCache:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
-from ..cache.reread import adopt, empty_like
+from ..cache.reread import rebuilt
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
@@ -83,17 +83,9 @@ def read_chunk(
 
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
-    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H].
-
-    Raises ValueError if the features of one of its pictures are no longer stored: images are dropped once read.
-    """
-    fresh = empty_like(cache)
-    try:
-        hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
-    except ValueError as e:
-        raise ValueError(f"a kernel failed, the caches are lost, and the prompt cannot be read again: {e}") from e
-    adopt(cache, fresh)
-    return hidden
+    """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H]."""
+    with rebuilt(cache) as fresh:
+        return prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
 
 
 def evaluated(evaluate: Callable[..., T], *args: Any) -> T:
