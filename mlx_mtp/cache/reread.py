@@ -12,8 +12,8 @@ from .prompt_cache import PromptCache
 def rebuilt(cache: PromptCache) -> Iterator[PromptCache]:
     """Context that yields an empty cache, into which the tokens of `cache` are read; `cache` has its contents then.
 
-    A ValueError states that the tokens cannot be read again: the images of pictures are dropped once they are read, so
-    their features must still be stored.
+    A ValueError states that the tokens cannot be read again: the images of pictures are dropped once they are read,
+    so their features must still be stored.
     """
     fresh = empty_like(cache)
     with one_line("a kernel failed, the caches are lost, and the prompt cannot be read again", (ValueError,)):

@@ -10,6 +10,7 @@ from prefix_requests import LARGE, serve
 from sweep import paired, sampled
 
 import mlx_mtp
+from mlx_mtp.cache.file import saved_prefix
 from mlx_mtp.decoding import replay
 from mlx_mtp.models import qwen3_5
 from mlx_mtp.pictures.rows import Picture
@@ -128,6 +129,18 @@ def conversation(models):
         (lambda s: s["tokens"].pop(3), "the picture at token 2 is"),
         (lambda s: s["tokens"].__setitem__(3, -(2**63) - 1), "its tokens are not the model's"),
         (lambda s: s.update(vision="00"), "made with pictures and another vision tower"),
+        *[
+            (lambda s, images=images: s.update(opening={"prompt": "", "images": images}), "not a list of pictures")
+            for images in (
+                [7],
+                [["zz", [1, 5, 2]]],
+                [[1, [1, 5, 2]]],
+                [["00", [1, 5]]],
+                [["00", [2, 5, 2]]],
+                [["00", [1, 5.0, 2]]],
+                [["00", [1, 5, 0]]],
+            )
+        ],
     ],
 )
 def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, message):
@@ -137,6 +150,9 @@ def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, m
     damaged = sealed(tmp_path / "damaged", rewritten((tmp_path / "cache").read_bytes(), change))
     with pytest.raises(ValueError, match=message):
         mlx_mtp.load_prompt_cache(damaged, model)
+    if message == "not a list of pictures":
+        with pytest.raises(ValueError, match="its prompt prefix is not valid"):
+            saved_prefix(damaged)
 
 
 @pytest.mark.parametrize("k", [0, 2])
