@@ -84,10 +84,10 @@ def test_a_model_without_a_tower_says_what_to_do(model, tmp_path):
 
 def test_a_resized_picture_fits_the_shape(model):
     rows = {}
-    for shape in (None, 16, (80, 16), [8]):
+    for shape in (None, 16, (80, 16), [8], 80):
         (*_, last) = mlx_mtp.stream_generate(*model, "", max_tokens=1, images=A, resize_shape=shape)
         rows[str(shape)] = last.prompt_tokens - 2
-    assert rows == {"None": 15, "16": 2, "(80, 16)": 6, "[8]": 2}
+    assert rows == {"None": 15, "16": 2, "(80, 16)": 6, "[8]": 2, "80": 60}
 
 
 def test_a_batch_gives_each_prompt_its_own_pictures(model):

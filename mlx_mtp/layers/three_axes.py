@@ -20,10 +20,12 @@ class ThreeAxes:
     """Mixin for RoPE modules: an offset of shape [3, L] contains the positions of L rows on three axes.
 
     sections: number of frequencies that turn with each axis. Frequency i turns with axis i % 3, for y and x only
-    while i < 3 * sections[axis], else with t.
+    while i < 3 * sections[axis], else with t. plain: the class without three axes, by which `kernels.Rope` and
+    `shared_rope` recognise the rotation.
     """
 
     sections: tuple[int, ...]
+    plain: type
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotate x [1, heads, L, D] by rows on the batch axis, so that equal axes have the bits of text rows."""
@@ -42,7 +44,7 @@ class ThreeAxes:
 @cache
 def three_axes(kind: type, sections: tuple[int, ...]) -> type:
     """Return the class of RoPE modules of `kind` that also take three axes."""
-    return type(kind.__name__, (ThreeAxes, kind), {"sections": sections})
+    return type(kind.__name__, (ThreeAxes, kind), {"plain": kind, "sections": sections})
 
 
 def add_axes(model: nn.Module, sections: tuple[int, ...]) -> None:

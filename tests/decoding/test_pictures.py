@@ -95,7 +95,6 @@ def test_sequences_of_a_batch_have_their_own_shifts(models, options):
 def test_pools_with_a_shift_and_without_have_recorded_cycles_of_their_own(models, monkeypatch):
     """MLX would record a second cycle for an input more, and its memory would not be counted."""
     model, *_ = models
-    set_mode(ENABLED)
     monkeypatch.setattr(model.runtime, "recorder", None)
     monkeypatch.setattr(replay, "OFTEN", 1)
     plain, recorded = [7] * len(tokens_of(*PROMPTS["two"])), []
