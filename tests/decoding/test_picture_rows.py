@@ -153,6 +153,14 @@ def test_text_embeddings_alone_and_a_trim_into_a_picture(tmp_path):
     assert generated(model, (C, TWIN, [10, 11]), 2, prompt_cache=cache) == text
 
 
+def test_features_held_of_another_picture_are_not_read(model):
+    """A generation that ends inside a picture leaves its features in the cache."""
+    cache = mlx_mtp.make_prompt_cache(model)
+    cache.features = TWIN.words, model.vision.features(TWIN)
+    text, other = (generated(model, (picture, [7]), 0) for picture in (A, TWIN))
+    assert generated(model, (A, [7]), 0, prompt_cache=cache) == text != other
+
+
 def test_images_are_held_until_their_rows_are_read(model):
     cache, pictures = mlx_mtp.make_prompt_cache(model), [replace(picture, image="pixels") for picture in (A, C)]
     steps = mlx_mtp.generate_step(tokens_of([5], A, [6], C, [7]), model, pictures=pictures, prompt_cache=cache)
