@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch.generator import BatchGenerator
+from .batch.generator import BatchGenerator, for_each
 from .batch.sequence import Response
 from .cache.prompt_cache import PromptCache, make_prompt_cache
 from .decoding import options as checked
@@ -103,7 +103,7 @@ def generate_step(
     checked.check_numbers(max_tokens, chunk, seed, draft_p_min)
     layout = {"kv_bits": kv_bits, "mtp_kv_bits": mtp_kv_bits, "max_kv_size": max_kv_size}
     given = pictures, max_tokens != 0, num_draft_tokens, prompt_cache, kv_group_size, quantized_kv_start, layout
-    tokens, k, cache = checked.opened(model, prompt, *given)
+    tokens, k, cache = checked.checked_inputs(model, prompt, *given)
     max_tokens = make_room(model, cache, len(tokens), max_tokens, chunk, max_context, check=check_memory)
     lookup = lookup_drafts(cache, k, plain=num_draft_tokens == 0, adaptive=adaptive, asked=prompt_lookup)
     most = forced_drafts(cache, plain=num_draft_tokens == 0, asked=grammar_drafts)
@@ -157,7 +157,8 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     images, shape = images_of(options), options.pop("resize_shape", None)
-    ids, options["pictures"] = with_images(model, tokenizer, encoded(tokenizer, prompt), images, options, shape)
+    ids, found = with_images(model, tokenizer, encoded(tokenizer, prompt), images, shape)
+    options["pictures"] = found or options.get("pictures", ())
     stats = options.setdefault("stats", None) or Stats()
     stops = {*options.get("stop_tokens", ()), *tokenizer.eos_token_ids}
     if options.get("grammar") is not None:
@@ -252,9 +253,9 @@ def batch_generate(
     `stream_generate`.
     """
     checked.check_names(options)
-    images, shape = options.pop("images", None) or [None] * len(prompts), options.pop("resize_shape", None)
-    ids = [encoded(tokenizer, prompt) for prompt in prompts]
-    given = [with_images(model, tokenizer, *each, {}, shape) for each in zip(ids, images, strict=True)]
+    images, shape = options.pop("images", None), options.pop("resize_shape", None)
+    each = zip(prompts, for_each("images", images, None, len(prompts)), strict=True)
+    given = [with_images(model, tokenizer, encoded(tokenizer, prompt), own, shape) for prompt, own in each]
     ids, pictures = [tokens for tokens, _ in given], [found for _, found in given]
     limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
     if prompt_caches is None and return_prompt_caches:

@@ -1,6 +1,7 @@
 """Pictures in Python: `images` of the generating functions, and conversations with pictures."""
 
 import io
+import weakref
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 import mlx_mtp
 from mlx_mtp.pictures.image import open_image
+from mlx_mtp.pictures.rows import Picture
 from mlx_mtp.session import ChatSession
 
 A, B = noise(1), noise(2, 24, 40)
@@ -19,6 +21,10 @@ MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return mlx_mtp.load(seeing.build(tmp_path_factory.mktemp("seeing"))[0])
+
+
+def picture_of(data):
+    return Picture(open_image(data).digest, (1, 2, 2))
 
 
 def text_of(model, prompt, **options):
@@ -55,6 +61,7 @@ def test_pictures_come_at_their_marks_or_before_the_text(model):
         (f"{MARK}a", {"images": [A, B]}, "1 marks of pictures for 2"),
         (f"{MARK}{MARK}a", {"images": [A]}, "2 marks of pictures for 1"),
         ("a", {"images": [A], "image": B}, "not both"),
+        ("a", {"image": A, "pictures": [picture_of(B)]}, "not both"),
         ("a", {"images": [A, b"text"]}, "picture 2"),
         ("a", {"images": ["nowhere.png"]}, "no such file"),
         ("a", {"images": ["http://example.org/a.png"]}, "URL"),
@@ -77,10 +84,10 @@ def test_a_model_without_a_tower_says_what_to_do(model, tmp_path):
 
 def test_a_resized_picture_fits_the_shape(model):
     rows = {}
-    for shape in (None, 16, (80, 16), [8]):
+    for shape in (None, 16, (80, 16), [8], 80):
         (*_, last) = mlx_mtp.stream_generate(*model, "", max_tokens=1, images=A, resize_shape=shape)
         rows[str(shape)] = last.prompt_tokens - 2
-    assert rows == {"None": 15, "16": 2, "(80, 16)": 6, "[8]": 2}
+    assert rows == {"None": 15, "16": 2, "(80, 16)": 6, "[8]": 2, "80": 60}
 
 
 def test_a_batch_gives_each_prompt_its_own_pictures(model):
@@ -88,6 +95,12 @@ def test_a_batch_gives_each_prompt_its_own_pictures(model):
     found = mlx_mtp.batch_generate(*model, prompts, images=images, max_tokens=6)
     alone = [text_of(model, p, images=i, num_draft_tokens=0) for p, i in zip(prompts, images, strict=True)]
     assert found.texts == alone
+
+
+@pytest.mark.parametrize("images", [[[A]], [A, A, A], "a.png"])
+def test_a_batch_needs_images_for_each_prompt(model, images):
+    with pytest.raises(ValueError, match=r"^images.*for each of 2 prompts"):
+        mlx_mtp.batch_generate(*model, ["a", "b"], images=images)
 
 
 def rendered(*messages):
@@ -132,6 +145,14 @@ def test_a_mark_in_a_message_or_an_answer_is_text(model):
     assert answer_of(session, f"{MARK} and this?", [A])
     assert answer_of(session, "Well?", [B])
     assert session.turn.reused > 10
+
+
+def test_stored_features_hold_no_image(model):
+    vision, image = model[0].vision, open_image(noise(7))
+    released, features = weakref.ref(image), vision.features(vision.picture(image))
+    assert vision.stored(vision.picture(image)) is features
+    del image
+    assert released() is None
 
 
 def test_a_picture_that_was_read_is_neither_encoded_nor_needed_again(model, monkeypatch):

@@ -80,13 +80,13 @@ def save(model: Seeing, out: Path, steps: int, minutes: float) -> None:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default="mlx-mtp-seeing", show_default=True)
-@click.option("--steps", default=4000, show_default=True, help="Updates of 32 texts.")
+@click.option("--steps", type=click.IntRange(1), default=4000, show_default=True, help="Updates of 32 texts.")
 @click.option("--resume", is_flag=True, help="Start from the weights in OUT, with a schedule of its own.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the weights and of the pictures.")
+@click.option("--seed", default=0, show_default=True, help="Seed of new weights, and of the pictures of this run.")
 def main(out: Path, steps: int, seed: int, resume: bool) -> None:
     """Train the demo that reads pictures, and write a Qwen3.5-VL checkpoint to OUT."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # of the weights, unless they are read
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out) if resume else make_tokenizer(rng)
     config = config_of(tokenizer)
@@ -99,6 +99,7 @@ def main(out: Path, steps: int, seed: int, resume: bool) -> None:
         with safe_open(out / "model.safetensors", "pt") as file:
             model.take({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
             before, spent = int(file.metadata()["steps"]), float(file.metadata()["minutes"])
+        rng = random.Random(f"{seed}, after {before} updates")  # other pictures than the earlier runs drew
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
     start, shares = time.perf_counter(), []

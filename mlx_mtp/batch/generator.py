@@ -160,7 +160,7 @@ class BatchGenerator:
         }
         _check_prompts(segments)
         n = len(segments)
-        columns = {name: _for_each(name, values, own, n) for name, (values, own) in given.items()}
+        columns = {name: for_each(name, values, own, n) for name, (values, own) in given.items()}
         columns.pop("all_tokens")
         columns["samplers"] = [sampler or self.sampler for sampler in columns["samplers"]]
         _check_stats(self.settings.stats, columns["stats"])
@@ -320,7 +320,7 @@ class BatchGenerator:
         return sequence.attach_cache(responses)
 
 
-def _for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
+def for_each(name: str, values: Any, own: Any, n: int) -> list[Any]:
     """Return an argument's values for n prompts: `values`, or n times `own` if it is None or empty.
 
     Raises ValueError for a string, a value without a length, or another length than n and 0.

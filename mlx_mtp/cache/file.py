@@ -127,7 +127,7 @@ def saved_prefix(file: str | Path) -> PromptPrefix | None:
         opening = _checked(f, file).get("opening")  # checked first: it may name a model to download
     try:
         return _filled(PromptPrefix, opening)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"{file}: damaged (its prompt prefix is not valid); make it again") from None
 
 

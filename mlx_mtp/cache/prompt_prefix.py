@@ -25,6 +25,9 @@ class PromptPrefix:
     eos_token: str | None = None
     images: list[Any] = field(default_factory=list)
 
+    def __post_init__(self):
+        pictures_from_json(self.images)  # raises ValueError for those of a damaged file
+
     @property
     def pictures(self) -> tuple[Picture, ...]:
         """The pictures before the prompt, without their images."""

@@ -1,15 +1,33 @@
 """Rebuild a cache whose arrays are lost, by reading its tokens again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..machine.errors import one_line
 from .kinds import from_configs
 from .prompt_cache import PromptCache
 
 
+@contextmanager
+def rebuilt(cache: PromptCache) -> Iterator[PromptCache]:
+    """Context that yields an empty cache, into which the tokens of `cache` are read; `cache` has its contents then.
+
+    A ValueError states that the tokens cannot be read again: the images of pictures are dropped once they are read,
+    so their features must still be stored.
+    """
+    fresh = empty_like(cache)
+    with one_line("a kernel failed, the caches are lost, and the prompt cannot be read again", (ValueError,)):
+        yield fresh
+    adopt(cache, fresh)
+
+
 def empty_like(cache: PromptCache) -> PromptCache:
-    """Return an empty cache that equals this one after it has read the same tokens.
+    """Return an empty cache that equals this one after it has read the same tokens, with the same pictures.
 
     Layers that were quantized during the sequence are unquantized again, to be quantized at the same position.
     """
     new = cache.like_new()
+    new.pictures = cache.pictures
     if cache.quantized:
         stored = "bits", "group_size"
         configs = [{name: v for name, v in c.empty_config.items() if name not in stored} for c in cache.layers]

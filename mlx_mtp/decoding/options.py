@@ -229,7 +229,7 @@ def ends(
     return constraint, frozenset([*stop_tokens, *(constraint.eos if constraint else ())])
 
 
-def opened(
+def checked_inputs(
     model: Target,
     prompt: Any,
     pictures: Any,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..cache.prompt_cache import PromptCache
-from ..cache.reread import adopt, empty_like
+from ..cache.reread import rebuilt
 from ..layers.target import Target
 from ..tuning.kernel_fallback import TROUBLE, Fallback, GraphFailed, run_first, vote
 from .drafters import drafter_of
@@ -84,10 +84,8 @@ def read_chunk(
 
 def read_again(model: Target, cache: PromptCache, *, heads: bool, chunk: int) -> mx.array:
     """Prefill all tokens of a cache whose arrays a failed graph has lost; return the last chunk's rows [1, L, H]."""
-    fresh = empty_like(cache)
-    hidden = prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
-    adopt(cache, fresh)
-    return hidden
+    with rebuilt(cache) as fresh:
+        return prefill(model, fresh, cache.tokens, heads=heads, chunk=chunk)
 
 
 def evaluated(evaluate: Callable[..., T], *args: Any) -> T:

@@ -7,6 +7,7 @@ animations (the first frame), and files that are damaged or state a wrong size.
 import base64
 import hashlib
 import io
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def _bytes_of(source: Any, limits: Limits) -> bytes:
         pillow()  # states that it is missing
         kind = type(source).__name__
         raise ValueError(f"a value of type {kind}; expected a path, bytes, a data: URL or an image of Pillow")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, it leaves an unknown user's "~name" unchanged
     try:
         if not path.is_file():  # reading a pipe would block
             raise ValueError(f"{path}: no such file")

@@ -1,8 +1,10 @@
 """Replace the marks of pictures in an encoded prompt by the pictures' tokens."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+from ..machine.errors import one_line
 from .rows import Picture
 
 
@@ -31,5 +33,10 @@ def pictures_as_json(pictures: Sequence[Picture]) -> list[Any]:
 
 
 def pictures_from_json(content: Sequence[Any]) -> tuple[Picture, ...]:
-    """Return the pictures that `pictures_as_json` wrote, without images."""
-    return tuple(Picture(bytes.fromhex(digest), (grid[0], grid[1], grid[2])) for digest, grid in content)
+    """Return the pictures that `pictures_as_json` wrote, without images; ValueError for any other content."""
+    found = []
+    with one_line("not a list of pictures", (TypeError, ValueError, AssertionError)):
+        for digest, (time, height, width) in content:
+            grid = operator.index(time), operator.index(height), operator.index(width)
+            found.append(Picture(bytes.fromhex(digest), grid))
+    return tuple(found)

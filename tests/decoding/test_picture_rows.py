@@ -1,5 +1,6 @@
 """Rows of pictures in heads, histories, kernels' routes, cache layouts, trims and the turns of a batch."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from picture_prompts import TWIN, A, B, C, Vision, generated, pictured, tokens_of
+from stand_in import standing_in, switched_on
 
 import mlx_mtp
 from mlx_mtp.decoding.drafters.lookup import continued
@@ -34,16 +36,19 @@ def whole_pass(model, tokens):
     return rows, embeddings, positions, cache
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 2048])
-def test_heads_read_the_next_rows_feature_at_the_targets_position(model, chunk):
+@pytest.mark.parametrize(("chunk", "late"), [(1, False), (4, False), (2048, False), (2, True)])
+def test_heads_read_the_next_rows_feature_at_the_targets_position(model, chunk, late):
+    """late: the heads begin after the prompt, in chunks of their own."""
     tokens = tokens_of(*PROMPT)
     rows, embeddings, positions, whole = whole_pass(model, tokens)
     (head,), (kv,), n = model.mtp, whole.heads, len(tokens) - 1
     kv.axes = positions[:, :n]
     head(embeddings[:, 1:], model.capture(rows[:, :n]), kv)
     cache = mlx_mtp.make_prompt_cache(model)
-    generated(model, PROMPT, 1, n=1, prompt_cache=cache, prefill_step_size=chunk)
-    assert cache.primed == n
+    first = generated(model, PROMPT, 0 if late else 1, n=1, prompt_cache=cache, prefill_step_size=chunk)
+    assert cache.primed == (0 if late else n)
+    if late:
+        generated(model, (first,), 1, n=2, prompt_cache=cache, prefill_step_size=chunk)
     for found, expected in zip(cache.heads[0].parts, kv.parts, strict=True):
         assert mx.allclose(found[:, :, :n], expected[:, :, :n], atol=1e-5)
     for found, expected in zip(cache.layers[3].parts, whole.layers[3].parts, strict=True):
@@ -148,6 +153,14 @@ def test_text_embeddings_alone_and_a_trim_into_a_picture(tmp_path):
     assert generated(model, (C, TWIN, [10, 11]), 2, prompt_cache=cache) == text
 
 
+def test_features_held_of_another_picture_are_not_read(model):
+    """A generation that ends inside a picture leaves its features in the cache."""
+    cache = mlx_mtp.make_prompt_cache(model)
+    cache.features = TWIN.words, model.vision.features(TWIN)
+    text, other = (generated(model, (picture, [7]), 0) for picture in (A, TWIN))
+    assert generated(model, (A, [7]), 0, prompt_cache=cache) == text != other
+
+
 def test_images_are_held_until_their_rows_are_read(model):
     cache, pictures = mlx_mtp.make_prompt_cache(model), [replace(picture, image="pixels") for picture in (A, C)]
     steps = mlx_mtp.generate_step(tokens_of([5], A, [6], C, [7]), model, pictures=pictures, prompt_cache=cache)
@@ -155,6 +168,27 @@ def test_images_are_held_until_their_rows_are_read(model):
     next(steps)
     assert [picture.image for picture in cache.pictures.values()] == [None] * 2
     assert cache.features is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_failed_graph_loses_no_picture_whose_features_are_stored(model, stored, monkeypatch):
+    """The prompt is read again into new caches; without stored features the message states why that fails."""
+    launches = iter(range(10**6))
+    other, text = switched_on(pictured.__wrapped__().model), generated(model, PROMPT, 2)
+    monkeypatch.setattr(other.vision, "known", dict(model.vision.known))
+    features = type(other.vision).features
+
+    def read(picture):
+        if picture.image is None and not stored:
+            raise ValueError("its features are no longer stored")
+        return features(other.vision, picture)
+
+    monkeypatch.setattr(other.vision, "features", read)
+    parts = [replace(part, image="pixels") if isinstance(part, Picture) else part for part in PROMPT]
+    failing = standing_in(lambda op, _: "evaluate" if op == "add_norm" and next(launches) == 60 else None)
+    lost = pytest.raises(ValueError, match=r"the prompt cannot be read again \(its features are no longer stored\)")
+    with failing, pytest.warns(UserWarning, match="it is built again"), nullcontext() if stored else lost:
+        assert generated(other, parts, 2) == text
 
 
 def test_others_decode_while_a_picture_is_encoded(model, monkeypatch):

@@ -10,6 +10,7 @@ from prefix_requests import LARGE, serve
 from sweep import paired, sampled
 
 import mlx_mtp
+from mlx_mtp.cache.file import saved_prefix
 from mlx_mtp.decoding import replay
 from mlx_mtp.models import qwen3_5
 from mlx_mtp.pictures.rows import Picture
@@ -70,7 +71,7 @@ def test_replayed_cycles_take_the_shift_as_an_input(models, k, monkeypatch):
     assert recorded == [True, True, False, False, False]  # once without a shift, and once for all shifts
 
 
-def batched(model, prompts, limits=N, **options):
+def batched(model, prompts, **options):
     batch = mlx_mtp.BatchGenerator(model, adaptive=False, **options)
     pictures = [[part for part in parts if isinstance(part, Picture)] for parts in prompts]
     uids = batch.insert([tokens_of(*parts) for parts in prompts], [N] * len(prompts), pictures=pictures)
@@ -89,6 +90,18 @@ def test_sequences_of_a_batch_have_their_own_shifts(models, options):
     names = ["two", "text", "adjacent"]
     found = batched(model, [PROMPTS[name] for name in names], prefill_step_size=4, **options)
     assert found == [texts[name] for name in names]
+
+
+def test_pools_with_a_shift_and_without_have_recorded_cycles_of_their_own(models, monkeypatch):
+    """MLX would record a second cycle for an input more, and its memory would not be counted."""
+    model, *_ = models
+    monkeypatch.setattr(model.runtime, "recorder", None)
+    monkeypatch.setattr(replay, "OFTEN", 1)
+    plain, recorded = [7] * len(tokens_of(*PROMPTS["two"])), []
+    for parts in ((plain,), PROMPTS["two"], (plain,)):
+        batched(model, [parts] * 2, num_draft_tokens=0, compile_cycles=True)
+        recorded.append(len(model.runtime.recorder.cycles))
+    assert recorded[1:] == [2 * recorded[0]] * 2
 
 
 TURNS = [([5, 6], A, [7]), ([8], B, TWIN, [9, 10]), ([11, 12],)]
@@ -115,6 +128,18 @@ def conversation(models):
         (lambda s: s["tokens"].pop(3), "the picture at token 2 is"),
         (lambda s: s["tokens"].__setitem__(3, -(2**63) - 1), "its tokens are not the model's"),
         (lambda s: s.update(vision="00"), "made with pictures and another vision tower"),
+        *[
+            (lambda s, images=images: s.update(opening={"prompt": "", "images": images}), "not a list of pictures")
+            for images in (
+                [7],
+                [["zz", [1, 5, 2]]],
+                [[1, [1, 5, 2]]],
+                [["00", [1, 5]]],
+                [["00", [2, 5, 2]]],
+                [["00", [1, 5.0, 2]]],
+                [["00", [1, 5, 0]]],
+            )
+        ],
     ],
 )
 def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, message):
@@ -124,6 +149,9 @@ def test_files_whose_pictures_do_not_fit_are_refused(models, tmp_path, change, m
     damaged = sealed(tmp_path / "damaged", rewritten((tmp_path / "cache").read_bytes(), change))
     with pytest.raises(ValueError, match=message):
         mlx_mtp.load_prompt_cache(damaged, model)
+    if message == "not a list of pictures":
+        with pytest.raises(ValueError, match="its prompt prefix is not valid"):
+            saved_prefix(damaged)
 
 
 @pytest.mark.parametrize("k", [0, 2])

@@ -130,6 +130,7 @@ REFUSED = {
     "a file URL": ("file:///etc/passwd", "a URL; download the picture"),
     "no file": ("nowhere.png", "nowhere.png: no such file"),
     "a directory": ("/", "/: no such file"),
+    "an unknown user": ("~no-such-user/a.png", "~no-such-user/a.png: no such file"),
     "a device": ("/dev/zero", "/dev/zero: no such file"),
     "a number": (7, "a value of type int; expected a path"),
     "not base64": ("data:image/png;base64,%%%%", "the data are not valid base64"),

@@ -149,6 +149,7 @@ def test_rows_of_released_models():
     assert pixels.grid(7000, 7000) == (1, 128, 128)
     assert math.prod(pixels.grid(512, 1024, 512 * 512)) <= 256
     assert pixels.grid(1, 1) == (1, 8, 8)
+    assert pixels.grid(1, 1, 1024) == pixels.grid(64, 64, 1024) == (1, 1, 1)  # less than the processor's minimum
 
 
 REFUSED = {
