@@ -3,16 +3,18 @@
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from transformers import convert_slow_tokenizer
 
 from ..decoding.sampling import LogitsProcessor
 
 # How SentencePiece writes a token of one byte, and the letters with which byte-level tokenizers write bytes.
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-BYTES = {letter: byte for byte, letter in convert_slow_tokenizer.bytes_to_unicode().items()}
+# By name: as an attribute of transformers it is a function or the module, depending on what was imported before.
+_byte_letters = import_module("transformers.convert_slow_tokenizer").bytes_to_unicode
+BYTES = {letter: byte for byte, letter in _byte_letters().items()}
 
 
 class TokenRules(NamedTuple):

@@ -1,9 +1,11 @@
 """Token rules apply to every row: the text depends neither on drafts nor on other requests."""
 
+import runpy
 import threading
 
 import mlx.core as mx
 import pytest
+import transformers
 from letter_chats import make_tokenizer
 from sweep import sampled
 
@@ -187,3 +189,9 @@ def test_minus_one_is_no_limit_and_no_seed(served):
         for _ in range(3)
     }
     assert len(draws) == 3
+
+
+def test_letters_of_bytes_do_not_depend_on_what_was_imported_before(monkeypatch):
+    """transformers replaces its module `convert_slow_tokenizer` by a function of that name once that is used."""
+    monkeypatch.setattr(transformers, "convert_slow_tokenizer", lambda: None)
+    assert len(runpy.run_module("mlx_mtp.serve.token_rules")["BYTES"]) == 256
