@@ -14,6 +14,7 @@ from drafters import HEADLESS
 from mlx.utils import tree_flatten
 
 import mlx_mtp
+from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint import tuned as sidecars
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
@@ -243,6 +244,21 @@ def test_conversions_keep_tuned_heads(headless, made, tmp_path):
     assert (facts.depths, facts.missing, facts.problems) == (1, (), ())
     assert json.dumps(facts.head_tensors).count("tuned_mtp.0.") == len(facts.head_tensors)
     assert sidecars.target_of(file) == sidecars.fingerprint(load(headless))
+
+
+def test_heads_of_the_package_are_found_by_their_target_and_weights_are_read_once(
+    headless, recycled, made, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sidecars, "SHIPPED_HEADS", (made("float").file,))
+    loads, real = [], loading.load_port
+    monkeypatch.setattr(loading, "load_port", lambda *args, **how: loads.append(how["lazy"]) or real(*args, **how))
+    assert len(load(headless).mtp) == 1
+    assert loads.count(False) == 1
+    other = families.headless(tmp_path / "other", TARGET, seed=7)[0]
+    assert [len(load(path, **how).mtp) for path, how in ((other, {}), (headless, {"mtp": False}))] == [0, 0]
+    own = load(recycled)
+    monkeypatch.setattr(loading, "shipped_heads", lambda config: made("float").file)
+    assert load(recycled).spec == own.spec
 
 
 @pytest.mark.parametrize("header", ['{"__metadata__": null}', "{}", "[]", "[", '{"__metadata__": {}}'])
