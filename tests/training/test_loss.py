@@ -15,7 +15,7 @@ from mlx_mtp.demo import demo_path
 from mlx_mtp.training import heads, measure
 from mlx_mtp.training.batches import Batch
 from mlx_mtp.training.chain import chain
-from mlx_mtp.training.loss import chain_loss
+from mlx_mtp.training.loss import chain_loss, noisy
 from mlx_mtp.training.reading import read
 from mlx_mtp.training.recording import Recording
 from mlx_mtp.training.straight_through import rounded
@@ -91,6 +91,20 @@ def test_the_loss_counts_drafts_inside_a_document_that_the_target_chose(workshop
                 losses.append((-(theirs * ours).sum() / 2 - ours[rank] / 2).item())
         np.testing.assert_allclose(report[:, depth].tolist(), [np.mean(right), np.mean(losses)], rtol=1e-3)
     np.testing.assert_allclose(total.item(), (np.array(report[1]) * weights).sum() / weights.sum(), rtol=1e-5)
+
+
+def test_noise_is_a_share_of_each_row_and_depends_on_the_key(workshop):
+    rows = mx.random.normal((2, 5, 4096)) * mx.array([1.0, 8.0])[:, None, None]
+    for key in map(mx.random.key, (0, 1)):
+        size = mx.sqrt(((noisy(rows, key, 0.1) - rows) ** 2).mean(axis=-1) / (rows**2).mean(axis=-1))
+        np.testing.assert_allclose(size, 0.1 * np.ones((2, 5)), rtol=0.1)
+    batch, losses = packed(workshop.model, (9, 14)), []
+    how = {"model": workshop.model, "teacher": workshop.teacher, "ranks": workshop.ranks, "depths": workshop.depths}
+    for key, noise in ((0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)):
+        given = batch._replace(keys=mx.random.key(key)[None])
+        losses.append(chain_loss(workshop.trained, *given, noise=noise, **how)[0].item())
+    assert losses[0] == losses[1]
+    assert len({*losses}) == 3
 
 
 def test_checkpointing_changes_no_gradient(workshop):
