@@ -223,7 +223,7 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
         if drafting.heads and drafting.mtp_path is None and (shipped := shipped_heads(config)):
-            bare = load_port(port, path, config, Drafting(True, None, {}, None), budget, lazy=True)  # reads norms only
+            bare = load_port(port, path, config, Drafting(True, None, {}, None), budget, lazy=True)  # reads norms
             if not bare.mtp and fits(bare, shipped):
                 drafting = replace(drafting, mtp_path=shipped)
         given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}

@@ -16,7 +16,8 @@ def recording(tmp_path_factory):
     made = Recording(tmp_path_factory.mktemp("recording") / "one", {}, 2)
     for length in LENGTHS:
         tokens = np.arange(made.size, made.size + length)
-        made.append(tokens.tolist(), mx.array(tokens)[:, None] + mx.array([[0, 1]]), mx.array(tokens + 1000), 3, held=False)
+        hidden = mx.array(tokens)[:, None] + mx.array([[0, 1]])
+        made.append(tokens.tolist(), hidden, mx.array(tokens + 1000), 3, held=False)
     return made
 
 

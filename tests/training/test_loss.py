@@ -44,7 +44,7 @@ def packed(model, lengths) -> Batch:
     documents = [np.random.default_rng(i).integers(0, 13, n).tolist() for i, n in enumerate(lengths)]
     hidden, choices = map(mx.concatenate, zip(*(read(model, tokens) for tokens in documents), strict=True))
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
-    tokens = mx.array(sum(documents, []))
+    tokens = mx.array([token for tokens in documents for token in tokens])
     counted = mx.array(np.arange(len(starts)) >= 5)
     return Batch(*(a[None] for a in (hidden, tokens, choices, mx.array(starts), counted, mx.random.key(0))))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_mtp.training import texts
+from mlx_mtp.training.reading import pieces
 from mlx_mtp.training.texts import Text, answered, given_texts, read_file
 
 END, ASSISTANT = 0, 1
@@ -89,5 +90,22 @@ def test_three_of_four_answers_are_greedy_and_empty_texts_have_none(monkeypatch)
     asked = [Text([i, ASSISTANT], 2) for i in range(100, 140)]
     found = [*answered([Text([]), WHOLE, *asked, Text([3] * 7, 7)], None, None, 8)]
     assert found[:2] == [Text([]), WHOLE]
-    assert sorted(found[2:], key=lambda text: text.tokens[0]) == [Text([*t.tokens, t.tokens[0], END], 2) for t in asked]
+    expected = [Text([*text.tokens, text.tokens[0], END], 2) for text in asked]
+    assert sorted(found[2:], key=lambda text: text.tokens[0]) == expected
     assert waves == [(24, False), (8, True), (6, False), (2, True)]
+
+
+def test_all_answers_to_a_prompt_are_on_one_side():
+    prompts = [[i, i + 1, 7] for i in range(200)]
+    given = [Text([*prompt, *range(i, i + 17)], 3) for i in range(2) for prompt in prompts]
+    found = [*pieces(iter(given), 100, 300)]
+    assert [text for text, _ in found] == given
+    held = [held for _, held in found]
+    assert held[:200] == held[200:]
+    assert 0 < sum(held[:200]) < 40
+
+
+def test_long_texts_are_cut_and_short_rests_left_out():
+    cut = [(text.tokens, text.answer) for text, _ in pieces(iter([Text([*range(60)], 25)]), 20, 300)]
+    assert cut == [([*range(20)], 20), ([*range(20, 40)], 5), ([*range(40, 60)], 0)]
+    assert [text.tokens for text, _ in pieces(iter([Text([*range(35)]), Text([1] * 15)]), 20, 300)] == [[*range(20)]]

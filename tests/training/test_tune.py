@@ -18,8 +18,9 @@ from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint import tuned as sidecars
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
+from mlx_mtp.training import heads, tune
 from mlx_mtp.training import train as training
-from mlx_mtp.training import tune
+from mlx_mtp.training.reading import is_held_out
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
 NEW = {"new": True, "draft_vocab": None, "bits": None, **SMALL}
@@ -97,6 +98,13 @@ def test_a_new_head_drafts_for_the_target_it_was_made_for(form, headless, made):
     assert list(found.file.parent.iterdir()) == [found.file]
 
 
+def test_a_new_head_reads_rows_as_large_as_the_targets(headless):
+    workshop = heads.new(load(headless), None, 1, None, mx.float32)
+    before, (small, _, large) = workshop.trained.mtp[0].eh_proj.weight, mx.random.normal((3, 1, 32))
+    heads.set_scale(workshop, mx.concatenate([small, 3 * large / mx.sqrt((large**2).mean()), 99 * large]))
+    np.testing.assert_allclose(workshop.trained.mtp[0].eh_proj.weight, 3 * before, rtol=1e-5)
+
+
 def test_a_new_head_of_an_adapted_target_has_plain_modules(headless, tmp_path):
     model = load(headless)
     load_adapters(model, lora.save(tmp_path / "adapter", model, seed=1))
@@ -155,8 +163,12 @@ def test_a_seed_gives_the_same_file_also_after_an_interruption(headless, made, t
     assert tuned(load(headless), out, **NEW).file.read_bytes() == whole
 
 
-def test_nothing_better_writes_nothing(recycled, tmp_path):
-    found = tuned(load(recycled), tmp_path / "mtp.safetensors", **{**SMALL, "rate": 1e-9, "epochs": 0.2})
+@pytest.mark.parametrize("held", [False, True])
+def test_nothing_better_writes_nothing(held, recycled, tmp_path):
+    """Also if no text, or every text, is held out by its hash: the last one is then on the other side."""
+    given = [text for text in texts(count=800) if is_held_out(text[:16]) == held]
+    options = {**SMALL, "rate": 1e-9, "epochs": 0.2}
+    found = tuned(load(recycled), tmp_path / "mtp.safetensors", given[:32], **options)
     assert found.file is None
     assert list(tmp_path.iterdir()) == []
     assert found.lines()[-1] == "The heads did not get better: nothing written."
