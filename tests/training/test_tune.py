@@ -18,8 +18,9 @@ from mlx_mtp.checkpoint import load as loading
 from mlx_mtp.checkpoint import tuned as sidecars
 from mlx_mtp.checkpoint.adapters import load_adapters
 from mlx_mtp.checkpoint.inspect import inspect_checkpoint
-from mlx_mtp.training import heads, tune
+from mlx_mtp.training import estimate, heads, tune
 from mlx_mtp.training import train as training
+from mlx_mtp.training.measure import Acceptance, Share
 from mlx_mtp.training.reading import is_held_out
 
 SMALL = {"tokens": 2000, "epochs": 1, "rows": 4, "rate": 2e-2}
@@ -161,6 +162,37 @@ def test_a_seed_gives_the_same_file_also_after_an_interruption(headless, made, t
     assert len([stage for stage in stages if stage == "recording"]) < 32
     assert found.file == out  # Ctrl-C keeps the best so far
     assert tuned(load(headless), out, **NEW).file.read_bytes() == whole
+
+
+def test_the_best_heads_are_kept(headless, tmp_path, monkeypatch):
+    shares, noted = iter([1.0, 3.0, 2.0, *[1.5] * 20]), []
+
+    def measure(model, recording, documents, depths):
+        noted.append(np.array(model.mtp[0].eh_proj.weight))
+        return Acceptance((), Share(next(shares), 0.0, 0.0), 1)
+
+    monkeypatch.setattr(training, "measure", measure)
+    found = tuned(load(headless), tmp_path / "new.safetensors", **NEW)
+    assert [mean for _, mean in found.curve] == [1.0, 3.0]
+    np.testing.assert_array_equal(mx.load(str(found.file))["tuned_mtp.0.eh_proj.weight"], noted[1])
+    assert len(noted) > 2
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_the_first_batch_that_fits_is_chosen(rows, headless, monkeypatch):
+    workshop = heads.new(load(headless), None, 2, None, mx.float32)
+    asked = [(n, checkpoint) for n in ([rows] if rows else [8, 4, 2, 1]) for checkpoint in (False, True)]
+    needed = {each: estimate.memory_of(workshop, each[0], 40, checkpoint=each[1]) for each in asked}
+    assert [*needed.values()] == sorted(needed.values(), reverse=True)
+    for each, size in needed.items():
+        have = SimpleNamespace(bytes=size / estimate.ROOM + 2)
+        monkeypatch.setattr(estimate, "available", lambda have=have: have)
+        assert estimate.fit(workshop, rows, 40) == each
+    monkeypatch.setattr(estimate, "available", lambda: SimpleNamespace(bytes=size))
+    with pytest.raises(
+        ValueError, match="give a smaller batch or a draft" if rows else "used; give a draft vocabulary"
+    ):
+        estimate.fit(workshop, rows, 40)
 
 
 @pytest.mark.parametrize("held", [False, True])
