@@ -106,5 +106,5 @@ def continue_after(d: Decoder, run: Run, max_tokens: int) -> Generator[Yielded, 
         d.clock.restart()
         yield from cycles(d, next_cycle(d, first, None), max_tokens, ())
     finally:
-        settle(d)
         d.thread.shutdown()
+        settle(d)

@@ -222,11 +222,12 @@ def _load(path: Path, config: dict, options: LoadOptions) -> Any:
             drafting = replace(drafting, draft_model=None, mtp_path=drafter)
         elif drafter and is_small_model(drafter):
             small, drafting = drafter, instead_of_heads(drafting)
+        if drafting.heads and drafting.mtp_path is None and (shipped := shipped_heads(config)):
+            bare = load_port(port, path, config, Drafting(True, None, {}, None), budget, lazy=True)  # reads norms
+            if not bare.mtp and fits(bare, shipped):
+                drafting = replace(drafting, mtp_path=shipped)
         given = {"ranks": ranks, "lazy": lazy, "sight": options.sight}
         model = load_port(port, path, config, drafting, budget, **given)
-        if drafting.heads and not model.mtp and (shipped := shipped_heads(config)) and fits(model, shipped):
-            drafting = replace(drafting, mtp_path=shipped)
-            model = load_port(port, path, config, drafting, budget, **given)
         attach_tuned(model, drafting.mtp_path)
         if mx.default_device() == mx.cpu:
             share_angles(model)

@@ -22,8 +22,6 @@ from .files import CONVERTED
 from .parameters import named, stored_name
 
 TARGET = "mlx_mtp_target"  # the key of the target's fingerprint in the file's metadata
-
-
 SIZES = "mlx_mtp_sizes"  # the key of the target's family and sizes
 
 
@@ -105,7 +103,7 @@ def target_of(file: Path) -> str | None:
 
 def _metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a *.safetensors file; {} if it cannot be read or has none."""
-    with suppress(OSError, ValueError, KeyError, AttributeError, struct.error), file.expanduser().open("rb") as f:
+    with suppress(OSError, ValueError, KeyError, TypeError, struct.error), file.expanduser().open("rb") as f:
         (size,) = struct.unpack("<Q", f.read(8))
         return json.loads(f.read(min(size, 1 << 26)))["__metadata__"] or {}  # MLX writes null without metadata
     return {}

@@ -45,8 +45,8 @@ def decode(
     try:
         yield from cycles(d, first, max_tokens, stop_tokens)
     finally:
-        settle(d)
         d.thread.shutdown()
+        settle(d)
 
 
 def cycles(d: Decoder, cycle: Flight, left: int, stop_tokens: Collection[int]) -> Generator[Yielded, None, None]:

@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import dequantize_model
@@ -55,7 +56,10 @@ class Workshop:
         self.model.mtp, self.model.spec = self.before
 
     def finished(self) -> list[Any]:
-        """Return quantized copies of the trained heads; new ones have the target's rows of their draft vocabulary."""
+        """Return quantized copies of the trained heads; new ones have the target's rows of their draft vocabulary.
+
+        Their floating-point numbers have the types that the heads had before, those of new heads the target's.
+        """
         heads = Trained([copy.deepcopy(head) for head in self.trained.mtp])
         for head, shared in zip(heads.mtp, self.shared, strict=True):
             if shared:
@@ -66,20 +70,28 @@ class Workshop:
             elif isinstance(module, LOW_RANK):
                 heads.update_modules(tree_unflatten([(path, module.fuse(dequantize=True))]))
         nn.quantize(heads, class_predicate=lambda path, _: self.formats.get(path, False))
+        old: Any = dict(tree_flatten(Trained(self.before[0]).parameters()))
+        typed = partial(_as_before, old, self.model.model.norm.weight.dtype)
+        heads.update(tree_map_with_path(typed, heads.parameters()))
         for head in heads.mtp if self.model.spec.prefix == TUNED.prefix else ():
             lend_rows(self.model, head)
         mx.eval(heads.parameters())
         return heads.mtp
 
 
+def _as_before(old: dict[str, mx.array], usual: mx.Dtype, path: str, w: mx.array) -> mx.array:
+    """Return a floating-point parameter with the type that it has in `old`, by path, else with `usual`."""
+    if not mx.issubdtype(w.dtype, mx.floating):
+        return w
+    return w.astype(old[path].dtype if path in old else usual)
+
+
 def existing(model: Any, dtype: mx.Dtype, rank: int | None = None) -> Workshop:
     """Return a workshop with float copies of the model's heads, each with an LM head.
 
-    rank: keep the quantized matrices, and train only low-rank updates of them. ValueError without heads, for heads in
-    a format that MLX cannot quantize to, or with a rank for heads that are not quantized.
+    rank: keep the quantized matrices, and train only low-rank updates of them. ValueError for heads in a format that
+    MLX cannot quantize to, or with a rank for heads that are not quantized.
     """
-    if not model.mtp:
-        raise ValueError("the model has no MTP heads to tune; --new makes some")
     before = model.mtp, model.spec
     heads = Trained([copy.deepcopy(head) for head in model.mtp])
     formats = _formats(heads)

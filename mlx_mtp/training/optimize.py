@@ -49,7 +49,8 @@ class MuonAndAdam(optimizers.MultiOptimizer):
 class Trainer:
     """Model, loss, optimizer and streams of one phase; in a later phase the fresh optimizer warms up again.
 
-    is_matrix: whether Muon updates the parameter of a path; AdamW updates the others, by default all.
+    is_matrix: whether Muon updates the parameter of a path; AdamW updates the others, by default all. streams: on a
+    CPU; the number of rows of every batch is a multiple of this.
     """
 
     def __init__(

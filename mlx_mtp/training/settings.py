@@ -32,9 +32,10 @@ class Settings:
 
     def check(self) -> None:
         """Raise ValueError for a value that is not allowed."""
-        limits = {"tokens": (FEWEST, 1 << 40), "depths": (1, 3), "epochs": (0.01, 1e6)}
+        limits = {"tokens": (FEWEST, 1 << 40), "depths": (1, 3), "epochs": (0.01, 1e6), "seed": (0, 2**31 - 1)}
+        limits |= {"draft_vocab": (1, 1 << 40), "rows": (1, 1 << 20), "rank": (1, 1 << 20), "rate": (1e-12, 1e38)}
         for name, (low, high) in limits.items():
-            if not low <= (value := getattr(self, name)) <= high:
+            if (value := getattr(self, name)) is not None and not low <= value <= high:
                 raise ValueError(f"{name}={value}: allowed are {low} to {high}")
         if self.new and self.rank is not None:
             raise ValueError(f"rank={self.rank}: a new head is trained whole; allowed is None")

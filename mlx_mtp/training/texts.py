@@ -28,29 +28,62 @@ class Text:
     answer: int = 0
 
 
-def read_file(path: Path, tokenizer: Any, model: Any, length: int) -> Iterator[Text]:
+Given = str | list[int] | list[dict[str, str]] | Path
+
+
+def given_texts(given: Iterable[Given], tokenizer: Any) -> Iterator[Text]:
+    """Yield a Text for each string, list of token ids and list of messages, and those of each file.
+
+    Without an answer, `answer` is the number of tokens. ValueError as `read_file`, and for messages that the chat
+    template refuses.
+    """
+    for number, each in enumerate(given, start=1):
+        if isinstance(each, Path):
+            yield from read_file(each, tokenizer)
+        elif isinstance(each, str):
+            yield Text(tokenizer.encode(each))
+        elif each and isinstance(each[0], dict):
+            with one_line(f"text {number}: expected messages that the chat template allows"):
+                text = of_line({"messages": each}, tokenizer)
+            yield text
+        else:
+            yield Text(list(each))  # type: ignore[arg-type]
+
+
+def answered(texts: Iterable[Text], model: Any, tokenizer: Any, length: int) -> Iterator[Text]:
+    """Yield the texts; those without an answer, once there are WAVE of them or at the end, with the model's answer.
+
+    length: maximum tokens of prompt and answer.
+    """
+    prompts, waves = list[list[int]](), count()
+    for text in texts:
+        if text.answer < len(text.tokens) or not text.tokens:
+            yield text
+            continue
+        prompts.append(text.tokens)
+        if len(prompts) == WAVE:
+            yield from answers(model, tokenizer, prompts, length, next(waves))
+            prompts = []
+    yield from answers(model, tokenizer, prompts, length, next(waves))
+
+
+def read_file(path: Path, tokenizer: Any) -> Iterator[Text]:
     """Yield the texts of a file: one per line of *.jsonl, else its whole content.
 
     A line is an object with `text`; with `messages`; or with `prompt`, and `completion` unless the model is to write
-    the answer, of at most `length` tokens, as it is to messages that end with the user's. ValueError for other lines,
-    and for a file that is not UTF-8.
+    the answer, as it is to messages that end with the user's. ValueError for other lines, and for a file that is not
+    UTF-8.
     """
     with one_line(f"{path}: not UTF-8 text", (UnicodeDecodeError,)):
         content = path.read_text("utf-8")
     if path.suffix != ".jsonl":
         yield Text(tokenizer.encode(content))
         return
-    unanswered: list[list[int]] = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        with one_line(f"{path}: line {number}: {LINE}", (ValueError, TypeError, KeyError, AttributeError)):
-            text = of_line(json.loads(line), tokenizer)
-        if text.answer < len(text.tokens):
+    for number, line in enumerate(content.split("\n"), start=1):  # JSON may contain other line separators
+        if line.strip():
+            with one_line(f"{path}: line {number}: {LINE}"):  # a chat template raises errors of any type
+                text = of_line(json.loads(line), tokenizer)
             yield text
-        else:
-            unanswered.append(text.tokens)
-    yield from answers(model, tokenizer, iter(unanswered), length)
 
 
 LINE = "expected an object with text, messages, or prompt and completion"
@@ -72,16 +105,6 @@ def of_line(entry: dict[str, Any], tokenizer: Any) -> Text:
         return Text(prompt, len(prompt))
     answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
     return Text([*prompt, *answer, tokenizer.eos_token_id], len(prompt))
-
-
-def of_messages(chats: Iterable[list[dict[str, str]]], model: Any, tokenizer: Any, length: int) -> Iterator[Text]:
-    """Yield the texts of chats; those that end with the user's message get an answer of the model."""
-    for messages in chats:
-        text = of_line({"messages": messages}, tokenizer)
-        if text.answer < len(text.tokens):
-            yield text
-        else:
-            yield from answers(model, tokenizer, [text.tokens], length)
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:

@@ -1,6 +1,7 @@
 """Train a workshop's heads on a recording, keep the best by held-out acceptance, and continue after interruptions."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .batches import Batch, batches
 from .heads import Workshop
 from .loss import chain_loss
 from .measure import Acceptance, measure
-from .optimize import Trainer, trapezoid
+from .optimize import STREAMS, Trainer, trapezoid
 from .recording import Recording
 
 MEASURES = 8  # during a training
@@ -74,6 +75,7 @@ def train(
         first=0,
         steps=plan.steps,
         peak=plan.rate,
+        streams=math.gcd(plan.rows, STREAMS),
         schedule=trapezoid,
     )
     state = _State(folder / STATE, plan, workshop, trainer)

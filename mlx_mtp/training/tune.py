@@ -20,14 +20,13 @@ from .measure import Acceptance, measure
 from .reading import pieces, record
 from .recording import Recording
 from .settings import DTYPES, FEWEST, Settings
-from .texts import Text, of_messages, own_texts, read_file
+from .texts import Given, Text, answered, given_texts, own_texts
 from .train import Plan, put, train
 
 LENGTH = 256  # positions of a training row
 DOCUMENT = 512  # maximum tokens of a document
 WORK = ".work"  # the suffix of the folder with the recording and the training's state, next to the sidecar
 Progress = Callable[[str, int, int], None]
-Given = str | list[int] | list[dict[str, str]] | Path
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def tune_heads(
     """
     settings = settings or Settings(**options)
     settings.check()
-    _check_model(model)
+    _check_model(model, new=settings.new)
     file = Path(out).expanduser().resolve()
     if file.suffix != ".safetensors":
         raise ValueError(f"out={out}: allowed are names *.safetensors")
@@ -127,16 +126,20 @@ class _Work:
     progress: Progress | None
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, *, new: bool) -> None:
     """Raise ValueError for a model whose heads cannot be trained here."""
     if not isinstance(model, Port):
         raise ValueError("the model's family has no port that drafts; no heads can be trained for it")
+    if model.runtime.trials is not None:
+        raise ValueError('the model has kernels without gradients; load it with kernels="off"')
     if model.ranks:
         raise ValueError("the model is split over ranks; load it on one machine")
     if model.drafter is not None or not isinstance(model.spec.capture, str):
         raise ValueError("the model drafts with an external drafter; load it without draft_model")
     if getattr(model.runtime.report, "drafted_from", None):
         raise ValueError("the heads have a reduced draft vocabulary; load the model without draft_vocab")
+    if not (new or model.mtp):
+        raise ValueError("the model has no MTP heads to tune; --new makes some")
 
 
 def _texts(
@@ -146,15 +149,7 @@ def _texts(
     if texts is None:
         yield from own_texts(model, tokenizer, DOCUMENT, settings.seed + len(recording.documents))
         return
-    for given in texts:
-        if isinstance(given, Path):
-            yield from read_file(given, tokenizer, model, DOCUMENT)
-        elif isinstance(given, str):
-            yield Text(tokenizer.encode(given))
-        elif given and isinstance(given[0], dict):
-            yield from of_messages([given], model, tokenizer, DOCUMENT)  # type: ignore[list-item]
-        else:
-            yield Text(list(given))  # type: ignore[arg-type]
+    yield from answered(given_texts(texts, tokenizer), model, tokenizer, DOCUMENT)
 
 
 def _record(work: _Work, documents: Iterator[tuple[Text, bool]], tokens: int) -> None:

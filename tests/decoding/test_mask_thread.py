@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import mlx.core as mx
 import pytest
@@ -9,7 +10,7 @@ from masked import PROMPT, of_letters, ours
 
 import mlx_mtp
 from mlx_mtp import grammar
-from mlx_mtp.decoding import guided
+from mlx_mtp.decoding import cycle_masks, guided
 from mlx_mtp.decoding.prefill import evaluated
 from mlx_mtp.tuning.kernel_fallback import GraphFailed
 
@@ -18,6 +19,13 @@ FREE, FORCED = "(a|b|c){30}", "((a|b)abcabc){9}"
 
 def mask_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("mlx-mtp-masks")]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Keep every executor, so that only `shutdown` ends its thread."""
+    made, real = [], cycle_masks.ThreadPoolExecutor
+    monkeypatch.setattr(cycle_masks, "ThreadPoolExecutor", lambda *args: made.append(real(*args)) or made[-1])
 
 
 def batch_of(model, patterns, **options):
@@ -36,13 +44,14 @@ def drained(batch):
 CASES = {
     "plain": lambda model: ours(model, 20, of_letters(FREE), 0)[0],
     "forced": lambda model: ours(model, 20, of_letters(FORCED), 0, grammar_drafts=5)[0],
+    "alone in a batch": lambda model: drained(batch_of(model, [FREE])),
     "batch": lambda model: drained(batch_of(model, [FREE, None, FORCED])),
     "batch, forced": lambda model: drained(batch_of(model, [FREE, FORCED], grammar_drafts=5)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_masks_are_made_before_the_pass_has_been_submitted(tiny_models, monkeypatch, case):
+def test_masks_are_made_before_the_pass_has_been_submitted(tiny_models, monkeypatch, kept, case):
     model, _ = tiny_models(2)
     expected = CASES[case](model)
     made, submitted, real = threading.Event(), [], grammar.Matcher.fill
@@ -96,8 +105,24 @@ def failing_mask(monkeypatch):
     monkeypatch.setattr(grammar.Matcher, "fill", fill)
 
 
+def test_an_error_waits_for_the_masks_and_comes_before_theirs():
+    def write():
+        time.sleep(0.05)
+        done.append(1)
+        raise grammar.GrammarError("grammar: too complex")
+
+    with cycle_masks.mask_thread() as thread:
+        for error in (Broken, KeyboardInterrupt):
+            done = []
+            with pytest.raises(error), guided.during(thread, write):
+                raise error
+            assert done
+        with pytest.raises(grammar.GrammarError), guided.during(thread, write):
+            pass
+
+
 @pytest.mark.parametrize("failing", [failing_pass, failing_mask])
-def test_the_thread_ends_after_an_error(tiny_models, monkeypatch, failing):
+def test_the_thread_ends_after_an_error(tiny_models, monkeypatch, kept, failing):
     model, _ = tiny_models(2)
     expected = ours(model, 20, of_letters(FREE), 0)[0]
     failing(monkeypatch)
@@ -111,7 +136,7 @@ def test_the_thread_ends_after_an_error(tiny_models, monkeypatch, failing):
 
 
 @pytest.mark.parametrize("failing", [failing_pass, failing_mask])
-def test_the_thread_of_a_batch_ends_after_an_error(tiny_models, monkeypatch, failing):
+def test_the_thread_of_a_batch_ends_after_an_error(tiny_models, monkeypatch, kept, failing):
     model, _ = tiny_models(2)
     failing(monkeypatch)
     batch = batch_of(model, [FREE] * 2)

@@ -14,7 +14,7 @@ from mlx_mtp.training import heads
 from mlx_mtp.training.chain import chain
 from mlx_mtp.training.reading import read
 
-DRAFTS, TOKENS = 3, 24
+DRAFTS, TOKENS = 3, 16
 
 
 def demo(_folder):
