@@ -13,8 +13,8 @@ from ..decoding.sampling import LogitsProcessor
 # How SentencePiece writes a token of one byte, and the letters with which byte-level tokenizers write bytes.
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # By name: as an attribute of transformers it is a function or the module, depending on what was imported before.
-_byte_letters = import_module("transformers.convert_slow_tokenizer").bytes_to_unicode
-BYTES = {letter: byte for byte, letter in _byte_letters().items()}
+_slow_tokenizers = import_module("transformers.convert_slow_tokenizer")
+BYTES = {letter: byte for byte, letter in _slow_tokenizers.bytes_to_unicode().items()}
 
 
 class TokenRules(NamedTuple):
