@@ -104,7 +104,7 @@ class Sampling:
 class Picker:
     """Chooses the target's token in every row of a verify.
 
-    sampler:    the user's, logprobs [1, V] -> token [1], drawing from MLX's random state; None means `options`.
+    sampler:    the user's, logprobs [1, V] -> token [1]; MLX's random state is then the draw's key. None: `options`.
     processors: mlx-lm's logits processors, (tokens [T], logits [1, V]) -> logits [1, V].
     key:        uint32 [2]; the draw at position t uses `key_at(key, t)`.
     draft_sampling: how drafts are chosen, of DRAFT_SAMPLING; see `draft_sampling.py`.
