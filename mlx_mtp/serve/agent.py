@@ -49,7 +49,7 @@ class Launchd:
         self._target = f"{self._domain}/{NAME}"
 
     def write(self, program: Program) -> None:
-        """Write the property list, or replace it, readable by the user alone; it takes effect at `load`.
+        """Write the property list, or replace it, readable by the user alone; used at the next `load`.
 
         Raises ValueError if `program` has a control character other than tab and line breaks.
         """
@@ -99,7 +99,7 @@ class Launchd:
             _call("launchctl", "bootout", self._target, checked=False)  # fails if the end takes time
             while self._is_loaded():
                 if time.monotonic() > until:
-                    raise ValueError(f"launchctl bootout {self._target}: the agent still runs after {STOPS:.0f} seconds")
+                    raise ValueError(f"launchctl bootout {self._target}: the agent still runs after {STOPS:.0f} s")
                 time.sleep(0.2)
 
     def _is_loaded(self) -> bool:
@@ -107,7 +107,7 @@ class Launchd:
 
 
 class Systemd:
-    """The unit NAME of the user's systemd. file: its file. reading: a shell command that shows the program's output."""
+    """The unit NAME of the user's systemd. file: its file. reading: a shell command that shows its output."""
 
     def __init__(self) -> None:
         config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -115,7 +115,7 @@ class Systemd:
         self.reading = f"journalctl --user -u {NAME} -f"
 
     def write(self, program: Program) -> None:
-        """Write the unit's file, or replace it, readable by the user alone; it takes effect at `load`."""
+        """Write the unit's file, or replace it, readable by the user alone; used at the next `load`."""
         command = " ".join(_systemd_word(word).replace("$", "$$") for word in program.command)
         environment = (_systemd_word(f"{name}={value}") for name, value in program.environment.items())
         lines = [

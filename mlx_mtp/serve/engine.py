@@ -203,7 +203,7 @@ class Engine:
         return True
 
     def end_due(self) -> None:
-        """End the active jobs that were cancelled (their clients have disconnected) or have reached their deadline."""
+        """End the active jobs that were cancelled, as their clients disconnected, or have reached their deadline."""
         for job, steps in [running for running in self.running if must_end(running[0])]:
             self._advance(job, steps)
 
