@@ -33,7 +33,8 @@ def fetched(url: str, hosts: tuple[str, ...], most: int, until: float) -> bytes:
             return _body(connection, parts, most, until)
     except (OSError, http.client.HTTPException) as e:
         late = time.monotonic() >= until or isinstance(e, TimeoutError)
-        why = f"did not end within {SECONDS:.0f} seconds of the first" if late else f"failed ({type(e).__name__})"
+        limit = f"did not end within {SECONDS:.0f} seconds, the limit of all pictures of a request together"
+        why = limit if late else f"failed ({type(e).__name__})"
         raise ValueError(f"the download from {host} {why}") from None
 
 

@@ -109,8 +109,8 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
 
     A forced call: the grammar of calls alone. Else, with `output`: that of content or, instead, calls; calls are free
     if no tool is strict and they begin with a fixed mark, and also in a model's frames (`_free_calls`). Else, with
-    strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called: `output`.
-    warnings: appended to. Raises Refused for a schema that cannot be honoured.
+    strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called, or if the
+    format of calls is unknown: `output`. warnings: appended to. Raises Refused for a schema that cannot be honoured.
     """
     allowed, format = choice.allowed, info.tool_format
     if not allowed or format is None:
@@ -139,10 +139,10 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
 
 
 def _free_calls(info: ModelInfo, content: Output, mark: str | None, strict: list[str], warnings: list[str]) -> Output:
-    """Return the grammar of content; instead, the answer may be calls in any text. mark: with which they begin.
+    """Return `content` with a gate: its grammar, or instead tool calls, whose text is free.
 
-    With frames a call is not in the frame of content, so the answer may end without content; strict tools get a
-    warning.
+    mark: the text with which calls begin; None: none is fixed. If the model writes frames, a call is not in the frame
+    of content, so the answer may end without content. strict: names of strict tools, which get one warning.
     """
     if strict:
         what = f"strict has no effect on tools with {content.field}"

@@ -26,8 +26,8 @@ FIRST = (NAME, ARGUMENTS)
 class Parameter(NamedTuple):
     """The text around an argument of `TaggedCalls`: `before`, its key, `after`, its value, `close`.
 
-    {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: that
-    of a string, "" if no type is written, and that of other values, "" if it is the value's JSON type.
+    {key} in `close` stands for the key, {type} in `after` for the value's type as the template writes it. types: the
+    type of a string, "" if the template writes no types; and that of other values, "" for each value's JSON type.
     """
 
     before: str
