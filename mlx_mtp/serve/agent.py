@@ -24,7 +24,7 @@ UNQUOTED = r"[\w@+=:,./-]+"  # words that systemd reads unchanged, without quote
 
 @dataclass(frozen=True)
 class Program:
-    """A program that launchd or systemd runs at each login, and again PAUSE seconds after a failure.
+    """A program that launchd or systemd runs at each login, and again after a failure.
 
     command: the program's absolute path, then its arguments. environment: variables added to those that launchd or
     systemd sets. stop: seconds from SIGTERM until SIGKILL when the program is ended.

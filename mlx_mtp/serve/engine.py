@@ -203,12 +203,12 @@ class Engine:
         return True
 
     def end_due(self) -> None:
-        """End the active jobs that were cancelled, as their clients disconnected, or have reached their deadline."""
+        """End the active jobs that were cancelled or have reached their deadline."""
         for job, steps in [running for running in self.running if must_end(running[0])]:
             self._advance(job, steps)
 
     def advance(self) -> None:
-        """Advance each active job by a prefill chunk or a cycle."""
+        """Advance each active job by a step, such as a prefill chunk or a cycle."""
         for job, steps in sorted(self.running, key=lambda running: running[0].prefilling):  # decoding before prefills
             self._advance(job, steps)
         if self.served and self.served.batch:

@@ -42,6 +42,7 @@ class DecodeRequest:
     sampling: keyword arguments of `stream_generate`; penalties: of mlx-lm's `make_logits_processors`.
     logprobs: number of most likely tokens to return with each token; None for no log probabilities.
     chat:     split the text into reasoning, content and tool calls; one_call: end after the first tool call.
+    tools:    functions that the answer may call, in OpenAI's form, or None; rules: excluded tokens.
     thinking: the prompt ends within reasoning; continues: it ends within an answer; after_tool: a tool
               result follows its last answer.
     follows:  encodes the start of the next turn's prompt, given the parts of this answer; None if that is unknown.
@@ -188,7 +189,7 @@ def with_adapter(served: Served, name: str | None) -> Served:
 
 
 def answer(served: Served, job: Job, crowded: Callable[[], bool]) -> Generator[None, None, PromptCache | None]:
-    """Generate one choice, yielding after each prefill chunk and each cycle; its events are sent with `job.send`.
+    """Generate one choice, yielding after each step of the prefill and each cycle; send events with `job.send`.
 
     Return its prompt cache, also after an `Interrupted`, which sends no End; None if a batch could not copy it.
     Raises ValueError if the prompt and one token do not fit in memory; any exception of decoding leaves it, too.

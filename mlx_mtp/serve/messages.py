@@ -201,7 +201,8 @@ def _messages(message: dict[str, Any], warnings: list[str], pictures: RequestPic
     """Return a message as messages in OpenAI's form: one per tool result, then one of all its other blocks.
 
     The last one is left out if there are results and it would have neither text, pictures nor calls. warnings:
-    appended to, for each block that is left out. pictures: collects those of the message. Raises Refused.
+    appended to, for blocks of tools that the server lacks and for replaced parts of results. pictures: collects those
+    of the message. Raises Refused.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):

@@ -29,9 +29,9 @@ KINDS = {"/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}  # by the first lette
 def as_openai(body: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     """Return fields of chat completions for a body of `/api/chat` or `/api/generate`.
 
-    These are model, think, stream (by default true) and the options in SAMPLING, with unchecked values; messages,
-    prompt, tools and format are not converted. warnings: appended to, for unknown fields and options. Raises Refused
-    for a field in REFUSED that is not empty, and for `options` that is no object.
+    These are the model, the switch of reasoning, stream (by default true) and the options in SAMPLING, with unchecked
+    values; messages, prompt, tools and format are not converted. warnings: appended to, for unknown fields and
+    options. Raises Refused for a field in REFUSED that is not empty, and for `options` that is no object.
     """
     for name, reason in REFUSED.items():
         if body.get(name):
@@ -103,7 +103,8 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 def _link(result: Message, name: str, pending: list[dict[str, Any]]) -> None:
     """Add `name`, unless "", to a tool result and, if the result has no id, that of its call, if one is pending.
 
-    The call is the first of `pending` with the result's id, else with the name (any for ""); it is removed there.
+    The call is the first of `pending` that has the result's id or, if the result has none, the name ("": any); it is
+    removed from `pending`.
     """
     if name:
         result["name"] = name

@@ -76,13 +76,13 @@ def _format(name: str, given: Any, *, flat: bool) -> Wanted | None:
     """Return what an output format, {"type": ..., ...} or its type alone, requires; None for type text or no format.
 
     name: path of the format's field. flat: its schema is its own member `schema`; otherwise, if it has an object as
-    member `json_schema`, the member `schema` of that object. Raises Refused for another type, for json_schema without
-    a schema, and for a value that is neither object nor text.
+    member `json_schema`, the member `schema` of that object. Raises Refused for another type, for a schema that is
+    missing (json_object needs none) or null, and for a value that is neither object nor text.
     """
     param = name if name.startswith("text") else name.partition(".")[0]
     given = {"type": given} if isinstance(given, str) else given
     if not isinstance(given, dict | None):
-        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`", param=param)
+        raise Refused(f"{name}={repr(given)[:80]}: allowed is an object with a member `type`, or a type", param=param)
     kind = (given or {}).get("type", "text")
     if kind == "text":
         return None

@@ -12,9 +12,9 @@ VALUES = ("const", "enum", "default", "examples")  # JSON values, not schemas
 
 
 def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, name, value) of each keyword of a schema and of the schemas in it, in the order of the text.
+    """Yield (path, name, value) of each keyword of a schema and of the schemas in it, a schema's own keywords first.
 
-    path: such as ".properties.a.type"; an index in a list is a part of it.
+    path: such as ".properties.a.type" or ".anyOf.0.type".
     """
     pending: list[tuple[str, Any]] = [("", schema)]
     while pending:
@@ -32,7 +32,7 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 def path_in(schema: Any, message: str) -> str:
     """Return the path, with a dot before it, of the keyword that a message probably refers to; "" if none is found.
 
-    That is the first keyword whose value, a text or number of more than three characters, appears in the message,
+    That is the first keyword whose value, a text or integer of more than three characters, appears in the message,
     else the first whose name is a word of the message. Values of TEXTS and those in TYPES do not count; names in
     COMMON count only as the message's first word or in quotes.
     """

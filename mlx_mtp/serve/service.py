@@ -50,9 +50,9 @@ class Service:
         """Yield (facts, engine) of the model for a request.
 
         On a server of one model: that model, whatever name is in `body`; raises Refused as `ready`. With several: the
-        model that `body` names, which is loaded first and stays loaded within the block. Then it raises Refused for
-        an unknown model or one that cannot be loaded, QueueFull without room in the queue, and ClientDisconnect if
-        the client disconnects before.
+        model that `body` names, which is loaded first and stays loaded within the block; raises Refused for an
+        unknown model or one that cannot be loaded, QueueFull without room in the queue, and ClientDisconnect if the
+        client disconnects before the load ends.
         """
         if not isinstance(self.engine, Models):
             yield self.ready(), self.engine

@@ -110,7 +110,7 @@ def call_output(info: ModelInfo, choice: ToolChoice, output: Output | None, warn
     A forced call: the grammar of calls alone. Else, with `output`: that of content or, instead, calls; calls are free
     if no tool is strict and they begin with a fixed mark, and also in a model's frames (`_free_calls`). Else, with
     strict tools: the grammar of calls, from where the answer begins one. Without tools that may be called, or if the
-    format of calls is unknown: `output`. warnings: appended to. Raises Refused for a schema that cannot be honoured.
+    format of calls is unknown: `output`. warnings: appended to. Raises Refused if the grammar of calls cannot be made.
     """
     allowed, format = choice.allowed, info.tool_format
     if not allowed or format is None:

@@ -79,7 +79,8 @@ def branches(schema: Any, root: Schema, depth: int = 8) -> Iterator[Branch]:
     schema = {} if schema is True else target_of(schema, root)
     if not isinstance(schema, dict) or not depth:
         raise ValueError(
-            "a schema is no object, nests anyOf, oneOf and allOf more than 7 times, or has an invalid or long chain of $ref"
+            "a schema is no object, nests anyOf, oneOf and allOf more than 7 times, "
+            "or has an invalid or long chain of $ref"
         )
     keys = set(schema) - ANNOTATIONS
     for choice in ("anyOf", "oneOf", "allOf"):

@@ -194,7 +194,8 @@ def _tagged_region(text: str, at: int, format: TaggedCalls, first: int, second: 
 def _empty(layout: Layout, text: str | None) -> str | None:
     """Return the `empty` of a layout, from a rendered call without arguments; None if it writes `head`, too.
 
-    text: the rendered call, or None. The result is None also for formats without tags, and another end of the call.
+    text: the rendered call, or None. The result is None also for a format without tags, without a rendered call, and
+    if the call does not end with the layout's `end`.
     """
     if not text or layout.parameter is None or not text.endswith(layout.end):
         return None
