@@ -186,7 +186,7 @@ def _with_a_question(conversation: Conversation) -> Conversation:
 
 
 def _with_the_system_prompt_in_the_question(conversation: Conversation) -> Conversation:
-    """Convert a first system message without a picture to a user message; merge the next one if that is of the user."""
+    """Convert a first system message without a picture to a user message; merge the next if that is the user's."""
     first, *others = conversation.messages
     if first["role"] != "system" or has_picture(first["content"]):
         return conversation

@@ -138,7 +138,7 @@ def encode_chat(
 def _encode_chat(chat: Chat, conversation: Conversation, options: dict[str, Any], *, turns: bool) -> Prompt:
     """Encode the first form of a conversation that the template renders whole, otherwise the first it renders.
 
-    Raises ValueError if it renders none.
+    Raises ValueError if it renders none, and unless it writes a mark for each picture.
     """
     error, found, marked = None, None, is_marked(conversation.messages)
     conversation = conversation._replace(messages=linked(conversation.messages, chat.traits))
