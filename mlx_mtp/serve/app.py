@@ -43,7 +43,7 @@ PATIENCE = 2.0  # seconds before the stream of a queued request begins with a co
 SILENCE = 10.0  # seconds without an event after which a stream sends a keep-alive
 WARNING, MAX_WARNING = "X-MLX-MTP-Warning", 2000  # a header, and its maximum number of characters
 EMBEDDINGS = "this server generates text; it has no embeddings. Use another server for them"
-FIXED = "the models of this server are chosen at its start; to add one, run `mlx-mtp pull NAME` and start it again"
+FIXED = "the models of this server are chosen at its start; add one with `mlx-mtp pull NAME`, then restart the server"
 UNSUPPORTED = {
     **dict.fromkeys(("/v1/embeddings", "/embeddings", "/api/embed", "/api/embeddings"), EMBEDDINGS),
     **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), FIXED),
